@@ -22,8 +22,8 @@ import grpc
 
 from benchmarks.bare_grpc import METHOD
 from benchmarks.serving import running_server
+from demo.fake_model import make_fake_model
 from tgis.bench.measure import cpu_seconds
-from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 LOADS = ((256, 0.020), (64, 0.008))  # streams, seconds of a step

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.serving import running_server
+from demo.fake_model import make_fake_model
 from demo.fetch import ensure
 from tgis.bench.measure import cpu_seconds
-from tgis.models.fake import make_fake_model
 
 EXIT_SECONDS = 1.0
 TIMEOUT_SECONDS = 60.0

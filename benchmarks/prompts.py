@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.serving import running_server
 from demo.fetch import ensure
-from tgis.bench.client import CallOptions, Client, RequestRecord
+from tgis.bench.client import BenchSettings, Client, RequestRecord
 from tgis.bench.grpc_client import connect
 from tgis.bench.workload import BenchRequest
 
@@ -47,7 +47,7 @@ async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
 
 
 async def _with_client(part: Any, target: str) -> dict[str, float]:
-    async with connect(target, 1, CallOptions()) as client:
+    async with connect(BenchSettings(target=target)) as client:
         await client.served_model()
         figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures

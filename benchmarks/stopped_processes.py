@@ -23,7 +23,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.serving import Server, running_server
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

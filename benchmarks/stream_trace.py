@@ -23,8 +23,8 @@ import grpc
 
 import tgis
 from benchmarks.serving import free_ports
+from demo.fake_model import make_fake_model
 from tgis.__main__ import run_command
-from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.serving import Server, running_server
 from benchmarks.soak.memory import resident_bytes
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 READERS, ROUNDS = 500, 4
 STEP_SECONDS = (0.05, 0.2)  # at 50 ms, writing the tokens keeps a core busy

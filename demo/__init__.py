@@ -1,1 +1,1 @@
-"""Demo models, converted from registry packages."""
+"""Demo models, converted from registry packages, and a model directory for the engine `fake`."""

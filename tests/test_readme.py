@@ -21,7 +21,7 @@ from harness import Server, running_server, unary_request
 from repository import REPOSITORY
 from safetensors.numpy import save
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 ADDRESS = "localhost:8033"
 README = (REPOSITORY / "README.md").read_text()

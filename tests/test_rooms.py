@@ -120,13 +120,11 @@ def test_the_package_imports_nothing_that_is_not_shipped() -> None:
         ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
         ("tgis.engine_core.main", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.engines.fake", {"torch", "transformers"}),
-        ("tgis.cli.bench", {"torch", "transformers", "matplotlib", "numpy"}),
+        ("tgis.cli.bench", {"torch", "transformers", "numpy"}),
         ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.cli.download_weights", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_fast_tokenizer", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_safetensors", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.convert_to_onnx", {"torch", "transformers", "grpc"}),
-        ("tgis.cli.simulate", {"torch", "transformers", "grpc", "matplotlib"}),
+        ("tgis.cli.convert", {"torch", "transformers", "grpc"}),
+        ("tgis.cli.simulate", {"torch", "transformers", "grpc"}),
     ],
 )
 def test_a_process_does_not_import_what_it_does_not_need(module: str, forbidden: set[str]) -> None:

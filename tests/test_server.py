@@ -10,12 +10,12 @@ import pytest
 from config_parsing import read
 from harness import run_async
 
+from demo.fake_model import make_fake_model
 from tgis import server as server_module
 from tgis.errors import StartError
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import EngineWatchdog
 from tgis.ipc.messages import EngineInfo, Ready
-from tgis.models.fake import make_fake_model
 from tgis.server import Server, prepare
 
 INFO = EngineInfo("x", "X", "cpu", "float32", 257, False, False, 4, 1000, 64, lora_targets={"q_proj": (8, 8)})

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from benchmarks.certificates import make_pair
+from demo.fake_model import make_fake_model
 from tgis.config import parse
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
-from tgis.models.fake import make_fake_model
 from tgis.server import prepare
 
 SUPPORT = Path(__file__).parent / "support"

@@ -9,10 +9,10 @@ import tokenizer_families
 from config_parsing import read, refusal
 from repository import REPOSITORY
 
+from demo.fake_model import make_fake_model
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
-from tgis.models.fake import make_fake_model
 from tgis.server import prepare
 from tgis.utils.options import declared_options
 

@@ -29,9 +29,13 @@ COMMANDS = {
 }
 FUNCTIONS = {  # of commands that are not `main` of the module of their name
     "vllm_tgis_adapter": "serve.main_as_adapter",
-    "model-info": "server_info.model_info",
-    "health": "server_info.health",
-    "grpc_healthcheck": "server_info.grpc_healthcheck",
+    "tokenize": "calls.tokenize",
+    "model-info": "calls.model_info",
+    "health": "calls.health",
+    "grpc_healthcheck": "calls.grpc_healthcheck",
+    "convert-to-safetensors": "convert.safetensors",
+    "convert-to-fast-tokenizer": "convert.fast_tokenizer",
+    "convert-to-onnx": "convert.onnx",
 }
 SERVERS = ("serve", "vllm_tgis_adapter")
 MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")

@@ -68,7 +68,6 @@ from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
 from tgis.utils import logs, stop_signals
-from tgis.utils.allocator import reuse_large_blocks
 from tgis.utils.file_lock import scratch_directory
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,6 @@ _GC_THRESHOLDS = 5_000, 10, 10
 
 def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
-    reuse_large_blocks()  # those of messages
     server = prepare(config)
     server.convert_weights()  # not part of a check: it may take minutes
     with scratch_directory(config.cache_dir / "tmp") as scratch:

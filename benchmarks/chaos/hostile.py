@@ -30,7 +30,7 @@ from benchmarks.serving import Server, cpu_name, running_server
 from benchmarks.soak.memory import resident_bytes
 from benchmarks.soak.reconcile import MetricValues, parse_metrics
 from benchmarks.soak.requests import stream_request
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

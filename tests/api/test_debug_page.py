@@ -18,13 +18,13 @@ from batches import EOS, limits
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 from http_port import NO_AUTH, serving
 
+from demo.fake_model import make_fake_model
 from tgis.api.http.pages.batch import render_error, render_json, render_page
 from tgis.api.http.probes import Probes
 from tgis.batcher.batcher import Batcher
 from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState, RequestState, WaitReason
-from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
 ROW = RequestState(

@@ -16,7 +16,7 @@ from garbage_server import collected
 from harness import Server, as_stream_request, running_module, unary_request
 from repository import REPOSITORY
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -13,8 +13,8 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import Server, running_server
 from openai.types.chat import ChatCompletionChunk
 
+from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
-from tgis.models.fake import make_fake_model
 
 MAX_LENGTH, MAX_NEW = 200, 169
 NAME = "served"

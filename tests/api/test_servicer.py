@@ -17,9 +17,9 @@ from grpc_status import rpc_status
 from harness import Server, as_stream_request, run_async, running_server, unary_request
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
+from demo.fake_model import make_fake_model
 from tgis.api.grpc.status import error_boundary
 from tgis.errors import InvalidRequest
-from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 

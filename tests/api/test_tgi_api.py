@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from repository import REPOSITORY
 
+from demo.fake_model import make_fake_model
 from tgis.api.tgi.convert import json_float
-from tgis.models.fake import make_fake_model
 
 MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 150, 8
 POISON = "!"  # token 0

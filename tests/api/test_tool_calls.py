@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest, Function, Tool
 from tgis.api.openai.chat import StreamedChoice
 from tgis.api.openai.logprobs import TokenTexts
@@ -26,7 +27,6 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import StopReason
-from tgis.models.fake import make_fake_model
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import Server, run_async, running_server
 from http_port import serving_while_loading
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 pytestmark = needs_chromium
 

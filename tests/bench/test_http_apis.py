@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tgis.__main__ import run
-from tgis.bench.client import CallOptions, RequestRecord
+from tgis.bench import workload
+from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.summary import request_times
 from tgis.bench.workload import BenchRequest
@@ -25,7 +26,15 @@ PATHS = {"tgi": "/generate_stream", "openai": "/v1/completions", "chat": "/v1/ch
 TEMPLATE_TOKENS = 5  # around the prompt of a chat
 NEW_TOKENS = 6
 
+ALL_WORDS = workload.WORDS
+
 Book = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves most of the requests that count the tokens of words."""
+    monkeypatch.setattr(workload, "WORDS", ALL_WORDS[:20])
 
 
 @dataclass
@@ -209,7 +218,8 @@ def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert level["ttft_ms"]["p50"] is None
 
 
-def test_calibration_ends_with_its_first_failure() -> None:
+def test_calibration_ends_with_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "WORDS", ALL_WORDS)
     answers = Answers(tokenize_status=500)
     with serving(answers) as target:
         assert bench(target, "tgi", "--requests", "20", "--quiet") == 0
@@ -224,21 +234,21 @@ def test_usage_counts_chunks_of_several_tokens(capsys: pytest.CaptureFixture[str
     assert (level["output_tokens"], level["counted_by_events"]) == (2 * NEW_TOKENS, 0)
 
 
-def test_time_per_token_of_chunks_of_several_tokens() -> None:
-    """Two chunks of three tokens, a second apart."""
-    api, record = OpenAIRequests(CallOptions()), RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS)
+@pytest.mark.parametrize(
+    ("seconds", "times"),
+    [(1.0, {"latency": -1.0, "ttft": 1.0, "gap": 1.0, "tpot": 1 / 3}), (0.0, {"latency": -1.0, "ttft": 1.0})],
+)
+def test_times_of_chunks_of_several_tokens(seconds: float, times: dict[str, float]) -> None:
+    """Two chunks of three tokens, a second apart or at once: then there is no time per token."""
+    api, record = (
+        OpenAIRequests(BenchSettings(target="h")),
+        RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS),
+    )
     body = api.body(BenchRequest("the cat", NEW_TOKENS))
-    for now, event in enumerate(_openai_events(body, Answers(tokens_per_chunk=3)), 1):
-        api.record_event(event, float(now), record)
-    assert request_times(record)["tpot"] == pytest.approx(1 / 3)
-
-
-def test_one_chunk_has_no_time_per_token() -> None:
-    api, record = OpenAIRequests(CallOptions()), RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS)
-    body = api.body(BenchRequest("the cat", NEW_TOKENS))
-    for event in _openai_events(body, Answers(tokens_per_chunk=3)):  # all have come at once
-        api.record_event(event, 1.0, record)
-    assert request_times(record).keys() == {"latency", "ttft"}
+    for number, event in enumerate(_openai_events(body, Answers(tokens_per_chunk=3))):
+        api.record_event(event, 1.0 + number * seconds, record)
+    record.ended_at = -1.0
+    assert request_times(record) == pytest.approx(times)
 
 
 def test_without_usage_messages_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

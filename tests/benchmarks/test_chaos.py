@@ -22,7 +22,7 @@ from benchmarks.chaos.files import AdapterFiles
 from benchmarks.chaos.http2 import Target, connect
 from benchmarks.chaos.shim import Control, Shim
 from benchmarks.chaos.usage import Life, Usage
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 
 def test_only_who_may_notice_a_fault_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:

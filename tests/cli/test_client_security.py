@@ -10,7 +10,7 @@ import pytest
 from harness import Server, running_server
 
 from benchmarks.certificates import make_pair
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 COMMANDS = {
     "generate": ("x", "--max-new-tokens", "3"),

@@ -41,9 +41,13 @@ def probe(*commands: list[str]) -> tuple[dict[str, str], set[str]]:
 
 
 @pytest.fixture(scope="module")
-def helps() -> dict[str, str]:
-    commands = [["--help"], *([command, "--help"] for command in COMMANDS)]
-    return probe(*commands)[0]
+def probed() -> tuple[dict[str, str], set[str]]:
+    return probe(["--help"], *([command, "--help"] for command in COMMANDS))
+
+
+@pytest.fixture
+def helps(probed: tuple[dict[str, str], set[str]]) -> dict[str, str]:
+    return probed[0]
 
 
 def test_every_command_has_help_of_80_columns(helps: dict[str, str]) -> None:
@@ -90,10 +94,8 @@ def test_help_imports_little() -> None:
     assert not {"torch", "transformers", "grpc", "argparse"} & modules
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
-def test_help_of_a_command_does_not_import_torch(command: str) -> None:
-    _, modules = probe([command, "--help"])
-    assert not {"torch", "transformers"} & modules
+def test_help_of_a_command_does_not_import_torch(probed: tuple[dict[str, str], set[str]]) -> None:
+    assert not {"torch", "transformers"} & probed[1]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,9 @@
 """The commands for model files as run in init containers: exit codes, output, and serving the result."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from limited_process import LIMITED
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
-from tgis.models.fake import make_fake_model
 from tgis.models.files import ModelFiles
 
 REPO = "org/name"
@@ -35,37 +33,20 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
         yield running
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def start(hub: FakeHub, tmp_path: Path) -> Start:
-    """Starts a command where HF_HOME is empty at first."""
+def run(hub: FakeHub, tmp_path: Path) -> Run:
+    """Runs a command where HF_HOME is empty at first; exit code, stdout, stderr."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
-    def start(*argv: str, limited: tuple[str, int] | None = None, **environ: str) -> "subprocess.Popen[str]":
-        begin = ["-c", LIMITED, limited[0], str(limited[1]), "tgis"] if limited else ["-m", "tgis"]
-        return subprocess.Popen(
-            [sys.executable, *begin, *argv],
-            env=clean | settings | environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
-
-
-@pytest.fixture
-def run(start: Start) -> Run:
-    """Runs a command as `start` does; exit code, stdout, stderr."""
-
     def run(*argv: str, limited: tuple[str, int] | None = None, **environ: str) -> tuple[int, str, str]:
-        with start(*argv, limited=limited, **environ) as process:
-            out, err = process.communicate(timeout=60)
-        return process.returncode, out, err
+        begin = ["-c", LIMITED, limited[0], str(limited[1]), "tgis"] if limited else ["-m", "tgis"]
+        command, env = [sys.executable, *begin, *argv], clean | settings | environ
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 
@@ -117,18 +98,6 @@ def test_tokens(hub: FakeHub, run: Run) -> None:
     ):
         assert code == 0
         assert TOKEN not in err
-
-
-def test_after_a_killed_download_the_next_run_completes(hub: FakeHub, run: Run, tmp_path: Path) -> None:
-    """The kernel kills it at a chosen byte, by a limit on file sizes; the file starts anew."""
-    code, _, _ = run("download-weights", REPO, limited=("SIG_DFL", 3_000_000))
-    assert code < 0
-    cache = tmp_path / "hf" / "hub"
-    assert not list(cache.rglob("model.safetensors"))
-    assert not list(cache.rglob("main"))
-    code, out, _ = run("download-weights", REPO)
-    assert code == 0
-    assert load_file(Path(out.strip()) / "model.safetensors")["w"].tolist() == list(range(500_000))
 
 
 def test_a_full_disk_is_reported(hub: FakeHub, run: Run, tmp_path: Path) -> None:
@@ -214,32 +183,6 @@ def test_extensions(hub: FakeHub, run: Run) -> None:
     )
 
 
-def test_weights_that_cannot_be_converted_are_reported(
-    hub: FakeHub, run: Run, old: dict[str, torch.Tensor], slow_gpt2: ModelFiles
-) -> None:
-    torch.save({"w": slow_gpt2.path}, slow_gpt2.path / "pytorch_model.bin")
-    files = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
-    hub.add(REPO, files)
-    code, out, err = run("download-weights", REPO)
-    assert (code, out) == (1, "")
-    assert err.splitlines()[-1].endswith("is broken, or holds more than tensors, which is never loaded")
-
-
-def test_concurrent_runs_download_once(hub: FakeHub, start: Start) -> None:
-    """The second begins while the first downloads."""
-    gate = hub.gates["model.safetensors"] = fake_hub.Gate()
-    with start("download-weights", REPO) as first:
-        assert gate.reached.wait(30)
-        with start("download-weights", REPO) as second:
-            assert second.stderr is not None
-            assert " to download" in second.stderr.readline()
-            gate.opened.set()
-            ours, theirs = first.communicate(timeout=60), second.communicate(timeout=60)
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert ours[0] == theirs[0]
-    assert [name for name, _ in hub.downloads()].count("model.safetensors") == 1
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -288,23 +231,3 @@ def test_the_names_of_tgis_and_the_adapter(
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{script}", "serve", "m"])
     assert __main__.model_files() == 2
     assert capsys.readouterr().err == f"tgis: there is no command 'serve' (see {script} --help)\n"
-
-
-def test_a_terminal_has_a_bar(hub: FakeHub, run: Run, tmp_path: Path) -> None:
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    command = [sys.executable, "-m", "tgis", "download-weights", REPO]
-    environ = os.environ | {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environ) as process:
-        os.close(theirs)
-        written = b""
-        with contextlib.suppress(OSError):  # raised when a terminal closes
-            while True:
-                written += os.read(ours, 4096)
-        assert process.wait(20) == 0
-    os.close(ours)
-    assert "%|" in written.decode()

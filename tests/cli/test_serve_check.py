@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
 from tgis.config import Config
-from tgis.models.fake import make_fake_model
 from tgis.utils.options import declared_options
 
 

@@ -12,7 +12,7 @@ from harness import running_server, unary_request
 from tiny_models import make_model_from_config
 from transformers import LlamaConfig
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 
 @pytest.fixture

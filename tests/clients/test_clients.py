@@ -18,7 +18,7 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import Server, running_server
 from repository import REPOSITORY
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 BIN = REPOSITORY / ".cache" / "clients" / "bin"
 FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.environ.get("FUZZ_SEED", "1"))

@@ -24,7 +24,7 @@ from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_me
 
 from benchmarks.chaos.attacks import channel
 from benchmarks.chaos.http2 import Target, connect, grpc_message
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 SLOW = {"step_seconds": 0.05}

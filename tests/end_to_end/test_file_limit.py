@@ -12,8 +12,8 @@ import grpc
 import pytest
 from harness import Server, running_server, unary_request
 
+from demo.fake_model import make_fake_model
 from tgis.cli.serve import FILE_TABLE_SIZE, MAX_OPEN_FILES, raise_file_limit
-from tgis.models.fake import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 

@@ -13,7 +13,7 @@ from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
 from harness import Server, running_server, unary_request
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 MAX_IN_FLIGHT = 48

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured_output.random_grammars import random_grammar
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 

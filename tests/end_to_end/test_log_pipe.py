@@ -18,7 +18,7 @@ import pytest
 from harness import server_environment, unary_request
 from repository import TEST_CACHE
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 FILLING = b"x" * 4096

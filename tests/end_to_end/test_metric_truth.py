@@ -19,7 +19,7 @@ import pytest
 from harness import Server, running_server
 
 from benchmarks.soak.reconcile import MetricValues, nonzero_gauges, parse_metrics
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

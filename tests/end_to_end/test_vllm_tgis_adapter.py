@@ -14,7 +14,7 @@ from harness import Server, running_module, unary_request
 from transformers import AutoTokenizer
 from tuning import Tuned
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 ADAPTER = "vllm_tgis_adapter"

@@ -10,7 +10,7 @@ from tiny_models import make_model_from_config
 from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 TOO_MANY = "gives token id 257, the model has only those below 257"

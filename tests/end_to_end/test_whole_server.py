@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from whole_server import LENGTHS, TEXTS, Arena, WholeServer, serving
 
 from benchmarks.chaos.files import ADAPTER, AdapterFiles
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -16,7 +16,7 @@ from measured_server import LoopMeter
 from repository import REPOSITORY
 from worst_cases import RPCS, WorstCase, worst_cases
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 
 MAX_LENGTH = 4096
 PATHS = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]

@@ -6,12 +6,12 @@ from unittest import mock
 
 from batches import EOS, engine_options, limits
 
+from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.messages import Cancel, Shutdown, Submit
 from tgis.ipc.request import Request
-from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel

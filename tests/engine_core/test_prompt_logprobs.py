@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from batches import EOS, engine_options, limits
 
+from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, PromptLogprobs, Shutdown, Step, Submit
 from tgis.ipc.request import LogprobOptions, Request
-from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Server, as_stream_request, running_server, unary_request
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 

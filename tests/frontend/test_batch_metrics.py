@@ -10,13 +10,13 @@ from engine_clients import connected_client
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
+from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
 from tgis.ipc.request import Request, StopReason
-from tgis.models.fake import make_fake_model
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel

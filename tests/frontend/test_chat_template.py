@@ -8,9 +8,9 @@ from chat_templates import HERMES, MISTRAL, TEMPLATES, write_template
 from harness import run_async
 from transformers import PreTrainedTokenizerFast
 
+from demo.fake_model import make_fake_model
 from tgis.errors import StartError
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
-from tgis.models.fake import make_fake_model
 
 USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a1B2c3D4e", "function": {}}]}

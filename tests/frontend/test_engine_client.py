@@ -15,7 +15,7 @@ from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.lookups import LookedUp, LookUp
-from tgis.ipc.messages import BatchState, Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready, ToEngine
+from tgis.ipc.messages import BatchState, Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
 BUSY = msgspec.structs.replace(EMPTY, num_running=3)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
@@ -15,7 +16,6 @@ from tgis.frontend.output_queue import Inbox, RequestTimings
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
-from tgis.models.fake import make_fake_model
 
 ALPHABET = "ab\né"
 Steps = list[list[int]]

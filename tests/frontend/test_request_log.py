@@ -10,7 +10,7 @@ import grpc
 import pytest
 from harness import Server, as_stream_request, running_server, unary_request
 
-from tgis.models.fake import make_fake_model
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 SECRET = "my-password-is-swordfish and it is long"

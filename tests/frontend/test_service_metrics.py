@@ -14,13 +14,13 @@ from harness import run_async
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import samples, value
 
+from demo.fake_model import make_fake_model
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import ServiceMetrics
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
 from tgis.ipc.request import Request
-from tgis.models.fake import make_fake_model
 from tgis.server import prepare
 
 INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, block_size=16)

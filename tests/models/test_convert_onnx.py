@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
 from tgis.errors import StartError
-from tgis.models.fake import make_fake_model
 from tgis.models.onnx import export, optimum_packages
 from tgis.models.onnx.export import _to_transformers_4
 

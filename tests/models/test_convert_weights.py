@@ -26,11 +26,11 @@ from transformers import (
     T5Config,
 )
 
+from demo.fake_model import make_fake_model
 from tgis.config import parse
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import weights, weights_child
-from tgis.models.fake import make_fake_model
 from tgis.models.files import find_weights
 from tgis.server import prepare
 from tgis.utils.file_lock import locked

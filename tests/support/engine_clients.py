@@ -1,7 +1,8 @@
 """An EngineClient without an engine process."""
 
-from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.framing import FrameReader
+
+from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.messages import ToEngine
 
 

@@ -42,14 +42,6 @@ class RecordedRequest:
 
 
 @dataclass
-class Gate:
-    """Half of a file is sent at once, the rest when the gate opens."""
-
-    reached: threading.Event = field(default_factory=threading.Event)
-    opened: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
 class FakeHub:
     """The contents of both hosts, the requests that they got, and how they misbehave."""
 
@@ -61,7 +53,6 @@ class FakeHub:
     truncations: dict[str, list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )  # file -> bytes sent before the connection breaks
-    gates: dict[str, "Gate"] = field(default_factory=dict)  # file -> the gate that it waits at
     statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # file or "api" -> first answers
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main", **access: bool) -> str:
@@ -154,16 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(416, {"Content-Range": f"bytes */{len(content)}"})
         if wanted:
             headers = headers | {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-        if gate := self.hub.gates.get(name):
-            return self._send_halves(content, headers, gate)
         cuts = self.hub.truncations[name] if self.command == "GET" else []
         return self.send(206 if wanted else 200, headers, content[start:], cuts.pop(0) if cuts else None)
-
-    def _send_halves(self, content: bytes, headers: dict[str, str], gate: Gate) -> None:
-        self.send(200, headers | {"Content-Length": str(len(content))}, content[: len(content) // 2])
-        gate.reached.set()
-        gate.opened.wait(60)
-        self.wfile.write(content[len(content) // 2 :])
 
 
 class _Storage(_Handler):

@@ -10,8 +10,8 @@ from browser import BrowserPage, open_page, running_chromium
 from harness import Server, running_server
 from repository import REPOSITORY, TEST_CACHE
 
+from demo.fake_model import make_fake_model
 from demo.fetch import ensure
-from tgis.models.fake import make_fake_model
 
 IMAGES = REPOSITORY / "docs/images"
 PROMPT_TOKENS = (40, 180, 25, 320, 60, 90, 220, 15, 130, 300, 70, 400, 30, 500, 20)

@@ -1,10 +1,12 @@
 """Log output: one line per record whatever it contains, as text or JSON, with the correlation id."""
 
 import asyncio
+import contextlib
 import contextvars
 import json
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tgis.utils import logs
-from tgis.utils.repeated_lines import MAX_LINES
+from tgis.utils.log_queue import MAX_LINES, QueuedStream
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -196,8 +198,33 @@ def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str
     logs.configure(level="info", json_output=False)
     print("one", "\ud800", file=sys.stderr, flush=True)
     print("two", file=sys.stderr)
-    logging.getLogger().handlers[0].close()
+    stream = sys.stderr.buffer
+    assert isinstance(stream, QueuedStream)
+    stream.lines.close()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_progress_is_logged_until_the_block_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    monkeypatch.setattr(logs, "PROGRESS_SECONDS", 0.001)
+    caplog.set_level(logging.INFO)
+    thrice = threading.Event()
+    times: list[int] = []
+
+    def tell() -> str:
+        times.append(len(times))
+        if len(times) == 3:
+            thrice.set()
+        return f"{len(times)} of many"
+
+    with contextlib.suppress(ValueError), logs.log_progress(tell):
+        assert thrice.wait(60)
+        if fails:
+            raise ValueError
+    assert caplog.messages[:3] == ["  1 of many", "  2 of many", "  3 of many"]
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from grammar_walks import LIMITS, byte_table
 
+from demo.fake_model import make_fake_model
 from tgis.engine_core.core import EngineCore
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
-from tgis.models.fake import make_fake_model
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.utils.thread_pool import started_pool

@@ -1,18 +1,35 @@
-"""What the load generator asks of a server, whatever its API, and what it records of each request."""
+"""What the load generator is to measure, what it asks of a server of any API, and what it records of each request."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from tgis.bench.load import ClosedLoop, Level
 from tgis.bench.workload import BenchRequest
 
 SETUP_TIMEOUT = 30.0
+STREAMS_PER_CONNECTION = 100  # a common limit of servers
+OPEN_LOOP_CONNECTIONS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """Options that all requests of a run share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """What to measure; lengths in tokens, times in seconds."""
 
+    api: str = "grpc"  # grpc, tgi or openai
+    target: str
+    levels: tuple[Level, ...] = (ClosedLoop(1),)
+    requests: int | None = None  # of each level; None: as many as fit `duration`
+    duration: float | None = None
+    prompts: Path | None = None  # None: random words
+    input_tokens: int = 128
+    output_tokens: int = 128
+    warmup: int = 1  # requests before each level
+    seed: int = 0
+    server_pid: int | None = None  # of a process on this machine
+    slo: Mapping[str, float] | None = None  # service level objectives: milliseconds, by name of `request_times`
     stream: bool = True
     ignore_eos: bool = True
     chat: bool = False  # OpenAI's API: chat completions, not completions
@@ -20,6 +37,12 @@ class CallOptions:
     adapter_id: str | None = None
     prefix_id: str | None = None
     timeout: float = 600.0  # seconds that each request may take
+
+    @property
+    def connections(self) -> int:
+        """Enough that no request waits for a free HTTP/2 stream."""
+        closed = [level.value for level in self.levels if isinstance(level, ClosedLoop)]
+        return math.ceil(max(closed) / STREAMS_PER_CONNECTION) if closed else OPEN_LOOP_CONNECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +91,14 @@ class RequestRecord:
 
     def fail(self, now: float, status: str, detail: str) -> None:
         self.ended_at, self.status, self.detail = now, status, detail
+
+
+class FailedAnswer(Exception):
+    """The answer is an error; `status` is counted, the text is an example of it."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
 
 
 class Client(Protocol):

@@ -5,10 +5,11 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import perf_counter
+from typing import Any
 
 import grpc.aio
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
+from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -21,32 +22,30 @@ CHANNEL_OPTIONS = [
 
 @asynccontextmanager
 async def connect(
-    target: str,
-    connections: int,
-    options: CallOptions,
+    settings: BenchSettings,
     headers: Sequence[tuple[str, str]] = (),
     credentials: grpc.ChannelCredentials | None = None,
     tls_arguments: Sequence[tuple[str, str]] = (),
 ) -> AsyncIterator["GrpcClient"]:
-    """A client with this many connections, closed at the end; the last two arguments are those of TLS."""
+    """A client with as many connections as the settings say; the last two arguments are those of TLS."""
 
     def channel() -> grpc.aio.Channel:
         if credentials is None:
-            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(target, credentials, [*CHANNEL_OPTIONS, *tls_arguments])
+            return grpc.aio.insecure_channel(settings.target, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(settings.target, credentials, [*CHANNEL_OPTIONS, *tls_arguments])
 
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(channel()) for _ in range(connections)]
-        yield GrpcClient(channels, options, headers)
+        channels = [await stack.enter_async_context(channel()) for _ in range(settings.connections)]
+        yield GrpcClient(channels, settings, headers)
 
 
 class GrpcClient:
     """Calls one server, over its connections in turn."""
 
     def __init__(
-        self, channels: Sequence[grpc.aio.Channel], options: CallOptions, headers: Sequence[tuple[str, str]]
+        self, channels: Sequence[grpc.aio.Channel], settings: BenchSettings, headers: Sequence[tuple[str, str]]
     ) -> None:
-        self._options = options
+        self._settings = settings
         self._metadata = [(name.lower(), value) for name, value in headers]
         self._stubs = [GenerationServiceStub(channel) for channel in channels]
         self._next_stub = itertools.cycle(self._stubs)
@@ -79,39 +78,30 @@ class GrpcClient:
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()
         try:
-            await (self._stream if self._options.stream else self._unary)(job, record)
+            await (self._stream if self._settings.stream else self._unary)(job, record)
         except grpc.aio.AioRpcError as error:
             record.fail(perf_counter(), error.code().name, error.details() or "")
         else:
             record.succeed(perf_counter())
 
     async def _stream(self, job: BenchRequest, record: RequestRecord) -> None:
-        options = self._options
-        request = pb.SingleGenerationRequest(
-            request=pb.GenerationRequest(text=job.text),
-            params=self._params(job),
-            adapter_id=options.adapter_id,
-            prefix_id=options.prefix_id,
-        )
-        stub = next(self._next_stub)
-        async for message in stub.GenerateStream(request, timeout=options.timeout, metadata=self._metadata):
+        request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=job.text), **self._fields(job))
+        call = next(self._next_stub).GenerateStream(request, timeout=self._settings.timeout, metadata=self._metadata)
+        async for message in call:
             record_message(record, perf_counter(), message)
 
     async def _unary(self, job: BenchRequest, record: RequestRecord) -> None:
-        options = self._options
-        request = pb.BatchedGenerationRequest(
-            requests=[pb.GenerationRequest(text=job.text)],
-            params=self._params(job),
-            adapter_id=options.adapter_id,
-            prefix_id=options.prefix_id,
-        )
-        answer = await next(self._next_stub).Generate(request, timeout=options.timeout, metadata=self._metadata)
-        record.input_tokens = sum(response.input_token_count for response in answer.responses)
-        record.output_tokens = sum(response.generated_token_count for response in answer.responses)
+        request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=job.text)], **self._fields(job))
+        call = next(self._next_stub).Generate(request, timeout=self._settings.timeout, metadata=self._metadata)
+        (answer,) = (await call).responses
+        record.input_tokens, record.output_tokens = answer.input_token_count, answer.generated_token_count
 
-    def _params(self, job: BenchRequest) -> pb.Parameters:
-        fewest = job.output_tokens if self._options.ignore_eos else 0
-        return pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest))
+    def _fields(self, job: BenchRequest) -> dict[str, Any]:
+        """The fields that streams and unary calls share."""
+        fewest = job.output_tokens if self._settings.ignore_eos else 0
+        stopping = pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest)
+        adapter = {"adapter_id": self._settings.adapter_id, "prefix_id": self._settings.prefix_id}
+        return {"params": pb.Parameters(stopping=stopping), **adapter}
 
 
 def record_message(record: RequestRecord, now: float, message: pb.GenerationResponse) -> None:

@@ -1,17 +1,19 @@
-"""Requests over HTTP and server-sent events; what is in them is the business of an `Api`."""
+"""Requests over HTTP and server-sent events; what is in them is the business of `tgi` and `openai`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from errno import ECONNREFUSED
 from ssl import SSLContext
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, CallOptions, RequestRecord, ServedModel
+from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, FailedAnswer, RequestRecord, ServedModel
+from tgis.bench.openai import OpenAIRequests
+from tgis.bench.tgi import TgiRequests
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
@@ -22,42 +24,9 @@ _MAX_ERROR_BYTES = 2000
 _BAD_ANSWERS = (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError)
 
 
-class FailedAnswer(Exception):
-    """The answer is an error; `status` is counted, the text is an example of it."""
-
-    def __init__(self, status: str, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-
-
-class Api(Protocol):
-    """Bodies of requests, and what answers say, as far as the figures need it."""
-
-    model_path: str
-    path: str
-
-    def served_model(self, answer: bytes) -> ServedModel: ...
-
-    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request whose answer says how many tokens a text has."""
-        ...
-
-    def token_count(self, answer: bytes) -> int: ...
-
-    def body(self, job: BenchRequest) -> dict[str, Any]: ...
-
-    def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
-        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
-        ...
-
-    def record_answer(self, answer: bytes, headers: Mapping[str, str], record: RequestRecord) -> None: ...
-
-
 @asynccontextmanager
 async def connect(
-    url: str,
-    api: Api,
-    options: CallOptions,
+    settings: BenchSettings,
     headers: Sequence[tuple[str, str]] = (),
     tls: SSLContext | None = None,
     tls_server_name: str | None = None,
@@ -65,19 +34,17 @@ async def connect(
     """A client with as many connections as it has requests in flight; `tls` is for https."""
     connector = aiohttp.TCPConnector(limit=0, ssl=tls or True, keepalive_timeout=_IDLE_SECONDS)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        yield HttpClient(session, url, api, options, tls_server_name)
+        yield HttpClient(session, settings, tls_server_name)
 
 
 class HttpClient:
     """Calls one server."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, api: Api, options: CallOptions, tls_server_name: str | None
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, settings: BenchSettings, tls_server_name: str | None) -> None:
         self._session = session
-        self._url = url
-        self._api = api
-        self._options = options
+        self._url = settings.target
+        self._api = TgiRequests(settings) if settings.api == "tgi" else OpenAIRequests(settings)
+        self._settings = settings
         self._tls_server_name = tls_server_name
 
     async def served_model(self) -> ServedModel:
@@ -117,8 +84,8 @@ class HttpClient:
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()
         try:
-            async with self._request("POST", self._api.path, self._api.body(job), self._options.timeout) as response:
-                if self._options.stream:
+            async with self._request("POST", self._api.path, self._api.body(job), self._settings.timeout) as response:
+                if self._settings.stream:
                     await self._read_events(response, record)
                 else:
                     self._api.record_answer(await response.read(), response.headers, record)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 FAILURE_PAUSE = 0.05  # seconds; keeps a closed loop from spinning on a server that refuses everything
 
@@ -27,24 +26,6 @@ class Budget:
         if self.requests is not None:
             self.requests -= 1
         return self.requests is None or self.requests >= 0
-
-
-class Level(Protocol):
-    """A load."""
-
-    @property
-    def name(self) -> str:
-        """The constant quantity: "concurrency" or "rate"."""
-        ...
-
-    @property
-    def value(self) -> float:
-        """The concurrency or rate."""
-        ...
-
-    async def drive(self, send: Send, budget: Budget) -> None:
-        """Send until the budget is spent and every request has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +65,9 @@ class OpenLoop:
             for at in itertools.takewhile(budget.try_take, self.arrivals()):
                 await asyncio.sleep(start + at - perf_counter())
                 group.create_task(send(start + at))
+
+
+Level = ClosedLoop | OpenLoop
 
 
 async def _send_in_turn(send: Send, budget: Budget, start: float) -> None:

@@ -1,56 +1,22 @@
 """One run: ask for the server's limits, then run one level after the other."""
 
-import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tgis.bench.client import CallOptions, Client, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, Client, RequestRecord, ServedModel
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
     UNCALIBRATED,
     BenchRequest,
-    Vocabulary,
     calibrate,
     calibration_texts,
     file_requests,
-    lengths,
     random_requests,
 )
 from tgis.errors import StartError
-
-STREAMS_PER_CONNECTION = 100  # a common limit of servers
-OPEN_LOOP_CONNECTIONS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """What to measure; lengths in tokens, times in seconds."""
-
-    api: str  # grpc, tgi or openai
-    target: str
-    options: CallOptions
-    levels: tuple[Level, ...]
-    requests: int | None  # of each level; None: as many as fit `duration`
-    duration: float | None
-    prompts: Path | None  # None: random words
-    input_tokens: int
-    input_spread: float  # sigma of the log-normal lengths
-    output_tokens: int
-    output_spread: float
-    warmup: int  # requests before each level
-    seed: int
-    server_pid: int | None  # of a process on this machine
-    slo: Mapping[str, float] | None  # service level objectives: milliseconds, by name of `request_times`
-
-    @property
-    def connections(self) -> int:
-        """Enough that no request waits for a free HTTP/2 stream."""
-        closed = [level.value for level in self.levels if level.name == "concurrency"]
-        return math.ceil(max(closed) / STREAMS_PER_CONNECTION) if closed else OPEN_LOOP_CONNECTIONS
 
 
 @dataclass(slots=True)
@@ -58,22 +24,21 @@ class LevelResult:
     """A level and its measurements so far."""
 
     level: Level
-    slo: Mapping[str, float] | None = None
-    server_pid: int | None = None
+    settings: BenchSettings
     records: list[RequestRecord] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
     server_cpu_seconds: float | None = None
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds, self.slo, self.server_cpu_seconds)
+        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds)
 
 
 @dataclass(slots=True)
 class Report:
     """Everything that a run has measured so far."""
 
-    settings: LoadSettings
+    settings: BenchSettings
     model: ServedModel = field(default_factory=ServedModel)
     calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
@@ -90,12 +55,12 @@ async def measure(report: Report, client: Client) -> None:
     jobs = await _make_requests(report, client)
     for level in settings.levels:
         if settings.warmup:
-            await _drive(LevelResult(level), Budget(settings.warmup, None), client, jobs)
-        report.results.append(result := LevelResult(level, settings.slo, settings.server_pid))
+            await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, jobs)
+        report.results.append(result := LevelResult(level, settings))
         await _drive(result, Budget(settings.requests, settings.duration), client, jobs)
 
 
-def _check_lengths(settings: LoadSettings, model: ServedModel) -> None:
+def _check_lengths(settings: BenchSettings, model: ServedModel) -> None:
     if model.max_new_tokens and model.max_new_tokens < settings.output_tokens:
         raise StartError(f"--output-tokens {settings.output_tokens}: the server allows {model.max_new_tokens}")
     total, limit = settings.input_tokens + settings.output_tokens, model.max_sequence_length
@@ -104,19 +69,14 @@ def _check_lengths(settings: LoadSettings, model: ServedModel) -> None:
 
 
 async def _make_requests(report: Report, client: Client) -> Iterator[BenchRequest]:
-    settings, model = report.settings, report.model
-    rngs = {name: random.Random(f"{settings.seed} {name}") for name in ("outputs", "inputs", "words")}
-    outputs = lengths(settings.output_tokens, settings.output_spread, model.max_new_tokens, rngs["outputs"])
+    settings = report.settings
     if settings.prompts is not None:
-        return file_requests(settings.prompts, outputs)
-    inputs = lengths(settings.input_tokens, settings.input_spread, None, rngs["inputs"])
-    return random_requests(await _vocabulary(report, client), inputs, outputs, model.max_sequence_length, rngs["words"])
-
-
-async def _vocabulary(report: Report, client: Client) -> Vocabulary:
+        return file_requests(settings.prompts, settings.output_tokens)
     counts = await client.token_counts(calibration_texts())
     report.calibrated = counts is not None
-    return UNCALIBRATED if counts is None else calibrate(counts)
+    vocabulary = calibrate(counts) if counts else UNCALIBRATED
+    rng = random.Random(f"{settings.seed} words")
+    return random_requests(vocabulary, settings.input_tokens, settings.output_tokens, rng)
 
 
 async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest]) -> None:
@@ -126,12 +86,13 @@ async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iter
         await client.send(job, sample)
         return sample.status == "OK"
 
-    before, server_before = time.process_time(), _server_cpu_seconds(result.server_pid)
+    pid = result.settings.server_pid
+    before, server_before = time.process_time(), _server_cpu_seconds(pid)
     try:
         await result.level.drive(send, budget)
     finally:
         result.cpu_seconds = time.process_time() - before
-        server_after = _server_cpu_seconds(result.server_pid)
+        server_after = _server_cpu_seconds(pid)
         if server_before is not None and server_after is not None:
             result.server_cpu_seconds = server_after - server_before
 

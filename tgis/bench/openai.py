@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, RequestRecord, ServedModel
-from tgis.bench.http_client import FailedAnswer
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
@@ -57,10 +56,10 @@ class OpenAIRequests:
 
     model_path = "/v1/models"
 
-    def __init__(self, options: CallOptions) -> None:
-        self.path = "/v1/chat/completions" if options.chat else "/v1/completions"
-        self._options = options
-        self._model = options.model
+    def __init__(self, settings: BenchSettings) -> None:
+        self.path = "/v1/chat/completions" if settings.chat else "/v1/completions"
+        self._settings = settings
+        self._model = settings.model
 
     def served_model(self, answer: bytes) -> ServedModel:
         models = msgspec.json.decode(answer, type=_Models).data
@@ -69,7 +68,10 @@ class OpenAIRequests:
         return ServedModel(served.id, max_sequence_length=served.max_model_len)
 
     def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Generate a token: usage counts the template of a chat, which only the server knows."""
+        """Path and body of a request whose answer says how many tokens a text has.
+
+        It generates a token: usage counts the template of a chat, which only the server knows.
+        """
         return self.path, self._body(text, max_tokens=1)
 
     def token_count(self, answer: bytes) -> int:
@@ -80,17 +82,18 @@ class OpenAIRequests:
 
     def body(self, job: BenchRequest) -> dict[str, Any]:
         body = self._body(job.text, job.output_tokens)
-        if self._options.ignore_eos:
+        if self._settings.ignore_eos:
             body["ignore_eos"] = True
-        if self._options.stream:
+        if self._settings.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
     def _body(self, text: str, max_tokens: int) -> dict[str, Any]:
-        prompt = {"messages": [{"role": "user", "content": text}]} if self._options.chat else {"prompt": text}
+        prompt = {"messages": [{"role": "user", "content": text}]} if self._settings.chat else {"prompt": text}
         return {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
         if event == _DONE:
             record.counts_events = not record.input_tokens  # there was no usage
             return True

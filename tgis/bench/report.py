@@ -1,6 +1,7 @@
-"""Formats a report: a table and notes for people, JSON for programs."""
+"""Formats a report: progress, a table and notes for people, JSON for programs."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -11,6 +12,19 @@ from tgis.bench.summary import Percentiles, Summary, request_times
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
 TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "latency_ms"}
+
+
+def progress(report: Report) -> str:
+    """The current level and its results so far, in less than 80 columns."""
+    if not report.results:
+        return "connecting, warming up"
+    result = report.results[-1]
+    statuses = [sample.status for sample in result.records]
+    ok, running = statuses.count("OK"), statuses.count("")
+    tokens = sum(sample.output_tokens for sample in result.records)
+    level = f"{result.level.name} {result.level.value:g} ({len(report.results)} of {len(report.settings.levels)})"
+    speed = tokens / (time.perf_counter() - result.started)
+    return f"{level}: {ok} ok, {len(statuses) - ok - running} failed, {running} running, {speed:.0f} tokens/s"
 
 
 def format_table(report: Report) -> str:
@@ -30,8 +44,8 @@ def format_table(report: Report) -> str:
         (f"{name}, ms", _columns(percentiles, [getattr(summary, field) for summary in summaries]))
         for name, field in TIMES.items()
     ]
-    api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.options.chat else ''}"
-    title = f"{settings.target}{api}, {'streamed' if settings.options.stream else 'unary'}"
+    api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.chat else ''}"
+    title = f"{settings.target}{api}, {'streamed' if settings.stream else 'unary'}"
     objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
     head = f"{title}; good: {objectives}" if objectives else title
     return "\n\n".join([head, _grouped(throughput), _grouped([levels, *times])])
@@ -48,7 +62,7 @@ def format_notes(report: Report) -> Iterator[str]:
         for status, count in summary.failed.items():
             detail = next(sample.detail for sample in result.records if sample.status == status)
             yield f"{level}: {count} failed with {status}, the first: {' '.join(detail.split())[:MAX_DETAIL_CHARS]}"
-        if summary.short and report.settings.options.ignore_eos:
+        if summary.short and report.settings.ignore_eos:
             yield f"{level}: {summary.short} ended before all tokens asked for"
         if summary.counted_by_events:
             yield f"{level}: the server does not say how many tokens it generates: messages are counted"
@@ -67,7 +81,7 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
 
 
 def dump_line(values: dict[str, object]) -> str:
-    return json.dumps(_rounded(values), separators=(",", ":"), allow_nan=False)
+    return json.dumps(values, separators=(",", ":"), allow_nan=False)
 
 
 def _columns(fields: dict[str, str], values: Sequence[Summary | Percentiles]) -> list[list[str]]:
@@ -100,7 +114,6 @@ def _format_number(value: float | None) -> str:
 def _settings(report: Report) -> dict[str, object]:
     values = asdict(report.settings)
     del values["levels"]
-    values |= values.pop("options")
     return values | {"prompts": str(values["prompts"]) if values["prompts"] else None}
 
 
@@ -120,16 +133,3 @@ def _record(sample: RequestRecord, start: float) -> dict[str, object]:
         "output_tokens": sample.output_tokens,
         **{field: times.get(name) for name, field in TIMES.items()},
     }
-
-
-def _rounded(value: object) -> object:
-    """Floats rounded to six decimals: the rest is noise."""
-    match value:
-        case float():
-            return round(value, 6)
-        case dict():
-            return {key: _rounded(member) for key, member in value.items()}
-        case list() | tuple():
-            return [_rounded(member) for member in value]
-        case _:
-            return value

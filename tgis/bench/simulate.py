@@ -18,6 +18,7 @@ from typing import Protocol
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.summary import percentile
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 from tgis.ipc.messages import BatcherCounters
@@ -38,15 +39,6 @@ class TraceRequest:
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class QueueSample:
-    """The queue and the batch after a step."""
-
-    time: float
-    num_waiting: int
-    num_running: int
-
-
 @dataclass(slots=True)
 class SimulationResult:
     """Times of the requests in seconds, and counts of the batches."""
@@ -62,14 +54,13 @@ class SimulationResult:
     prefill_tokens: list[int] = field(default_factory=lambda: [0, 0])  # tokens, and with padding
     decode_tokens: list[int] = field(default_factory=lambda: [0, 0])  # tokens of context, and with padding
     counters: BatcherCounters = field(default_factory=BatcherCounters)
-    samples: list[QueueSample] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
         """The figures, ready for JSON."""
         figures = {"requests": len(self.ttft), "tokens_per_second": self.tokens / self.seconds}
         for name, values in (("ttft", self.ttft), ("tpot", self.tpot), ("longest_gap", self.longest_gap)):
             for percent in (50, 99):
-                figures[f"{name}_p{percent}_ms"] = 1e3 * _percentile(values, percent)
+                figures[f"{name}_p{percent}_ms"] = 1e3 * percentile(sorted(values), percent) if values else 0.0
         figures["rows_per_step"] = self.decoded_seqs / max(self.num_decodes, 1)
         figures["prefills"] = self.num_prefills
         figures["prefill_padding"] = _padding_ratio(self.prefill_tokens)
@@ -159,7 +150,6 @@ class Simulation:
             self._token_times[seq.id][1].extend([self._now] * len(new_tokens))
         for seq in ended:
             self._end(seq)
-        self.result.samples.append(QueueSample(self._now, self._batcher.num_waiting, self._batcher.num_running))
 
     def _count(self, plan: StepPlan) -> None:
         result = self.result
@@ -221,10 +211,6 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         return datetime.fromisoformat(text).timestamp()
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return sorted(values)[min(len(values) * percent // 100, len(values) - 1)] if values else 0.0
 
 
 def _padding_ratio(tokens: list[int]) -> float:

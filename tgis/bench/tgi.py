@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import CallOptions, RequestRecord, ServedModel
-from tgis.bench.http_client import FailedAnswer
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
 from tgis.bench.workload import BenchRequest
 
 
@@ -35,15 +34,16 @@ class TgiRequests:
 
     model_path = "/info"
 
-    def __init__(self, options: CallOptions) -> None:
-        self.path = "/generate_stream" if options.stream else "/generate"
-        self._options = options
+    def __init__(self, settings: BenchSettings) -> None:
+        self.path = "/generate_stream" if settings.stream else "/generate"
+        self._settings = settings
 
     def served_model(self, answer: bytes) -> ServedModel:
         info = msgspec.json.decode(answer, type=_Info)
         return ServedModel(info.model_id, max_sequence_length=info.max_total_tokens)
 
     def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Path and body of a request whose answer says how many tokens a text has."""
         return "/tokenize", {"inputs": text}
 
     def token_count(self, answer: bytes) -> int:
@@ -53,13 +53,14 @@ class TgiRequests:
         """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
         parameters = {
             "max_new_tokens": job.output_tokens,
-            "details": self._options.stream,  # at the end of a stream only
-            "ignore_eos_token": self._options.ignore_eos,
-            "adapter_id": self._options.adapter_id,
+            "details": self._settings.stream,  # at the end of a stream only
+            "ignore_eos_token": self._settings.ignore_eos,
+            "adapter_id": self._settings.adapter_id,
         }
         return {"inputs": job.text, "parameters": parameters}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
+        """Record an event and return true if it is the last; FailedAnswer if it is an error."""
         found = _decode_event(event)
         if found.error is not None:
             raise FailedAnswer(found.error_type, found.error)

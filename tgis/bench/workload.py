@@ -1,11 +1,10 @@
-"""The workload: an endless sequence of prompts and output lengths, determined by the seed.
+"""The workload: an endless sequence of prompts, determined by the seed.
 
 Does not know when or how they are sent.
 """
 
 import itertools
 import json
-import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -73,29 +72,17 @@ def calibrate(counts: Sequence[int]) -> Vocabulary:
     return Vocabulary(groups[cost], base, cost) if cost else UNCALIBRATED
 
 
-def lengths(median: int, sigma: float, limit: int | None, rng: random.Random) -> Iterator[int]:
-    """Log-normal lengths in tokens, from 1 to `limit`; always `median` when `sigma` is 0."""
-    while True:
-        length = round(median * math.exp(rng.gauss(0.0, sigma)))
-        yield max(1, length if limit is None else min(length, limit))
-
-
 def random_requests(
-    vocabulary: Vocabulary,
-    inputs: Iterator[int],
-    outputs: Iterator[int],
-    max_total_tokens: int | None,
-    rng: random.Random,
+    vocabulary: Vocabulary, input_tokens: int, output_tokens: int, rng: random.Random
 ) -> Iterator[BenchRequest]:
-    """Random prompts that share only their first word, shortened so that input plus output fit `max_total_tokens`."""
-    for wanted, output in zip(inputs, outputs, strict=True):
-        tokens = wanted if max_total_tokens is None else min(wanted, max_total_tokens - output)
-        yield BenchRequest(vocabulary.prompt(tokens, rng), output)
+    """Random prompts that share only their first word."""
+    while True:
+        yield BenchRequest(vocabulary.prompt(input_tokens, rng), output_tokens)
 
 
-def file_requests(path: Path, outputs: Iterator[int]) -> Iterator[BenchRequest]:
+def file_requests(path: Path, output_tokens: int) -> Iterator[BenchRequest]:
     """The prompts of a file, repeated: its lines, or the "text" of each line of a .jsonl file."""
-    return map(BenchRequest, itertools.cycle(_read_prompts(path)), outputs)
+    return itertools.cycle([BenchRequest(text, output_tokens) for text in _read_prompts(path)])
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -103,15 +90,12 @@ def _read_prompts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"--prompts {path}: {error}") from error
-    read = _text_of if path.suffix == ".jsonl" else _line
-    prompts = [read(line, f"--prompts {path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    prompts = [line for line in lines if line.strip()]
+    if path.suffix == ".jsonl":
+        prompts = [_text_of(line, f"--prompts {path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise OptionError(f"--prompts {path}: no prompt in it")
     return prompts
-
-
-def _line(line: str, _place: str) -> str:
-    return line
 
 
 def _text_of(line: str, place: str) -> str:

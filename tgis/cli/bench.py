@@ -3,28 +3,25 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvloop
 
 from tgis.bench import grpc_client, http_client
-from tgis.bench.client import CallOptions, Client
+from tgis.bench.client import BenchSettings, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
-from tgis.bench.measure import LoadSettings, Report, measure
-from tgis.bench.openai import OpenAIRequests
-from tgis.bench.plot import draw_report, require_matplotlib
-from tgis.bench.progress import show_progress
-from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
-from tgis.bench.tgi import TgiRequests
+from tgis.bench.measure import Report, measure
+from tgis.bench.report import TIMES, dump_line, format_notes, format_table, progress, to_json
 from tgis.cli import client
 from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
+PROGRESS_INTERVAL = 5.0  # seconds
 INTERRUPTED = 130
 TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
@@ -39,13 +36,10 @@ def main(argv: list[str], prog: str) -> int:
     OptionError for unusable options and files, StartError if the server does not answer.
     """
     args = _parser(prog).parse_args(argv)
-    settings = _settings(args)
-    report = Report(settings)
-    if not args.stream and args.slo and args.slo.keys() != {"latency"}:
-        raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
-    _check_outputs(args)
+    _check(args)
+    report = Report(_settings(args))
     try:
-        with client.rpc_errors(settings.target), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with client.rpc_errors(report.settings.target), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_measure(report, args))
     except KeyboardInterrupt:
         report.interrupted = True
@@ -63,7 +57,6 @@ def _parser(prog: str) -> Parser:
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs tgis[bench])")
     output.add_argument("--quiet", action="store_true", help="print nothing but a line of JSON")
     return parser
 
@@ -118,7 +111,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="PID",
         help="measure the CPU time of this process, which is on this machine",
     )
-    load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts, lengths and arrival times")
+    load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts and arrival times")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +121,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--input-tokens", type=COUNT, default=128, metavar="N", help="length of random prompts (default 128)"
     )
-    group.add_argument("--input-spread", type=decimal(0, 4), default=0.0, metavar="SIGMA", help="log-normal, around N")
     group.add_argument("--output-tokens", type=COUNT, default=128, metavar="N", help="max_new_tokens")
-    group.add_argument("--output-spread", type=decimal(0, 4), default=0.0, metavar="SIGMA", help="log-normal, around N")
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
     group.add_argument(
         "--slo",
@@ -145,62 +136,58 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
     async with _connect(report.settings, args) as connected:
-        progress = None if args.quiet else asyncio.create_task(show_progress(report, sys.stderr))
+        shown = None if args.quiet else asyncio.create_task(_show_progress(report))
         try:
             await measure(report, connected)
         finally:
-            if progress:
-                progress.cancel()
+            if shown:
+                shown.cancel()
 
 
-def _connect(settings: LoadSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
-    target, options, headers = settings.target, settings.options, [*client.metadata(args), *args.header]
+async def _show_progress(report: Report) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_INTERVAL)
+        print(progress(report), file=sys.stderr)
+
+
+def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
+    headers = [*client.metadata(args), *args.header]
     if settings.api == "grpc":
-        tls = client.credentials(args), client.tls_arguments(args)
-        return grpc_client.connect(target, settings.connections, options, headers, *tls)
-    api = TgiRequests(options) if settings.api == "tgi" else OpenAIRequests(options)
-    return http_client.connect(target, api, options, headers, client.ssl_context(args), args.tls_server_name)
+        return grpc_client.connect(settings, headers, client.credentials(args), client.tls_arguments(args))
+    return http_client.connect(settings, headers, client.ssl_context(args), args.tls_server_name)
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Fail before the run, not after it."""
-    if args.plot:
-        require_matplotlib()
-    for path in filter(None, (args.json, args.plot)):
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise OptionError(f"{path}: {error.strerror}") from error
+def _check(args: argparse.Namespace) -> None:
+    """OptionError for options that do not go together, and for a file that cannot be written after the run."""
+    for name, api in {"chat": "openai", "model": "openai", "prefix_id": "grpc"}.items():
+        if getattr(args, name) and args.api != api:
+            raise OptionError(f"--{name.replace('_', '-')}: only with --api {api}")
+    if args.adapter_id and args.api == "openai":
+        raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
+    if not args.stream and args.slo and args.slo.keys() != {"latency"}:
+        raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
+    try:
+        if args.json:
+            args.json.open("ab").close()
+    except OSError as error:
+        raise OptionError(f"{args.json}: {error.strerror}") from error
 
 
 def _write(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
-    if args.plot and report.results:
-        draw_report(report, args.plot)
     if not args.quiet:
         print(format_table(report), *format_notes(report), sep="\n")
     if args.quiet or not sys.stdout.isatty():
         print(dump_line(to_json(report, with_records=False)))
 
 
-def _settings(args: argparse.Namespace) -> LoadSettings:
-    """Fields that are not given here are the options of the same names."""
+def _settings(args: argparse.Namespace) -> BenchSettings:
+    """The options; most have the names of the fields."""
     duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
-    given: dict[str, Any] = {
-        "target": _target(args),
-        "options": _call_options(args),
-        "levels": _levels(args),
-        "duration": duration,
-    }
-    return LoadSettings(**given, **_same_names(LoadSettings, args, given))
-
-
-def _same_names(
-    settings: type[LoadSettings | CallOptions], args: argparse.Namespace, given: Collection[str]
-) -> dict[str, Any]:
-    """The options with the names of fields that are not in `given`."""
-    return {field.name: getattr(args, field.name) for field in fields(settings) if field.name not in given}
+    given = {"target": _target(args), "levels": _levels(args), "duration": duration}
+    names = {field.name for field in fields(BenchSettings)}
+    return BenchSettings(**{name: value for name, value in vars(args).items() if name in names} | given)
 
 
 def _target(args: argparse.Namespace) -> str:
@@ -220,16 +207,6 @@ def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
     if args.rate:
         return tuple(OpenLoop(rate, args.seed) for rate in args.rate)
     return tuple(ClosedLoop(concurrency) for concurrency in args.concurrency or [1])
-
-
-def _call_options(args: argparse.Namespace) -> CallOptions:
-    only = {"chat": "openai", "model": "openai", "prefix_id": "grpc"}
-    for name, api in only.items():
-        if getattr(args, name) and args.api != api:
-            raise OptionError(f"--{name.replace('_', '-')}: only with --api {api}")
-    if args.adapter_id and args.api == "openai":
-        raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
-    return CallOptions(**_same_names(CallOptions, args, ()))
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 
 import tgis
 from tgis import config
-from tgis.cli import model
+from tgis.cli.convert import ENVIRONMENT_HELP, add_model_arguments
 from tgis.errors import OptionError, StartError
 from tgis.models import hub
 from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
@@ -45,10 +45,9 @@ def _parser(prog: str) -> Parser:
         description="Download a model from the hub into the local cache, where tgis serve finds it by name. Files"
         " that are complete are not downloaded again; others begin anew. The last line of the output is the model's"
         " directory.",
-        epilog=f"{model.ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY work as in"
-        " huggingface_hub.",
+        epilog=f"{ENVIRONMENT_HELP} HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY work as in huggingface_hub.",
     )
-    model.add_arguments(parser, "name on the hub: org/name")
+    add_model_arguments(parser, "name on the hub: org/name")
     parser.add_argument(
         "--token", type=TEXT, metavar="TEXT", help="access token; prefer HF_TOKEN, since ps shows options"
     )

@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 
@@ -79,40 +78,30 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
     )
 
 
-@dataclass(slots=True)
-class _StreamStats:
-    """Statistics of a stream, shown at its end."""
-
-    started: float = field(default_factory=time.monotonic)
-    first: float | None = None  # when the first token came
-    last: pb.GenerationResponse = field(default_factory=pb.GenerationResponse)
-
-    def add(self, message: pb.GenerationResponse) -> None:
-        if message.generated_token_count and self.first is None:
-            self.first = time.monotonic()
-        self.last = message
-
-    def __str__(self) -> str:
-        now, count = time.monotonic(), self.last.generated_token_count
-        first = self.first or now
-        parts = [f"{count} tokens in {now - self.started:.2f} s", f"first after {first - self.started:.2f} s"]
-        if count > 1 and now > first:
-            parts.append(f"{(count - 1) / (now - first):.1f} tokens/s")
-        return ", ".join([*parts, pb.StopReason.Name(self.last.stop_reason)])
-
-
 def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
-    stats, on_terminal = _StreamStats(), sys.stdout.isatty() and not as_json
+    on_terminal = sys.stdout.isatty() and not as_json
+    started, first = time.monotonic(), 0.0
+    message = pb.GenerationResponse()
     try:
         for message in messages:
-            stats.add(message)
+            if message.generated_token_count and not first:
+                first = time.monotonic()
             if as_json:
                 print(json_format.MessageToJson(message, indent=None))
             else:
                 sys.stdout.write(client.terminal_safe(message.text) if on_terminal else message.text)
             sys.stdout.flush()
     finally:
-        if on_terminal and stats.first is not None:
+        if on_terminal and first:
             print()
     if sys.stderr.isatty():
-        print(f"\x1b[2m{stats}\x1b[0m", file=sys.stderr)
+        print(f"\x1b[2m{_statistics(message, started, first)}\x1b[0m", file=sys.stderr)
+
+
+def _statistics(last: pb.GenerationResponse, started: float, first: float) -> str:
+    """What a stream took; `first` is when its first token came, 0 if none did."""
+    now, count = time.monotonic(), last.generated_token_count
+    parts = [f"{count} tokens in {now - started:.2f} s"]
+    if count > 1:
+        parts += [f"first after {first - started:.2f} s", f"{(count - 1) / (now - first):.1f} tokens/s"]
+    return ", ".join([*parts, pb.StopReason.Name(last.stop_reason)])

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tgis.batcher.capacity import BatchLimits
-from tgis.bench.plot import draw_simulation, require_matplotlib
 from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
@@ -19,20 +18,16 @@ from tgis.bench.simulate import (
 from tgis.engines.fake import StepModel
 from tgis.utils.options import Parser
 
-_MILLISECONDS = 1e-3
+_PARTS = ("step", "row", "context", "prefill_token")  # of the time of a step
 
 
 def main(argv: list[str], prog: str) -> int:
     """Simulate; print a table, and the same numbers as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
-    if options.plot:
-        require_matplotlib()
-    outcome = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients).run()
-    summary = outcome.summary()
+    simulation = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients)
+    summary = simulation.run().summary()
     for name, value in summary.items():
         print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
-    if options.plot:
-        draw_simulation(outcome, options.plot)
     print(json.dumps(summary))
     return 0
 
@@ -53,13 +48,9 @@ def _parser(prog: str) -> Parser:
     batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
     batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
     times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
-    times.add_argument("--step-ms", type=float, default=SMOLLM2_TWO_CORES.step_seconds / _MILLISECONDS)
-    times.add_argument("--row-ms", type=float, default=SMOLLM2_TWO_CORES.row_seconds / _MILLISECONDS)
-    times.add_argument("--context-ms", type=float, default=SMOLLM2_TWO_CORES.context_seconds / _MILLISECONDS)
-    times.add_argument(
-        "--prefill-token-ms", type=float, default=SMOLLM2_TWO_CORES.prefill_token_seconds / _MILLISECONDS
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot queue and batch over time")
+    for part in _PARTS:
+        default = 1000 * getattr(SMOLLM2_TWO_CORES, f"{part}_seconds")
+        times.add_argument(f"--{part.replace('_', '-')}-ms", type=float, default=default)
     return parser
 
 
@@ -76,14 +67,8 @@ def _limits(options: Namespace) -> BatchLimits:
 
 
 def _model(options: Namespace) -> StepModel:
-    return StepModel(
-        padded=options.engine == "padded",
-        block_size=16 if options.engine == "chunked" else 0,
-        step_seconds=options.step_ms * _MILLISECONDS,
-        row_seconds=options.row_ms * _MILLISECONDS,
-        context_seconds=options.context_ms * _MILLISECONDS,
-        prefill_token_seconds=options.prefill_token_ms * _MILLISECONDS,
-    )
+    times = {f"{part}_seconds": getattr(options, f"{part}_ms") / 1000 for part in _PARTS}
+    return StepModel(padded=options.engine == "padded", block_size=16 if options.engine == "chunked" else 0, **times)
 
 
 def _jobs(options: Namespace) -> Iterable[TraceRequest]:

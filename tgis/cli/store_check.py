@@ -15,7 +15,7 @@ from tgis.prompts.files import FILES, AdapterDirectory
 from tgis.prompts.lora import RawLora
 from tgis.prompts.soft_prompt import RawSoftPrompt
 from tgis.prompts.store import read_adapter
-from tgis.prompts.tensor_file import FileTensor, TargetModel
+from tgis.prompts.tensor_file import TargetModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,8 @@ def _problem(error: AdapterError) -> str:
 
 def _tokens(parts: RawSoftPrompt) -> str:
     """Virtual tokens of the decoder, and of the encoder if it has some."""
-    texts = [_length(parts.decoder), _length(parts.encoder) and f"{_length(parts.encoder)} encoder"]
-    return " + ".join(text for text in texts if text)
-
-
-def _length(part: FileTensor | None) -> str:
-    return str(len(part.tensor)) if part else ""
+    named = ((parts.decoder, ""), (parts.encoder, " encoder"))
+    return " + ".join(f"{len(part.tensor)}{name}" for part, name in named if part)
 
 
 def _dtypes(tensors: list[torch.Tensor]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ _SCHEME = "bearer "
 class TokenFile:
     """The tokens of a file, one per line; blank lines and lines starting with # are ignored."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file; OptionError if it is unusable."""
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the file; OptionError if it is unusable. `clock` is in seconds."""
         self._path = path
-        self._watch = FileWatch([str(path)])
+        self._watch = FileWatch([str(path)], clock)
         self._digests = _read_digests(path)
 
     def accepts(self, token: str) -> bool:

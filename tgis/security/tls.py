@@ -106,17 +106,14 @@ class Certificates:
 
 def _load(files: TlsFiles) -> _Loaded:
     """OptionError if a file is unusable or the key is another's."""
-    cert = _read("--tls-cert-path", files.cert)
     key = _read("--tls-key-path", files.key)
-    _check_certificates("--tls-cert-path", files.cert)
-    if files.client_ca is None:
-        configuration = grpc.ssl_server_certificate_configuration([(key, cert)])
-        return _Loaded(configuration, _server_context(files), {"server": _expiry(cert)})
-    client_ca = _read("--tls-client-ca-cert-path", files.client_ca)
-    _check_certificates("--tls-client-ca-cert-path", files.client_ca)
-    configuration = grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
-    expiry = {"server": _expiry(cert), "client_ca": _expiry(client_ca)}
-    return _Loaded(configuration, _server_context(files), expiry)
+    certificates = {"server": _read_certificates("--tls-cert-path", files.cert)}
+    if files.client_ca is not None:
+        certificates["client_ca"] = _read_certificates("--tls-client-ca-cert-path", files.client_ca)
+    configuration = grpc.ssl_server_certificate_configuration(
+        [(key, certificates["server"])], certificates.get("client_ca")
+    )
+    return _Loaded(configuration, _server_context(files), {name: _expiry(pem) for name, pem in certificates.items()})
 
 
 def _expiry(pem: bytes) -> float:
@@ -136,11 +133,13 @@ def _read(option: str, path: str) -> bytes:
         raise OptionError(f"{option} {path}: {error.strerror}") from error
 
 
-def _check_certificates(option: str, path: str) -> None:
+def _read_certificates(option: str, path: str) -> bytes:
+    content = _read(option, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
     except OSError as error:  # SSLError is one
         raise OptionError(f"{option} {path}: not PEM certificates") from error
+    return content
 
 
 def _server_context(files: TlsFiles) -> ssl.SSLContext:

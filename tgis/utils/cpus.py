@@ -32,23 +32,17 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """The directories of this process's control groups, version 1 and 2, and of the groups that contain them."""
-    memberships = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
-    paths = {controller: path for _, controllers, path in memberships for controller in controllers.split(",")}
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        path = paths.get({"cgroup": "cpu", "cgroup2": ""}.get(file_system.split()[0], "none"))
-        if path is not None:
-            mounted, mount_point = mount.split()[3:5]
-            yield from _groups_of_mount(root / mount_point.lstrip("/"), PurePath(mounted), PurePath(path))
+    """The directories of this process's control groups, version 1 and 2, and of the groups that contain them.
 
-
-def _groups_of_mount(mount_point: Path, mounted: PurePath, path: PurePath) -> Iterator[Path]:
-    """From the group `mounted` at the mount point down to `path`; a container may see only its own."""
-    yield (group := mount_point)
-    if path.is_relative_to(mounted):
-        for name in path.relative_to(mounted).parts:
-            yield (group := group / name)
+    They are mounted where systemd and containers mount them. A container may see only its own group, at the top.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            group = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            yield group
+            for name in PurePath(path).parts[1:]:
+                yield (group := group / name)
 
 
 def _quota(group: Path) -> float | None:

@@ -10,15 +10,15 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tgis.utils.background_writer import BackgroundStream, BackgroundWriter
-from tgis.utils.repeated_lines import RepeatedLines
+from tgis.utils.log_queue import LineQueue, QueuedStream, RepeatedLines
 
 LEVELS = {
     "trace": logging.DEBUG,
@@ -31,7 +31,11 @@ LEVELS = {
     "off": logging.CRITICAL + 1,
 }
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
+PROGRESS_SECONDS = 10.0
 _STDOUT, _STDERR = 1, 2
+
+_log = logging.getLogger(__name__)
+_queues: list[LineQueue] = []  # of stdout and stderr
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -46,16 +50,16 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     handler = _Handler(_JsonFormatter(process) if json_output else _TextFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
-    sys.stderr = io.TextIOWrapper(
-        BackgroundStream(handler.stderr, _STDERR), errors="backslashreplace", write_through=True
-    )
+    stderr = QueuedStream(_STDERR)
+    _queues[:] = handler, stderr.lines
+    sys.stderr = io.TextIOWrapper(stderr, errors="backslashreplace", write_through=True)
     for name in ("tgis", "__main__"):  # of a module run as a script
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
 
 
 def num_dropped_lines() -> int:
     """Lines of this process that did not fit into the queue, because nobody read them, or that could not be written."""
-    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
+    return sum(lines.num_dropped for lines in _queues)
 
 
 @contextlib.contextmanager
@@ -73,6 +77,24 @@ def correlation_id() -> str | None:
     return _correlation_id.get()
 
 
+@contextlib.contextmanager
+def log_progress(message: Callable[[], str]) -> Iterator[None]:
+    """While the block runs, log `message()` every 10 seconds from another thread."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(PROGRESS_SECONDS):
+            _log.info("  %s", message())
+
+    thread = threading.Thread(target=run, daemon=True, name="progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def write_termination_message(path: Path, reason: str) -> None:
     """Write the reason of a fatal error to the termination log, if Kubernetes has created one."""
     with contextlib.suppress(OSError), path.open("r+", errors="backslashreplace") as file:  # does not create it
@@ -80,66 +102,50 @@ def write_termination_message(path: Path, reason: str) -> None:
         file.write(reason + "\n")
 
 
-class _Handler(logging.Handler):
-    """Formats a record where it is logged; the interpreter closes it at exit."""
+class _Handler(LineQueue):
+    """Queues the lines of records, those that repeat once in ten seconds."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
-        super().__init__()
-        self.setFormatter(formatter)
-        self._stdout = BackgroundWriter(_STDOUT, self._dropped_line)
-        self.stderr = BackgroundWriter(_STDERR, lambda count: b"tgis: %d lines were dropped\n" % count)
+        super().__init__(_STDOUT, formatter)
         self._repeated_lines = RepeatedLines()
-
-    @property
-    def num_dropped(self) -> int:
-        return self._stdout.num_dropped + self.stderr.num_dropped
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._write_repeated(now := time.monotonic())
-            if not _may_repeat(record) or not self._repeated_lines.is_repeat(record, _key(record), now):
-                self._write(record)
+            self._emit_repeated(time.monotonic())
+            if self._is_repeat(record):
+                return
         except Exception:  # noqa: BLE001 - as in all handlers of logging: no line may fail its caller
             self.handleError(record)
+        else:
+            super().emit(record)
 
     def close(self) -> None:
-        self._write_repeated(math.inf)
-        self._stdout.close()
-        self.stderr.close()
+        self._emit_repeated(math.inf)
         super().close()
 
-    def _write_repeated(self, now: float) -> None:
-        for record, count in self._repeated_lines.due(now):
-            vars(record).update(created=time.time(), correlation_id=None, repeated=count)
-            self._write(record)
+    def _emit_repeated(self, now: float) -> None:
+        for record in self._repeated_lines.due(now):
+            super().emit(record)
 
-    def _write(self, record: logging.LogRecord) -> None:
-        self._stdout.put(self._line(record))
+    def _is_repeat(self, record: logging.LogRecord) -> bool:
+        """Tell whether the record differs from another in nothing but its time.
 
-    def _line(self, record: logging.LogRecord) -> bytes:
-        return f"{self.format(record)}\n".encode(errors="backslashreplace")
-
-    def _dropped_line(self, count: int) -> bytes:
-        text = "%d log lines were dropped: they came faster than they were read"
-        return self._line(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None))
-
-
-def _may_repeat(record: logging.LogRecord) -> bool:
-    """Not those of a single request: thousands may be cancelled together, and all differ."""
-    return record.levelno >= logging.WARNING and not hasattr(record, "request_id")
+        Records of single requests never do: thousands may be cancelled together, and all differ.
+        """
+        if record.levelno < logging.WARNING or hasattr(record, "request_id"):
+            return False
+        error = record.exc_info[1] if record.exc_info else None
+        key = f"{record.levelno} {record.name} {record.getMessage()} {_fields(record, None)} {error!r}"
+        return self._repeated_lines.is_repeat(record, key)
 
 
-def _key(record: logging.LogRecord) -> str:
-    """The same for records that differ in nothing but their time."""
-    error = record.exc_info[1] if record.exc_info else None
-    return f"{record.levelno} {record.name} {record.getMessage()} {_fields(record, None)} {error!r}"
-
-
-class _TextFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
     def __init__(self, process: str | None) -> None:
         super().__init__()
         self._process = process
 
+
+class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
         message = " ".join([_escape(record.getMessage()), *fields])
@@ -149,11 +155,7 @@ class _TextFormatter(logging.Formatter):
         return line
 
 
-class _JsonFormatter(logging.Formatter):
-    def __init__(self, process: str | None) -> None:
-        super().__init__()
-        self._process = process
-
+class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": _timestamp(record),

@@ -29,7 +29,7 @@ from tgis.engines.memory.available import format_bytes, used_memory
 from tgis.engines.memory.model_size import check_model_fits
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.utils.log_progress import log_progress
+from tgis.utils.logs import log_progress
 
 log = logging.getLogger(__name__)
 

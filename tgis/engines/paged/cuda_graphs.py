@@ -22,7 +22,7 @@ from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_s
 from tgis.engines.paged.self_check import verify_steps
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
-from tgis.utils.log_progress import log_progress
+from tgis.utils.logs import log_progress
 
 log = logging.getLogger(__name__)
 

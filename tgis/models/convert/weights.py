@@ -12,7 +12,7 @@ from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, shard_files
 from tgis.utils.file_lock import locked
-from tgis.utils.log_progress import log_progress
+from tgis.utils.logs import log_progress
 
 log = logging.getLogger(__name__)
 

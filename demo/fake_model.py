@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-FAKE_EOS = 256
+EOS = 256  # after the bytes
 
 
 def make_fake_model(directory: Path, max_sequence_length: int = 2048, **steps: object) -> Path:
@@ -20,7 +20,7 @@ def make_fake_model(directory: Path, max_sequence_length: int = 2048, **steps: o
     config = {
         "model_type": "fake",
         "vocab_size": tokenizer.get_vocab_size(),
-        "eos_token_id": FAKE_EOS,
+        "eos_token_id": EOS,
         "max_position_embeddings": max_sequence_length,
         "fake": steps,
     }
