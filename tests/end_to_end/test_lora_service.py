@@ -29,7 +29,7 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
     return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
 
 
-@pytest.fixture(scope="module", params=["tgis_native", "hf_transformers"])
+@pytest.fixture(scope="module", params=["tgis_native", pytest.param("hf_transformers", marks=pytest.mark.slow)])
 def server(
     request: pytest.FixtureRequest, tuned: Tuned, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -80,6 +80,7 @@ def small_llama(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow  # as the golden cases of glassllm_prompts
 def test_two_ranks_compute_what_transformers_does_for_glassllm(glassllm_dir: Path) -> None:
     check(glassllm_dir)
 

@@ -81,6 +81,7 @@ def test_each_prompt_alone_generates_what_peft_generates(
         assert generated == one.generated
 
 
+@pytest.mark.slow  # as the golden cases of glassllm_prompts
 def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no adapter store: each step brings the embeddings that it needs."""
     options = msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=2), kv_cache_bytes=1 << 20, num_shards=2)

@@ -61,7 +61,10 @@ def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
     return engine._model
 
 
-SERVED = [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2", "titles"))]
+SERVED = [
+    "detransliterator",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("glassllm", "smollm2", "titles")),
+]
 
 
 @pytest.mark.timeout(900)  # exports of large models, and perhaps the oracle

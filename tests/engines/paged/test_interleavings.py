@@ -213,8 +213,8 @@ ATTENTION = pytest.mark.parametrize(
     "subject",
     [
         ("Llama", 1, "float64", False),
-        ("Mistral", 1, "float64", False),
-        ("Gemma2", 1, "float32", False),
+        pytest.param(("Mistral", 1, "float64", False), marks=pytest.mark.slow),
+        pytest.param(("Gemma2", 1, "float32", False), marks=pytest.mark.slow),
         ("GptOss", 1, "float32", False),
     ],
     indirect=True,
