@@ -25,7 +25,7 @@ from equality import (
 )
 from golden_protocol import join_stream
 from harness import Server, as_stream_request, running_server, unary_request
-from oracle import MAX_NEW_TOKENS, PROMPTS, Answer
+from oracle import MAX_NEW_TOKENS, Answer
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -33,12 +33,7 @@ from tgis.pb import generation_pb2_grpc as pb_grpc
 pytestmark = pytest.mark.timeout(600)  # the first test may have to compute the oracle's answers
 
 SOME = ["one_token", "long", "emoji", "chat_short", "python", "english", "joiners", "newlines"]
-OVERLAPPING = {  # seconds in which requests arrive, lengths of the outputs, seed
-    "smollm2": [(3, (24, 64), 1)],
-    "glassllm": [(0, (1, 32), 2), (2, (8, 32), 4)],
-    "detransliterator": [(1, (1, 48), 6)],
-    "titles": [(0.5, (1, 24), 7)],
-}
+MODELS = ["smollm2", "detransliterator"]  # the golden cases compare others
 
 
 @dataclass
@@ -52,7 +47,7 @@ class Served:
     max_new_tokens: int
 
 
-@pytest.fixture(scope="module", params=PROMPTS)
+@pytest.fixture(scope="module", params=MODELS)
 def served(
     request: pytest.FixtureRequest, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -62,7 +57,7 @@ def served(
     # by default the KV cache of smollm2 has 5 GiB, which take seconds to clear
     options = {"DTYPE": "float32", "KV_CACHE_SIZE_MB": 512}
     with running_server(tmp_path_factory.mktemp(name), model, **options) as server, server.stub() as stub:
-        yield Served(name, server, stub, answers, min(MAX_NEW_TOKENS[name], 48))
+        yield Served(name, server, stub, answers, MAX_NEW_TOKENS[name])
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +69,15 @@ def _log_of_failures(request: pytest.FixtureRequest, served: Served) -> Iterator
 
 
 def test_alone(served: Served) -> None:
-    """The first prompts one after the other: unary, and streamed with and without tokens."""
+    """Two prompts one after the other: unary, and streamed with and without tokens."""
     met = []
-    for answer in list(served.answers.values())[:3]:
-        (unary,) = generate(served.stub, [answer], served.max_new_tokens, EVERYTHING)
-        met.append(Comparison(answer, served.max_new_tokens, EVERYTHING).check(unary))
+    for answer in list(served.answers.values())[:2]:
+        (unary,) = generate(served.stub, [answer], 24, EVERYTHING)
+        met.append(Comparison(answer, 24, EVERYTHING).check(unary))
         for options in (EVERYTHING, TEXT_ONLY):
-            streamed = stream(served.stub, answer, served.max_new_tokens, options)
+            streamed = stream(served.stub, answer, 24, options)
             assert streamed.text == unary.text
-            met.append(Comparison(answer, served.max_new_tokens, options).check(streamed))
+            met.append(Comparison(answer, 24, options).check(streamed))
     print(f"ended at a near tie: {met.count(False)} of {len(met)}")
 
 
@@ -106,12 +101,11 @@ def test_batch_calls(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "served", [pytest.param("smollm2", marks=pytest.mark.slow), *list(PROMPTS)[1:]], indirect=True, scope="module"
+    "served", [pytest.param("smollm2", marks=pytest.mark.slow), "detransliterator"], indirect=True, scope="module"
 )
 def test_overlapping(served: Served) -> None:
-    for seconds, max_new_tokens, seed in OVERLAPPING[served.model]:
-        arrivals = random_requests(list(served.answers.values()), seed, seconds, max_new_tokens)
-        print(f"ended at a near tie: {send_all(served.stub, arrivals)} of {len(arrivals)}")
+    arrivals = random_requests(list(served.answers.values()), seed=1, seconds=2, max_new_tokens=(1, 48))
+    print(f"ended at a near tie: {send_all(served.stub, arrivals)} of {len(arrivals)}")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -63,7 +63,7 @@ def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
 
 SERVED = [
     "detransliterator",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("glassllm", "smollm2", "titles")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("glassllm", "smollm2")),
 ]
 
 
