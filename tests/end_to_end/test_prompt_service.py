@@ -1,7 +1,6 @@
 """Soft prompts on a real server: PEFT's answers, under load, while files change and break."""
 
 import os
-import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 import tuning
 from harness import Server, adapter_request, as_stream_request, output_tokens, running_server
-from prompt_files import BROKEN, CAPACITY, KEY, matrix, peft, tgis, write
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from prompt_files import matrix, peft, write
+from transformers import AutoTokenizer
 from tuning import Tuned
 
 from tgis.pb import generation_pb2 as pb
@@ -84,90 +82,6 @@ def test_trained_prompts_give_what_peft_generates(stub: Stub, tuned: Tuned, glas
         answers = list(pool.map(ask, tuned.trained.continuations))
     for one, (unary, streamed) in zip(tuned.trained.continuations, answers, strict=True):
         assert unary == streamed == tokenizer.convert_ids_to_tokens(one.generated)
-
-
-class Oracle:
-    """The model's answers after soft prompts made of random tokens' embeddings."""
-
-    def __init__(self, model: Path) -> None:
-        self.network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self.table = self.network.get_input_embeddings().weight
-
-    def prompt(self, seed: int) -> torch.Tensor:
-        ids = torch.randint(4, len(self.table), (ROWS,), generator=torch.Generator().manual_seed(seed))
-        prompt: torch.Tensor = self.table.detach()[ids]
-        return prompt
-
-    def answers(self, prompts: torch.Tensor, text: str) -> list[tuple[list[str], int]]:
-        """The tokens after each prompt [n, virtual tokens, H], and how many of them precede a near tie.
-
-        All prompts have the same length, so nothing is padded.
-        """
-        ids = self.tokenizer([text] * len(prompts), return_tensors="pt").input_ids
-        embedded = torch.cat([prompts, self.network.get_input_embeddings()(ids)], 1)
-        with torch.no_grad():
-            out = self.network.generate(
-                inputs_embeds=embedded,
-                attention_mask=torch.ones(embedded.shape[:2], dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        best = torch.stack(out.logits, 1).topk(2).values  # [n, tokens, 2]
-        ties = (best[..., 0] - best[..., 1] < NEAR_TIE).tolist()
-        names = map(self.tokenizer.convert_ids_to_tokens, out.sequences)
-        return [(tokens, (*tied, True).index(True)) for tokens, tied in zip(names, ties, strict=True)]
-
-
-def test_fifty_prompts_share_a_cache_of_ten_under_load(
-    server: Server, stub: Stub, store: Path, glassllm_dir: Path
-) -> None:
-    oracle = Oracle(glassllm_dir)
-    prompts = torch.stack([oracle.prompt(seed) for seed in range(PROMPTS)])
-    for seed, prompt in enumerate(prompts):
-        files = tgis(prompt.clone()) if seed % 2 else peft({KEY: prompt}, num_virtual_tokens=ROWS)
-        write(store / f"many/{seed}", files)
-    expected: dict[str | None, tuple[list[str], int]] = dict(
-        zip((f"many/{seed}" for seed in range(PROMPTS)), oracle.answers(prompts, "The Queen"), strict=True)
-    )
-    (expected[None],) = oracle.answers(prompts[:1, :0], "The Queen")
-    assert len({tuple(tokens) for tokens, _ in expected.values()}) > PROMPTS // 2
-    rng = random.Random(4)
-    asked = [name for _ in range(3) for name in rng.sample(list(expected), len(expected))]
-    loaded = server.metric("tgi_prompt_load_duration_count")
-    failed = server.metric("tgi_prompt_load_failure")
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda name: output_tokens(stub, call("The Queen", name)), asked))
-    for name, tokens in zip(asked, answers, strict=True):
-        wanted, settled = expected[name]
-        assert tokens[:settled] == wanted[:settled], name
-    assert sum(settled for _, settled in expected.values()) > 0.9 * NEW_TOKENS * len(expected)
-    loads = server.metric("tgi_prompt_load_duration_count") - loaded
-    assert 2 * PROMPTS < loads <= 3 * PROMPTS  # most had been evicted when they were requested again
-    assert server.metric("tgi_prompt_load_failure") == failed
-
-
-def test_broken_prompts_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
-    before = server.metric("tgi_prompt_load_failure")
-    request = call("The Queen", "queen", 100)
-    undisturbed = output_tokens(stub, request)
-    running = stub.GenerateStream(as_stream_request(request), timeout=60)
-    cases = {name: text for name, (_, text) in BROKEN.items() if str(CAPACITY) not in text and "from 1 to" not in text}
-    exact = 0
-    for at, name in enumerate(cases):
-        write(store / f"broken/{at}", BROKEN[name][0])
-        code, details = failure(stub, call("a", f"broken/{at}"))
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith(f"can't retrieve prompt prefix with id 'broken/{at}': ")
-        exact += cases[name] in details
-        assert cases[name] in details or "the model's embeddings have 128" in details
-    assert exact >= 15
-    assert [token.text for message in running for token in message.tokens] == undisturbed
-    assert output_tokens(stub, request) == undisturbed
-    assert server.metric("tgi_prompt_load_failure") - before == len(cases)
-    assert "Traceback" not in server.log.read_text()
 
 
 def test_unsupported_adapter_types_are_named(stub: Stub, store: Path) -> None:
