@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -55,7 +56,7 @@ def served(
     model: Path = request.getfixturevalue(f"{name}_dir")
     answers = oracle.answers(name, model, cache_dir, request.config.getoption("--oracle-recompute"))
     # by default the KV cache of smollm2 has 5 GiB, which take seconds to clear
-    options = {"DTYPE": "float32", "KV_CACHE_SIZE_MB": 512}
+    options: dict[str, Any] = {"DTYPE": "float32", "KV_CACHE_SIZE_MB": 512}
     with running_server(tmp_path_factory.mktemp(name), model, **options) as server, server.stub() as stub:
         yield Served(name, server, stub, answers, MAX_NEW_TOKENS[name])
 

@@ -1,8 +1,10 @@
-"""LoRA adapters on a real server: PEFT's answers, under load, with more adapters than the cache holds."""
+"""LoRA adapters and soft prompts on a real server: PEFT's answers, under load, with more than the cache holds."""
 
 import itertools
+import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import tuning
 from harness import Server, adapter_request, as_stream_request, output_tokens, running_server
 from lora_files import BROKEN_LORA
-from prompt_files import matrix, tgis, write
+from prompt_files import matrix, peft, write
 from transformers import AutoTokenizer
 from tuning import Continuation, Tuned
 
@@ -25,18 +27,20 @@ COPIES = 6  # of the largest adapter; three of them fit into the 1 MiB cache
 
 
 @pytest.fixture(scope="module")
-def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
-    return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
+def tuned(glassllm_dir: Path, cache_dir: Path) -> list[Tuned]:
+    """LoRA adapters, and soft prompts."""
+    return [tuning.tuned(name, glassllm_dir, cache_dir) for name in ("glassllm-lora", "glassllm")]
 
 
 @pytest.fixture(scope="module", params=["tgis_native", pytest.param("hf_transformers", marks=pytest.mark.slow)])
 def server(
-    request: pytest.FixtureRequest, tuned: Tuned, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("server")
-    shutil.copytree(tuned.store, directory / "store")
+    shutil.copytree(tuned[0].store, directory / "store")
+    shutil.copytree(tuned[1].store, directory / "store" / "soft")
     for number in range(COPIES):
-        shutil.copytree(tuned.store / "queen", directory / "store" / "copies" / str(number))
+        shutil.copytree(tuned[0].store / "queen", directory / "store" / "copies" / str(number))
     options: dict[str, Any] = {
         "DEPLOYMENT_FRAMEWORK": request.param,
         "ADAPTER_CACHE": directory / "store",
@@ -65,15 +69,16 @@ def call(text: str, adapter: str | None, new: int = tuning.MAX_NEW_TOKENS) -> pb
 
 
 def test_more_adapters_than_fit_into_the_cache_under_load(
-    server: Server, stub: Stub, tuned: Tuned, glassllm_dir: Path
+    server: Server, stub: Stub, tuned: list[Tuned], glassllm_dir: Path
 ) -> None:
-    """All adapters at once, beside inputs without one; unary and streamed."""
+    """All adapters and soft prompts at once, beside inputs without one; unary and streamed."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
     texts = {tuple(tokenizer(text).input_ids): text for text in tuning.TUNING_PLANS["glassllm-lora"].inputs}
-
-    rng, copies = random.Random(1), itertools.cycle(range(COPIES))
-    wanted = rng.sample(4 * tuned.trained.continuations, 4 * len(tuned.trained.continuations))
-    names = [f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt for one in wanted]
+    loras, prompts = (one.trained.continuations for one in tuned)
+    copies = itertools.cycle(range(COPIES))
+    wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in 4 * loras]
+    wanted += [(one, f"soft/{one.prompt}") for one in prompts if one.prompt]
+    random.Random(1).shuffle(wanted)
 
     def ask(one: Continuation, name: str) -> tuple[list[str], list[str]]:
         request = call(texts[tuple(one.tokens)], name or None)
@@ -81,10 +86,10 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
         return output_tokens(stub, request), [token.text for message in stream for token in message.tokens]
 
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(ask, wanted, names))
-    for one, (unary, streamed) in zip(wanted, answers, strict=True):
+        answers = list(pool.map(ask, *zip(*wanted, strict=True)))
+    for (one, _), (unary, streamed) in zip(wanted, answers, strict=True):
         assert unary == streamed == tokenizer.convert_ids_to_tokens(one.generated)
-    assert server.metric("tgi_prompt_load_duration_count") > len(set(names)) + 10
+    assert server.metric("tgi_prompt_load_duration_count") > len({name for _, name in wanted}) + 10
     assert server.metric("tgi_prompt_load_failure") == 0
 
 
@@ -118,10 +123,9 @@ def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: S
     assert "Traceback" not in server.log.read_text()
 
 
-def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub, store: Path) -> None:
+def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub) -> None:
     """The files in the directory decide which it is; an adapter adds no input tokens."""
-    write(store / "soft", tgis(matrix(3, 128)))
-    assert output_tokens(stub, call("The Queen", "soft", 4)) != output_tokens(stub, call("The Queen", None, 4))
+    assert output_tokens(stub, call("The Queen", "soft/queen", 4)) != output_tokens(stub, call("The Queen", None, 4))
     by_adapter = stub.Generate(call("The Queen", "queen"), timeout=60).responses[0]
     request = call("The Queen", None)
     assert by_adapter.input_token_count == stub.Generate(request, timeout=60).responses[0].input_token_count
@@ -143,3 +147,72 @@ def test_a_replaced_adapter_is_used_at_once(stub: Stub, store: Path) -> None:
     (store / "new").rename(store / "changing")
     assert first != output_tokens(stub, request) == output_tokens(stub, call("The Hatter", "mouse"))
     assert all([token.text for message in one for token in message.tokens] == first for one in running)
+
+
+def prompt_call(prompt: str, new: int = 6) -> pb.BatchedGenerationRequest:
+    return adapter_request("The Hatter", new, prefix_id=prompt)
+
+
+def failure(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Generate(request, timeout=20)
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+def test_unsupported_adapter_types_are_named(stub: Stub, store: Path) -> None:
+    write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
+    wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3 is not currently supported")
+    inputs = [pb.GenerationRequest(text="a")]
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="ia3")) == wanted
+    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
+
+
+def test_long_and_hostile_ids_are_truncated_and_escaped(stub: Stub) -> None:
+    _, details = failure(stub, prompt_call("x" * 100_000))
+    assert details.startswith(f"can't retrieve prompt prefix with id '{'x' * 100}...': the id must contain only")
+    _, details = failure(stub, prompt_call("a\nfake log line\x1b[2J"))
+    assert details.startswith("can't retrieve prompt prefix with id 'a?fake log line?[2J': ")
+
+
+def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: Stub, store: Path) -> None:
+    shutil.copytree(store / "soft/queen", store / "changing-prompt")
+    request = prompt_call("changing-prompt")
+    first = output_tokens(stub, request)
+    (store / "new-prompt").mkdir()
+    shutil.copy(store / "soft/nested/king" / "adapter_model.bin", store / "new-prompt" / "adapter_model.bin")
+    shutil.rmtree(store / "changing-prompt")
+    (store / "new-prompt").rename(store / "changing-prompt")
+    second = output_tokens(stub, request)
+    assert first != second == output_tokens(stub, prompt_call("soft/nested/king"))
+    shutil.rmtree(store / "changing-prompt")
+    assert 'prefix id "changing-prompt" not found' in failure(stub, request)[1]
+
+
+def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:
+    """Its files are deleted and its cache entry is evicted while requests wait and run."""
+    shutil.copytree(store / "soft/queen", store / "leaving")
+    request = prompt_call("leaving", 60)
+    expected = output_tokens(stub, request)
+    running = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(80)]  # 64 run at once
+    for one in running:
+        next(one)  # the first message shows that the prompt is resolved
+    shutil.rmtree(store / "leaving")
+    assert "not found" in failure(stub, request)[1]
+    assert all([token.text for message in one for token in message.tokens] == expected for one in running)
+
+
+def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Server, stub: Stub) -> None:
+    for _ in range(30):
+        stub.Generate.future(prompt_call("soft/queen", 100)).cancel()
+    assert output_tokens(stub, prompt_call("soft/queen"))
+    server.wait_for_metric("tgi_batch_current_size 0.0")
+
+
+def test_a_dead_engine_fails_pending_lookups(server: Server, stub: Stub) -> None:
+    """The last test of this file: it kills the engine."""
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    waiting = [stub.Generate.future(prompt_call("soft/queen")) for _ in range(3)]
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert {one.exception().code() for one in waiting} == {grpc.StatusCode.UNAVAILABLE}
+    assert server.process.wait(20) == 1
