@@ -34,7 +34,7 @@ serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serv
 	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
 
 test: venv ## run the tests, except the slow ones, on every core; ARGS goes to pytest
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile -m 'not slow and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(ARGS)
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)

@@ -171,6 +171,7 @@ def test_only_models_without_a_tensor_parallel_plan_are_refused() -> None:
     assert all("has no tensor-parallel plan for" in result for result in refused.values())
 
 
+@pytest.mark.slow
 def test_a_server_with_all_options_at_once(llama: Path, values: dict[str, str], tmp_path: Path) -> None:
     """It serves the .bin weights of a directory that it does not write to."""
     model = shutil.copytree(llama, tmp_path / "model")

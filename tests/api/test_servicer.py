@@ -195,7 +195,7 @@ def test_a_stream_starts_before_the_first_token(stub: Stub) -> None:
     assert rest[-1].seed == 2**64 - 1
 
 
-@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("tokens", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_gathers_while_nobody_reads_comes_in_one_message_unless_tokens_are_asked_for(
     server: Server, tokens: bool
 ) -> None:
@@ -465,6 +465,7 @@ def test_an_output_follows_its_grammar(stub: Stub, decoding: dict[str, Any], pat
     assert streamed[-1].stop_reason == response.stop_reason
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_forgotten_is_compiled_again(stub: Stub) -> None:
     for number in [*range(70), 0]:
         request = unary_request("abc", 9)

@@ -46,6 +46,7 @@ def test_server_and_engine(poisoned: Path, tmp_path: Path) -> None:
     assert response.generated_token_count == 3
 
 
+@pytest.mark.slow
 def test_conversion(poisoned: Path) -> None:
     (poisoned / "model.safetensors").unlink()
     torch.save({"lm_head.weight": torch.zeros(300, 16)}, poisoned / "pytorch_model.bin")

@@ -3,14 +3,11 @@
 Its streamed chats are left out: they cannot work with any server that ends streams as OpenAI does.
 """
 
-import asyncio
-import contextlib
 import os
-import time
 from typing import Any
 
 import pytest
-from text_generation import AsyncClient, Client, errors  # type: ignore[import-not-found]
+from text_generation import Client, errors  # type: ignore[import-not-found]
 from text_generation.types import FinishReason, Message  # type: ignore[import-not-found]
 
 URL = os.environ["SERVER_URL"]
@@ -25,11 +22,6 @@ ERRORS = [
 @pytest.fixture
 def client() -> Client:
     return Client(URL, timeout=30)
-
-
-@pytest.fixture
-def async_client() -> AsyncClient:
-    return AsyncClient(URL, timeout=30)
 
 
 def test_greedy(client: Client) -> None:
@@ -93,55 +85,8 @@ def test_errors(client: Client, params: dict[str, Any], error: type[Exception]) 
         list(client.generate_stream(**params))
 
 
-def test_too_many(client: Client) -> None:
-    """There are two permits."""
-    streams = [client.generate_stream("long ", max_new_tokens=1500) for _ in range(2)]
-    for stream in streams:
-        next(stream)
-    with pytest.raises(errors.OverloadedError):
-        client.generate("a", max_new_tokens=1)
-    for stream in streams:
-        stream.close()
-    until_served(client)
-
-
-def until_served(client: Client) -> None:
-    """The server notices only later that clients have gone."""
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        with contextlib.suppress(errors.OverloadedError):
-            client.generate("a", max_new_tokens=1)
-            return
-        time.sleep(0.02)
-    raise AssertionError("no permit is free")
-
-
 def test_chat(client: Client) -> None:
     answer: Any = client.chat([Message(role="user", content="hello ")], max_tokens=8, logprobs=True, top_logprobs=2)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello he", "length")
     assert (answer.usage["prompt_tokens"], answer.usage["completion_tokens"]) == (6, 8)
-
-
-def test_asyncio(async_client: AsyncClient) -> None:
-    async def run() -> None:
-        answers = await asyncio.gather(*(async_client.generate("hello ", max_new_tokens=8) for _ in range(2)))
-        assert {answer.generated_text for answer in answers} == {"hello he"}
-        texts = [part.token.text async for part in async_client.generate_stream("hello ", max_new_tokens=4)]
-        assert texts == list("hell")
-        answer: Any = await async_client.chat([Message(role="user", content="hello ")], max_tokens=3)
-        assert answer.choices[0].message.content == "hel"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(("params", "error"), ERRORS)
-def test_errors_of_asyncio(async_client: AsyncClient, params: dict[str, Any], error: type[Exception]) -> None:
-    async def run() -> None:
-        with pytest.raises(error):
-            await async_client.generate(**params)
-        with pytest.raises(error):
-            async for _ in async_client.generate_stream(**params):
-                pass
-
-    asyncio.run(run())

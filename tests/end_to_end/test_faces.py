@@ -135,13 +135,13 @@ def over_openai(server: Server, request: dict[str, Any]) -> Any:
     return post(server, "/v1/completions", body | {"model": model, "logprobs": 0, "include_stop_str_in_output": True})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(request=requests(PROMPTS, [SOFT_PROMPT, *LORAS]))
 def test_all_faces_give_the_same_tokens(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
     check_faces(server, tokenizer, request)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_all_faces_give_the_same_tokens_of_padded_batches(padded: Padded, data: st.DataObject) -> None:
     check_faces(padded.server, padded.tokenizer, data.draw(requests(padded.prompts, [])))

@@ -112,6 +112,7 @@ def test_what_the_server_says(server: Server) -> None:
     assert "TOKEN_LIMIT" in line
 
 
+@pytest.mark.slow
 def test_a_lora_module_that_cannot_be_loaded_stops_the_start(glassllm_dir: Path, tuned: Tuned, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

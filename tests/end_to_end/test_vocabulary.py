@@ -1,4 +1,4 @@
-"""A tokenizer with more tokens than its model, such as one with an added [PAD], on a real engine."""
+"""A tokenizer with more tokens than its model, such as one with an added [PAD]."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,9 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from harness import Server, as_stream_request, running_server, unary_request
-from tiny_models import make_model_from_config
 from tokenizers import Tokenizer
-from transformers import LlamaConfig
 
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -21,11 +19,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("model")
     path = make_fake_model(directory) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    make_model_from_config(LlamaConfig(vocab_size=tokenizer.get_vocab_size(), eos_token_id=256, **sizes), directory)
     tokenizer.add_special_tokens(["[PAD]"])
     tokenizer.save(str(path))
-    with running_server(directory, directory) as running:
+    with running_server(directory, directory, DEPLOYMENT_FRAMEWORK="fake") as running:
         yield running
 
 

@@ -4,6 +4,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,7 +88,13 @@ def class_name(name: str) -> str:
     return names[config.model_type]
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
+def padded(name: str) -> Any:
+    """Slow where another engine is the first choice."""
+    marks = [pytest.mark.slow] if TABLE[class_name(name)][0] == "tgis_native" else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*map(padded, ARCHITECTURES), *ENCODER_DECODERS])
 def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
     engine = PaddedEngine(engine_options(directory, 6, threads=1))

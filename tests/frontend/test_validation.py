@@ -95,7 +95,7 @@ def first_violated(p: RawParams) -> str | None:
     return next((field for field, violated in table if violated), None)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=300)
 @given(PARAMETERS)
 def test_the_first_violated_rule_is_reported(raw: RawParams) -> None:
     assert reported(raw) == first_violated(raw)
@@ -133,7 +133,7 @@ def test_defaults_replace_zero_and_absent(raw: RawParams) -> None:
         assert params.sampling_params.typical_p == (raw.typical_p or 1.0)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.integers(0, 230), st.integers(0, 40), st.integers(1, 169), st.integers(0, 169))
 def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new: int, min_new: int) -> None:
     raw = RawParams(max_new_tokens=max_new, min_new_tokens=min(min_new, max_new))

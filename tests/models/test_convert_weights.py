@@ -301,7 +301,10 @@ class TestRefused:
 
 
 class TestInterrupted:
-    @pytest.mark.parametrize(("handler", "reason"), [("SIG_IGN", "File too large"), ("SIG_DFL", "killed by SIGXFSZ")])
+    @pytest.mark.parametrize(
+        ("handler", "reason"),
+        [("SIG_IGN", "File too large"), pytest.param("SIG_DFL", "killed by SIGXFSZ", marks=pytest.mark.slow)],
+    )
     def test_in_the_middle_of_the_second_file(
         self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, handler: str, reason: str
     ) -> None:

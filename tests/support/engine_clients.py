@@ -1,8 +1,7 @@
 """An EngineClient without an engine process."""
 
-from tgis.ipc.framing import FrameReader
-
 from tgis.frontend.engine_client import EngineClient
+from tgis.ipc.channel import FrameReader
 from tgis.ipc.messages import ToEngine
 
 

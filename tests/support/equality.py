@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import regex
+from golden_protocol import join_stream, violations
 from oracle import NEAR_TIE, TOLERANCE, Answer, OracleToken
 
 from tgis.pb import generation_pb2 as pb
@@ -114,38 +115,6 @@ def _check_candidates(token: pb.TokenInfo, place: OracleToken, count: int) -> No
         assert abs(logprob - wider[text]) <= TOLERANCE, (text, logprob, wider[text])
 
 
-def join_stream(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> pb.GenerationResponse:
-    """Check the order and shape of a stream's messages, and merge them into one response."""
-    first, *rest = messages
-    assert first == pb.GenerationResponse(input_token_count=first.input_token_count)
-    if options.input_tokens:
-        inputs, *rest = rest
-        bare = pb.GenerationResponse(input_token_count=first.input_token_count)
-        bare.input_tokens.extend(inputs.input_tokens)
-        assert bare.SerializeToString() == inputs.SerializeToString()
-    _check_progress(rest, options)
-    _check_cuts([message.text for message in rest])
-    whole = pb.GenerationResponse()
-    for message in messages:
-        whole.MergeFrom(message)
-    whole.text = "".join(message.text for message in messages)
-    return whole
-
-
-def _check_progress(messages: list[pb.GenerationResponse], options: pb.ResponseOptions) -> None:
-    counts = [0, *(message.generated_token_count for message in messages)]
-    for message, (before, count) in zip(messages, itertools.pairwise(counts), strict=True):
-        assert before < count
-        assert (message.input_token_count, len(message.input_tokens), message.seed) == (0, 0, 0)
-        if options.generated_tokens:
-            assert (len(message.tokens), count - before) == (1, 1)
-        else:
-            assert not message.tokens
-            assert message.text or message is messages[-1], "a message that says nothing"
-    assert all(message.stop_reason == pb.NOT_FINISHED for message in messages[:-1])
-    assert messages[-1].stop_reason != pb.NOT_FINISHED
-
-
 def _check_cuts(texts: list[str]) -> None:
     """No message starts inside a grapheme cluster."""
     begins = {0, *(match.end() for match in regex.finditer(r"\X", "".join(texts)))}
@@ -170,7 +139,11 @@ def stream(
     stub: pb_grpc.GenerationServiceStub, answer: Answer, max_new_tokens: int, options: pb.ResponseOptions
 ) -> pb.GenerationResponse:
     """One stream, merged into a response."""
-    return join_stream(list(stub.GenerateStream(_single(answer, max_new_tokens, options), timeout=TIMEOUT)), options)
+    request = _single(answer, max_new_tokens, options)
+    messages = list(stub.GenerateStream(request, timeout=TIMEOUT))
+    assert violations(request, messages) == []
+    _check_cuts([message.text for message in messages])
+    return join_stream(messages)
 
 
 def cancel_stream(stub: pb_grpc.GenerationServiceStub, answer: Answer, messages: int) -> None:

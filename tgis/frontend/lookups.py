@@ -47,6 +47,7 @@ class Lookups:
                 raise self._adapter_error(field, _error_text(field, adapter_id, found))
             if found.loaded:
                 self._metrics.adapters.duration.observe(time.monotonic() - started)
+            assert found.adapter is not None
             yield found.adapter
 
     @asynccontextmanager

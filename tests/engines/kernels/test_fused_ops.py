@@ -211,7 +211,9 @@ def test_a_norm_of_another_dtype_is_the_models_own(best_kernels: CpuKernels) -> 
     assert torch.equal(RmsNorm(plain, 1e-6, 0.0, best_kernels)(x), plain(x))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES | ENCODER_DECODERS)
+@pytest.mark.parametrize(
+    "name", [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in ENCODER_DECODERS)]
+)
 def test_every_architecture_computes_in_bfloat16_what_it_did(
     best_kernels: CpuKernels, name: str, tmp_path: Path
 ) -> None:

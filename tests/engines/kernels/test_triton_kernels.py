@@ -32,6 +32,7 @@ def child(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "cases"), [("decode_cases.py", 25), ("prefill_cases.py", 12)])
 def test_interpreted_kernels_match_the_oracle(script: str, cases: int) -> None:
     errors = child(script, TRITON_INTERPRET="1")
@@ -46,6 +47,7 @@ def test_interpreted_draws_are_those_of_pytorch() -> None:
     assert max(changed.values()) < 0.02
 
 
+@pytest.mark.slow
 def test_interpreted_draws_from_filtered_tokens_are_those_of_pytorch() -> None:
     changed = child("filtered_cases.py", TRITON_INTERPRET="1")
     assert len(changed) == 13

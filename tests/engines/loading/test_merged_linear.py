@@ -97,6 +97,7 @@ def test_slices_called_with_other_inputs_and_out_of_order() -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_ranks_merge_their_shards(tmp_path: Path) -> None:
     """Two ranks, and two models one after the other; merged layers are packed afterwards."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}

@@ -131,7 +131,10 @@ def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
 
 
 # several kinds of layers: Linear and Conv1D, of two or three dimensions, merged QKV, with a router
-MODELS = ["Llama", "GPT2", "GPTBigCode", "GPTNeoX", "OPT", "Bloom", "Falcon", "Gemma2", "Mixtral", "Phi3", "DeepseekV3"]
+MODELS: list[Any] = ["Llama", "GPT2", "GPTNeoX", "Mixtral", "DeepseekV3"]
+MODELS += [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("GPTBigCode", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3")
+]
 
 
 @pytest.mark.parametrize("kind", ENGINES)

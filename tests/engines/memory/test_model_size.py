@@ -54,7 +54,7 @@ needs_packed_bfloat16 = pytest.mark.skipif(
     ("dtype", "expected"),
     [
         pytest.param("bfloat16", 2 * SMOLLM2, marks=needs_packed_bfloat16),
-        ("float32", 4 * (LINEARS + OTHERS)),
+        pytest.param("float32", 4 * (LINEARS + OTHERS), marks=pytest.mark.slow),
     ],
 )
 def test_loading_needs_the_predicted_memory(

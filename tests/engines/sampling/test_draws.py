@@ -69,7 +69,7 @@ def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: di
         assert certain
 
 
-@pytest.mark.parametrize("vocabulary", [20, 1000])
+@pytest.mark.parametrize("vocabulary", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampling",
     [

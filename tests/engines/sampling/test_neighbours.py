@@ -18,7 +18,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 
-TEXTS, TOKENS, ROWS = 30, 10, 8
+TEXTS, TOKENS, ROWS = 12, 10, 8
 SAMPLING = [
     SamplingParams(temperature=2.0),
     SamplingParams(temperature=1.5, top_p=0.95),

@@ -98,7 +98,7 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(batch=batches(), eos=st.lists(st.integers(0, 50), max_size=3))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows_match_the_naive_sampler(
     dtype: torch.dtype,
     batch: Batch,

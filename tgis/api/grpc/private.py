@@ -67,7 +67,7 @@ class _NextCall(asyncio.Future[Any]):
 
     _callback: Callable[["_NextCall"], object] | None = None
 
-    def add_done_callback(self, callback: Callable[["_NextCall"], object], **_context: object) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[["_NextCall"], object], **_context: object) -> None:
         self._callback = callback
         if self.done():
             callback(self)
