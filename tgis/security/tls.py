@@ -106,8 +106,8 @@ class Certificates:
 
 def _load(files: TlsFiles) -> _Loaded:
     """OptionError if a file is unusable or the key is another's."""
-    key = _read("--tls-key-path", files.key)
     certificates = {"server": _read_certificates("--tls-cert-path", files.cert)}
+    key = _read("--tls-key-path", files.key)
     if files.client_ca is not None:
         certificates["client_ca"] = _read_certificates("--tls-client-ca-cert-path", files.client_ca)
     configuration = grpc.ssl_server_certificate_configuration(

@@ -13,16 +13,17 @@ log = logging.getLogger(__name__)
 
 MAX_ARRIVING = 12  # messages at the same time: they are in memory, and nobody has paid for them
 ARRIVING_SECONDS = 0.01  # a message that takes longer does not count
-PAUSE_SECONDS = 0.004  # a call takes the event loop about a millisecond
-PAUSE_SECONDS_PER_BYTE = 1e-8  # a message of 4 MiB about ten
+PAUSE_SECONDS = 0.008  # a call takes the event loop about a millisecond
+BURST_SECONDS = 0.25  # of pauses, saved up for a backlog that is short
+PAUSE_SECONDS_PER_BYTE = 3e-8  # a message of 4 MiB about ten
 SPARSE_SECONDS = 1.0  # after a sparse call, more are to be expected
 
 
 class FairQueue(Generic[T]):
     """Connections with one call at a time go first, as sparse flows do in fq_codel; the others take turns.
 
-    While there are any of the former, calls of the latter start with pauses between them, so that they leave most of
-    the event loop's time to the others.
+    While there are any of the former, calls of the latter start with pauses between them but for the first few, so that
+    they leave most of the event loop's time to the others.
     """
 
     def __init__(self, max_calls: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -59,9 +60,9 @@ class FairQueue(Generic[T]):
             return None
         if self._sparse:
             connection = self._sparse.popleft()
-        elif self._backlog and (now >= self._pause_until or now >= self._last_sparse + SPARSE_SECONDS):
+        elif self._backlog and (now + BURST_SECONDS >= self._pause_until or now >= self._last_sparse + SPARSE_SECONDS):
             connection = self._backlog.popleft()
-            self._pause_until = now + PAUSE_SECONDS
+            self._pause_until = max(self._pause_until, now) + PAUSE_SECONDS
         else:
             return None
         self._arriving.append((connection, now))
