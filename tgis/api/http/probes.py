@@ -18,7 +18,7 @@ from tgis.api.http.pages.page import NO_STORE, wants_page
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState
 
-SCRAPE_INTERVAL_SECONDS = 1.0  # a scrape takes the event loop about 25 ms, in some 60 parts
+SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in some 60 parts
 
 
 class Probes:
