@@ -253,7 +253,8 @@ class Server:
         )
         self._compare_vocabularies(info)
         self._metrics = self._make_metrics(info)
-        client.metrics, self._metrics.num_queued = self._metrics, lambda: len(client.queued())
+        self._metrics.num_queued = lambda: len(client.queued())
+        client.metrics = self._metrics
         no_grammars = None if self._structured_output else "structured output is not supported with this tokenizer"
         lookups = Lookups(
             client,

@@ -71,6 +71,16 @@ def test_a_large_message_makes_the_pause_longer() -> None:
     assert queue.take() is not None
 
 
+def test_large_messages_of_other_connections_do_not_keep_a_backlog_waiting() -> None:
+    queue = pausing()
+    for number in range(100):
+        queue.add("c", f"c{number}")
+        assert queue.take() == f"c{number}"
+        queue.arrived("c", num_bytes=4 << 20)
+    queue.time += PAUSE_SECONDS * 1.01
+    assert queue.take() is not None
+
+
 def test_there_are_no_pauses_while_all_connections_have_a_backlog() -> None:
     queue = Queue("a1", "a2", "a3", "b1", "b2")
     assert [queue.take(), queue.take()] == ["a1", "b1"]

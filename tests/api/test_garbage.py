@@ -30,7 +30,7 @@ TEMPLATE = """
 
 
 class Clients:
-    """Of a server that can say what it leaves to the collector."""
+    """The clients of a server that can say what it leaves to the collector."""
 
     def __init__(self, server: Server, report: Path) -> None:
         self.server, self.report = server, report

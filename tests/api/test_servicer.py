@@ -518,7 +518,7 @@ def test_a_text_that_is_too_long_is_refused_by_its_tokens_or_its_bytes(stub: Stu
     assert one(stub, truncated).text == "abab"
 
 
-def test_streams_that_nobody_reads_keep_no_permits(server: Server, stub: Stub) -> None:
+def test_streams_that_nobody_reads_keep_no_places(server: Server, stub: Stub) -> None:
     request = as_stream_request(unary_request("abc", 5)).SerializeToString()
     method = "/fmaas.GenerationService/GenerateStream"
     streams = [call_frames(method, request, 2 * index + 1) for index in range(MAX_INPUTS)]
@@ -722,12 +722,12 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
 
 
 class Message(bytearray):
-    """Of a call; knows whether it still exists."""
+    """The bytes of a message, which can be weakly referenced."""
 
 
 @run_async
 async def test_a_refused_call_is_no_garbage() -> None:
-    """Without the collector of cycles, which may run much later, its message is gone when the call is."""
+    """Its message is gone when the call is, not when the collector of cycles runs."""
     messages: list[weakref.ref[Message]] = []
 
     async def refuse(request: bytes, context: Any) -> bytes:

@@ -100,7 +100,7 @@ def _openai_events(body: dict[str, Any], answers: Answers) -> Iterator[bytes]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Of the connections to a server that has `answers`."""
+    """Handles the connections to a server that has `answers`."""
 
     protocol_version = "HTTP/1.1"
     answers: Answers

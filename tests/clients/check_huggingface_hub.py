@@ -98,7 +98,7 @@ def test_errors(client: InferenceClient, params: dict[str, Any], error: type[Exc
 
 
 def test_too_many(client: InferenceClient) -> None:
-    """There are two permits."""
+    """There are two places."""
     streams: Any = [client.text_generation("long ", max_new_tokens=1500, stream=True) for _ in range(2)]
     for stream in streams:
         next(stream)

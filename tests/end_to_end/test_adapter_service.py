@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from prompt_files import matrix, peft, write
 from transformers import AutoTokenizer
 from tuning import Continuation, Tuned
 
+from tgis.api.http.probes import SCRAPE_INTERVAL_SECONDS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -96,6 +98,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
 def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
     scrape = ""
     while 'running_lora_adapters="queen"' not in scrape:  # the stream may have ended before the scrape
+        time.sleep(SCRAPE_INTERVAL_SECONDS)  # then a scrape does not wait
         stream = stub.GenerateStream(as_stream_request(call("The Queen", "queen", 100)), timeout=60)
         next(stream), next(stream)
         scrape = server.get("/metrics")[1]

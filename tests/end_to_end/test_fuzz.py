@@ -66,7 +66,7 @@ def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks
     statuses = asyncio.run(_attack(server.target, [_make_attack(draw) for _ in range(attacks)]))
     assert statuses["OK"] > attacks / 10
     assert statuses["INVALID_ARGUMENT"] > attacks / 10
-    assert _all_permits_are_free(server)
+    assert _all_places_are_free(server)
     assert _usual_answer(server) == before
     assert server.get("/health")[0] == 200
 
@@ -96,8 +96,8 @@ def _usual_answer(server: Server) -> pb.BatchedGenerationResponse:
     return answer
 
 
-def _all_permits_are_free(server: Server) -> bool:
-    """Whether a call that needs all permits succeeds, once the latest calls have returned theirs."""
+def _all_places_are_free(server: Server) -> bool:
+    """Whether a call that needs all places succeeds, once the latest calls have returned theirs."""
     request = unary_request("a", 1)
     request.requests.extend(request.requests[:1] * (INPUTS - 1))
     with server.stub() as stub:

@@ -66,7 +66,7 @@ def test_finished_outputs_validate(category: str) -> None:
 
 
 def count_finished(schema: dict[str, Any], rng: random.Random) -> int:
-    """Of random outputs; these validate."""
+    """How many random outputs end; each of them is checked to validate."""
     matcher, num_finished = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE), 0
     for _ in range(WALKS):
         tokens, finished = walk(matcher.copy(), rng, MAX_TOKENS)

@@ -211,7 +211,7 @@ AMBIGUOUS = "root ::= x\n" + "\n".join(f"{a} ::= {a} {b} | {b} {a} | x y | y | [
 
 
 def test_masks_that_may_take_long_are_made_in_threads() -> None:
-    """Those of context-free grammars, and those of an output that had a slow one."""
+    """Masks of context-free grammars may take long, and those of an output that had a slow one."""
     letter = ord("a") + 1
     ambiguous, regular = (
         compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()),

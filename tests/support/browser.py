@@ -113,7 +113,7 @@ class BrowserPage:
         await self.call("Network.setExtraHTTPHeaders", headers=headers)
 
     async def value(self, expression: str) -> Any:
-        """Of an expression in JavaScript, awaited if it is a promise."""
+        """The value of an expression in JavaScript, awaited if it is a promise."""
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

@@ -76,7 +76,7 @@ def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> 
 
 
 def run_gated_mlp(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
-    """Of columns of a wider product."""
+    """Run the gated MLP on columns of a wider product."""
     size, kind = draw.randint(1, 500), draw.choice(["silu", "gelu_tanh"])
     mlp = nn.Module()
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Identity() for _ in range(3))
@@ -113,7 +113,7 @@ def run_gumbel_max(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype)
 
 
 def run_argmax(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
-    """Of scores with ties."""
+    """Run argmax on scores with ties."""
     values = (torch.randn(draw.randint(0, 9), draw.randint(1, 3000)) * draw.choice([0.1, 300])).round().to(dtype)
     best = values.amax(-1, keepdim=True) if len(values) else values
     expected = (values == best).int().argmax(-1).tolist() if len(values) else []

@@ -45,7 +45,7 @@ def wrong_writes(name: str, device: str, dtype: torch.dtype) -> int:
 
 
 def wrong_choices(values: Tensor) -> int:
-    """Of ids, which must be those of a scan from the left, and of states."""
+    """Count wrong ids, which must be those of a scan from the left, and wrong states."""
     from tgis.engines.kernels.cuda.sampling import best_token_table
 
     wrong = 0

@@ -90,19 +90,19 @@ class SyntheticEngine:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Without spare columns."""
+        """The bytes of the KV cache, spare columns not counted."""
         return len(self.rows) * _width(self.rows) * self.formula.kv_token
 
     def find_peak(self, runner: DummyRunner) -> int:
         return runner.padded_peak(2046, 512, chunked=True)
 
     def reset(self) -> int:
-        """As a meter."""
+        """Begin to measure at what is used now; as `PeakMeter`."""
         self.peak_bytes = MODEL_BYTES + self.kv_cache_bytes
         return self.peak_bytes
 
     def peak(self) -> int:
-        """As a meter."""
+        """The bytes at most since `reset`."""
         return self.peak_bytes
 
     def _padded(self, plan: StepPlan) -> int:

@@ -41,7 +41,7 @@ class WorstCase:
 
     @property
     def path(self) -> str:
-        """Of the route; empty for an RPC."""
+        """The path of the route; empty for an RPC."""
         return self.method.partition("POST ")[2]
 
 

@@ -79,7 +79,7 @@ class OutputQueue:
         self.new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
         self.num_steps = 0  # that the new tokens are from
         self.stop_reason = StopReason.NOT_FINISHED  # after the last new token
-        self.error: RequestError | None = None  # likewise; None once the call has ended
+        self.error: RequestError | None = None  # after the last new token; None once the call has ended
         self.failed: type[RequestError] | None = None  # in the engine
         self._inbox = inbox
 

@@ -79,7 +79,7 @@ class GrammarCompiler:
         future.add_done_callback(lambda done: self._answer(lookup.lookup_id, done))
 
     def matcher(self, lookup_id: int) -> GrammarMatcher:
-        """For one more output of what a lookup has compiled."""
+        """A matcher of what a lookup has compiled, for one more output."""
         return self._held[lookup_id].result(timeout=0).copy()
 
     def release(self, lookup_ids: Iterable[int]) -> None:

@@ -85,7 +85,7 @@ class GrammarMatcher:
         self._prepared: Future[None] | None = None
 
     def copy(self) -> "GrammarMatcher":
-        """For another output, of which there is nothing yet."""
+        """A matcher for another output, before its first token."""
         assert self._num_consumed == 0
         copied = GrammarMatcher(self._matcher.deep_copy(), self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask

@@ -15,7 +15,7 @@ MAX_ARRIVING = 12  # messages at the same time: they are in memory, and nobody h
 ARRIVING_SECONDS = 0.01  # a message that takes longer does not count
 PAUSE_SECONDS = 0.008  # a call takes the event loop about a millisecond
 BURST_SECONDS = 0.25  # of pauses, saved up for a backlog that is short
-PAUSE_SECONDS_PER_BYTE = 3e-8  # a message of 4 MiB about ten
+PAUSE_SECONDS_PER_BYTE = 3e-8  # a message of 4 MiB takes the event loop about 10 ms
 SPARSE_SECONDS = 1.0  # after a sparse call, more are to be expected
 
 
@@ -77,12 +77,13 @@ class FairQueue(Generic[T]):
     def arrived(self, connection: str, num_bytes: int = 0) -> None:
         """The message of one of the connection's calls is there, or never will be."""
         now = self._now()
-        self._pause_until = max(self._pause_until, now) + PAUSE_SECONDS_PER_BYTE * num_bytes
         for index, (arriving, _) in enumerate(self._arriving):
             if arriving == connection:
                 del self._arriving[index]
                 break
-        if connection not in self._calls and not self._is_arriving(connection):
+        if connection in self._calls:
+            self._pause_until = max(self._pause_until, now) + PAUSE_SECONDS_PER_BYTE * num_bytes
+        elif not self._is_arriving(connection):
             self._last_sparse = now
         self.on_ready()
 

@@ -1,4 +1,4 @@
-"""One request through every face of a real server: gRPC, TGI's REST API and OpenAI's give the same tokens."""
+"""One request through every API of a real server: gRPC, TGI's REST API and OpenAI's give the same tokens."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def requests(prompts: list[str], adapters: list[str]) -> st.SearchStrategy[dict[
 
 @pytest.fixture(scope="module")
 def server(glassllm_dir: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("faces")
+    directory = tmp_path_factory.mktemp("apis")
     shutil.copytree(tuned("glassllm-lora", glassllm_dir, cache_dir).store, directory / "store")
     write_prompts({SOFT_PROMPT: {"decoder.pt": "The Hatter was"}}, glassllm_dir, directory / "store")
     with running_server(directory, glassllm_dir, PREFIX_STORE_PATH=directory / "store", **OPTIONS) as running:
@@ -137,17 +137,17 @@ def over_openai(server: Server, request: dict[str, Any]) -> Any:
 
 @settings(max_examples=30, deadline=None)
 @given(request=requests(PROMPTS, [SOFT_PROMPT, *LORAS]))
-def test_all_faces_give_the_same_tokens(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
-    check_faces(server, tokenizer, request)
+def test_all_apis_give_the_same_tokens(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
+    check_apis(server, tokenizer, request)
 
 
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_all_faces_give_the_same_tokens_of_padded_batches(padded: Padded, data: st.DataObject) -> None:
-    check_faces(padded.server, padded.tokenizer, data.draw(requests(padded.prompts, [])))
+def test_all_apis_give_the_same_tokens_of_padded_batches(padded: Padded, data: st.DataObject) -> None:
+    check_apis(padded.server, padded.tokenizer, data.draw(requests(padded.prompts, [])))
 
 
-def check_faces(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
+def check_apis(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) -> None:
     grpc, tgi, openai = over_grpc(server, request), over_tgi(server, request), over_openai(server, request)
     (choice,) = openai["choices"]
     assert tgi["generated_text"] == choice["text"] == grpc.text
