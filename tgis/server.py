@@ -22,8 +22,7 @@ from tgis import __version__
 from tgis.api.clients import Clients
 from tgis.api.grpc import private
 from tgis.api.grpc.calls import GrpcCalls
-from tgis.api.grpc.fair_queue import FairQueue
-from tgis.api.grpc.server import GrpcServer, max_calls_of_connection
+from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
@@ -138,14 +137,8 @@ class Server:
         self._adapter_store = adapter_store_options(config, self._limits)
         self._structured_output = False  # until it is known whether the tokenizer supports it
         self._clients = Clients(config)
-        queue = FairQueue[Any](max_calls_of_connection(config))
-        self._calls = GrpcCalls(self._clients, queue, config.grpc_max_message_bytes)
-        self._servicer = GenerationServicer(
-            self._calls,
-            bearer_auth=self._tokens is not None,
-            limit_by_address=config.limit_by_address,
-            deadline_partial=config.deadline_partial,
-        )
+        self._calls = GrpcCalls(self._clients, config)
+        self._servicer = GenerationServicer(self._calls, config)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)

@@ -10,7 +10,7 @@ from tgis.api.grpc.fair_queue import ARRIVING_SECONDS, MAX_ARRIVING, PAUSE_SECON
 MAX_CALLS = 100
 
 
-class Queue(FairQueue[str]):
+class Queue(FairQueue):
     """Has a clock of its own; the first letter of a call is its connection."""
 
     def __init__(self, *calls: str) -> None:
@@ -112,7 +112,7 @@ def test_a_message_that_is_late_keeps_no_other_from_its_turn() -> None:
 
 
 def test_few_messages_arrive_at_a_time() -> None:
-    queue = FairQueue[int](MAX_CALLS)
+    queue = FairQueue(MAX_CALLS)
     for number in range(MAX_ARRIVING + 2):
         queue.add(str(number), number)
     assert [queue.take() for _ in range(MAX_ARRIVING + 1)] == [*range(MAX_ARRIVING), None]

@@ -44,7 +44,7 @@ class Service:
         self.calls = calls
         self.num_calls = 0
         self.ended = asyncio.Event()
-        methods = {"Unary": calls.unary_handler(self._unary), "Stream": calls.stream_handler(self._stream)}
+        methods = {"Unary": calls.handler(self._unary), "Stream": calls.handler(self._stream, stream=True)}
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
     async def _unary(self, data: bytes, _context: object) -> bytes:

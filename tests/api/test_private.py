@@ -78,7 +78,7 @@ def test_events_of_a_closed_loop_delay_no_others() -> None:
         del left
 
 
-class Queue(FairQueue[Any]):
+class Queue(FairQueue):
     def __init__(self) -> None:
         super().__init__(100)
         self.num_added = 0
@@ -92,7 +92,7 @@ async def echo(message: bytes, _context: object) -> bytes:
     return message
 
 
-async def call_works(queue: FairQueue[Any]) -> bool:
+async def call_works(queue: FairQueue) -> bool:
     """Whether a server with this queue answers."""
     methods = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
     server = private.make_server([grpc.method_handlers_generic_handler("test.Service", methods)], (), [], queue)
@@ -156,7 +156,7 @@ def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
             messages.append(data)
             return data
 
-        handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.unary_handler(remember)})
+        handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler(remember)})
         server = private.make_server([handler], (), [], calls.queue)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -75,7 +75,9 @@ def test_generated_texts(ids: bool) -> None:
     outputs = [output(draw) for _ in range(200)]
     special = is_special if ids else None
     for made in outputs:
-        assert serialized(convert.generation_response(made, special)) == serialized(message(made, ids=ids))
+        assert serialized(convert.fill_response(pb.GenerationResponse(), made, special)) == serialized(
+            message(made, ids=ids)
+        )
     whole = pb.BatchedGenerationResponse(responses=[message(made, ids=ids) for made in outputs])
     assert serialized(convert.generate_response(outputs, special)) == serialized(whole)
 

@@ -141,8 +141,8 @@ class Clients:
             self._served.remove(call)
             self._last_end = time.monotonic()
 
-    def forget(self, call: Waiter) -> None:
-        """The call has ended, or the connection is closed."""
+    def forget(self, call: Waiter, _task: object = None) -> None:
+        """The call has ended, or the connection is closed; also a callback of the call's task."""
         for waiting in self._waiting:
             waiting.remove(call)
         self.finished(call)

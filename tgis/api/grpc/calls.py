@@ -5,26 +5,27 @@ bytes: a method pays for its message before it makes objects of it.
 """
 
 import asyncio
+import functools
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 import grpc
 
 from tgis.api.clients import Clients
+from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import creator
 from tgis.api.grpc.status import Context, abort, client_address, error_boundary
+from tgis.config import Config
 from tgis.errors import InvalidRequest, RequestError
-
-if TYPE_CHECKING:
-    from tgis.api.grpc.fair_queue import FairQueue
 
 T = TypeVar("T")
 
 # gRPC does not say which messages are compressed: no protobuf begins like gzip, and no message of ours like deflate.
-_GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _EITHER = zlib.MAX_WBITS | 32
+_SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 
 
 class GrpcCall:
@@ -58,7 +59,8 @@ class GrpcCall:
             self._calls.queue.arrived(self.connection, len(data) if isinstance(data, bytes) else 0)
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
-        data = await _decompressed(data, self._calls.max_message_bytes)
+        if data.startswith(_COMPRESSED):  # gRPC itself would do it on the event loop, for some milliseconds each
+            data = await asyncio.to_thread(decompress, data, self._calls.max_message_bytes)
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
         return data
@@ -97,73 +99,54 @@ class GrpcCall:
         self._task.cancel()
 
 
-Unary = Callable[[bytes, Context], Awaitable[bytes]]
-Stream = Callable[[bytes, GrpcCall], Awaitable[None]]
+Method = Callable[[bytes, GrpcCall], Awaitable[bytes | None]]  # of the message; what it returns is the answer
 
 
 class GrpcCalls:
     """The calls of a gRPC port."""
 
-    def __init__(self, clients: Clients, queue: "FairQueue[Any]", max_message_bytes: int) -> None:
+    def __init__(self, clients: Clients, config: Config) -> None:
         self.clients = clients
-        self.queue = queue
-        self.max_message_bytes = max_message_bytes
+        self.max_message_bytes = config.grpc_max_message_bytes
+        self.max_calls_of_connection = config.max_concurrent_requests + _SPARE_CALLS
+        self.queue = FairQueue(self.max_calls_of_connection)
 
-    @contextmanager
-    def open(self, context: Context) -> Iterator[GrpcCall]:
+    @asynccontextmanager
+    async def open(self, context: Context) -> AsyncIterator[GrpcCall]:
         """What a handler does before its client only has to read the rest."""
-        call = GrpcCall(context, self)
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _task: self.clients.forget(call))
-        try:
-            yield call
-        finally:
-            self.clients.reading.add(call)
+        async with error_boundary(context):
+            call = GrpcCall(context, self)
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(functools.partial(self.clients.forget, call))
+            try:
+                yield call
+            finally:
+                self.clients.reading.add(call)
 
-    def unary_handler(self, method: Unary, max_bytes: int | None = None) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for a method that returns the answer."""
+    def handler(
+        self, method: Method, *, stream: bool = False, max_bytes: int | None = None
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """A handler for a method with one message; with `stream` the method writes the messages of its answer."""
 
         async def handle(_requests: object, context: Context) -> bytes | None:
-            async with error_boundary(context):
-                with self.open(context) as call:
-                    return await method(await call.receive(max_bytes), context)
+            async with self.open(context) as call:
+                return await method(await call.receive(max_bytes), call)
             return None  # reached only if the client has disconnected
 
-        return grpc.stream_unary_rpc_method_handler(handle)
-
-    def stream_handler(self, method: Stream, max_bytes: int | None = None) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for a method that writes the messages of its answer."""
-
-        async def handle(_requests: object, context: Context) -> None:
-            async with error_boundary(context):
-                with self.open(context) as call:
-                    await method(await call.receive(max_bytes), call)
-
-        return grpc.stream_stream_rpc_method_handler(handle)
+        make = grpc.stream_stream_rpc_method_handler if stream else grpc.stream_unary_rpc_method_handler
+        return make(handle)
 
 
-async def _decompressed(data: bytes, max_bytes: int) -> bytes:
-    """Decompress a message in a thread: gRPC itself would do it on the event loop, for some milliseconds each."""
-    if not data.startswith((_GZIP, *_DEFLATE)):
-        return data
-    if data.startswith(_GZIP) and int.from_bytes(data[-4:], "little") > max_bytes:  # as it says itself
-        raise _too_large(max_bytes)
-    return await asyncio.to_thread(_decompress, data, max_bytes)
-
-
-def _decompress(data: bytes, max_bytes: int) -> bytes:
+def decompress(data: bytes, max_bytes: int) -> bytes:
+    """The message of a gzip or deflate stream; InvalidRequest if it is none, or has more bytes."""
     stream = zlib.decompressobj(_EITHER)
     try:
         message = stream.decompress(data, max_bytes + 1)
     except zlib.error as error:
         raise InvalidRequest("", f"the message cannot be decompressed: {error}") from None
     if len(message) > max_bytes:
-        raise _too_large(max_bytes)
+        raise InvalidRequest("", f"the message has more than {max_bytes} bytes, decompressed")
     if not stream.eof or stream.unused_data:
         raise InvalidRequest("", "the message cannot be decompressed: it is not one whole stream")
     return message
-
-
-def _too_large(max_bytes: int) -> InvalidRequest:
-    return InvalidRequest("", f"the message has more than {max_bytes} bytes, decompressed")

@@ -20,25 +20,14 @@ T = TypeVar("T")
 
 # Validation's name of a parameter -> its path in the message.
 _FIELD_PATHS = {
-    "temperature": "params.sampling.temperature",
-    "top_k": "params.sampling.top_k",
-    "top_p": "params.sampling.top_p",
-    "typical_p": "params.sampling.typical_p",
-    "max_new_tokens": "params.stopping.max_new_tokens",
-    "min_new_tokens": "params.stopping.min_new_tokens",
-    "stop_sequences": "params.stopping.stop_sequences",
-    "repetition_penalty": "params.decoding.repetition_penalty",
+    field.name: f"params.{section.name}.{field.name}"
+    for section in pb.Parameters.DESCRIPTOR.fields
+    if section.message_type is not None
+    for field in section.message_type.fields
+} | {
     "decay_factor": "params.decoding.length_penalty.decay_factor",
-    "frequency_penalty": "params.decoding.frequency_penalty",
-    "presence_penalty": "params.decoding.presence_penalty",
-    "logit_bias": "params.decoding.logit_bias",
     "logprob_options": "params.response",
-    "top_n_tokens": "params.response.top_n_tokens",
     "json_object": "params.decoding.format",
-    "json_schema": "params.decoding.json_schema",
-    "regex": "params.decoding.regex",
-    "choice": "params.decoding.choice",
-    "grammar": "params.decoding.grammar",
 }
 
 _BATCH = 1024  # tokens of a reply to Tokenize that are converted at a time
@@ -52,17 +41,23 @@ HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.Batch
 
 
 def generate_call(
-    message: pb.BatchedGenerationRequest,
+    message: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
     account: Account,
     identity: bytes,
     correlation_id: str | None,
-    answer_deadline: float | None,
+    answer_deadline: float | None = None,
 ) -> GenerateCall:
-    texts = [request.text for request in message.requests]
+    if isinstance(message, pb.SingleGenerationRequest):
+        kind, fields = CallKind.STREAM, ["request.text"]
+        texts = [message.request.text] if message.HasField("request") else []
+    else:
+        texts = [request.text for request in message.requests]
+        fields = [f"requests[{index}].text" for index in range(len(texts))]
+        kind = CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH
     return GenerateCall(
-        kind=CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH,
+        kind=kind,
         texts=texts,
-        fields=[f"requests[{index}].text" for index in range(len(texts))],
+        fields=fields,
         params=raw_params(message.params),
         account=account,
         identity=identity,
@@ -72,26 +67,11 @@ def generate_call(
     )
 
 
-def generate_stream_call(
-    message: pb.SingleGenerationRequest, account: Account, identity: bytes, correlation_id: str | None
-) -> GenerateCall:
-    return GenerateCall(
-        kind=CallKind.STREAM,
-        texts=[message.request.text] if message.HasField("request") else [],
-        fields=["request.text"],
-        params=raw_params(message.params),
-        account=account,
-        identity=identity,
-        adapter=_adapter(message),
-        correlation_id=correlation_id,
-    )
-
-
 def raw_params(params: pb.Parameters) -> RawParams:
     fields = _set_fields(params)
-    sampling, stopping, response, decoding = (
+    sampling, stopping, response, decoding = [
         _set_fields(fields[name]) if name in fields else {} for name in ("sampling", "stopping", "response", "decoding")
-    )
+    ]
     penalty = decoding.get("length_penalty")
     return RawParams(
         do_sample=fields.get("method") == pb.SAMPLE,
@@ -100,7 +80,13 @@ def raw_params(params: pb.Parameters) -> RawParams:
         **stopping | {"stop_sequences": tuple(stopping.get("stop_sequences", ()))},
         input_text=response.get("input_text", False),
         token_ids=response.get("token_ids", False),
-        logprob_options=_logprob_options(response),
+        logprob_options=LogprobOptions(
+            generated_tokens=response.get("generated_tokens", False),
+            input_tokens=response.get("input_tokens", False),
+            logprobs=response.get("token_logprobs", False),
+            ranks=response.get("token_ranks", False),
+            top_n_tokens=response.get("top_n_tokens", 0),
+        ),
         repetition_penalty=decoding.get("repetition_penalty", 0.0),
         length_penalty=(penalty.start_index, penalty.decay_factor) if penalty is not None else None,
         frequency_penalty=decoding.get("frequency_penalty", 0.0),
@@ -119,17 +105,13 @@ def field_path(field: str) -> str:
 def generate_response(outputs: list[RequestOutput], is_special: IsSpecial | None) -> pb.BatchedGenerationResponse:
     response = pb.BatchedGenerationResponse()
     for output in outputs:
-        _fill_response(response.responses.add(), output, is_special)
+        fill_response(response.responses.add(), output, is_special)
     return response
 
 
-def generation_response(output: RequestOutput, is_special: IsSpecial | None) -> pb.GenerationResponse:
-    response = pb.GenerationResponse()
-    _fill_response(response, output, is_special)
-    return response
-
-
-def _fill_response(response: pb.GenerationResponse, output: RequestOutput, is_special: IsSpecial | None) -> None:
+def fill_response(
+    response: pb.GenerationResponse, output: RequestOutput, is_special: IsSpecial | None
+) -> pb.GenerationResponse:
     response.text, response.generated_token_count = output.text, output.generated_token_count
     if output.input_token_count or output.stop_reason or output.seed:  # not within a stream
         response.input_token_count, response.seed = output.input_token_count, output.seed
@@ -137,6 +119,7 @@ def _fill_response(response: pb.GenerationResponse, output: RequestOutput, is_sp
         response.stop_sequence = output.stop_sequence
     _add_tokens(response.tokens, output.tokens, is_special)
     _add_tokens(response.input_tokens, output.input_tokens, is_special)
+    return response
 
 
 def tokenize_call(
@@ -201,16 +184,6 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
         model_kind=kinds.ENCODER_DECODER if server_info.engine.encoder_decoder else kinds.DECODER_ONLY,
         max_sequence_length=server_info.limits.max_sequence_length,
         max_new_tokens=server_info.limits.max_new_tokens,
-    )
-
-
-def _logprob_options(response: dict[str, Any]) -> LogprobOptions:
-    return LogprobOptions(
-        generated_tokens=response.get("generated_tokens", False),
-        input_tokens=response.get("input_tokens", False),
-        logprobs=response.get("token_logprobs", False),
-        ranks=response.get("token_ranks", False),
-        top_n_tokens=response.get("top_n_tokens", 0),
     )
 
 

@@ -1,15 +1,10 @@
 """Calls that wait to start, in one queue for each connection: connections take turns."""
 
-import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
+from typing import Any
 
 MAX_ARRIVING = 12  # messages at the same time: they are in memory, and nobody has paid for them
 ARRIVING_SECONDS = 0.01  # a message that takes longer does not count
@@ -19,7 +14,7 @@ PAUSE_SECONDS_PER_BYTE = 3e-8  # a message of 4 MiB takes the event loop about 1
 SPARSE_SECONDS = 1.0  # after a sparse call, more are to be expected
 
 
-class FairQueue(Generic[T]):
+class FairQueue:
     """Connections with one call at a time go first, as sparse flows do in fq_codel; the others take turns.
 
     While there are any of the former, calls of the latter start with pauses between them but for the first few, so that
@@ -31,7 +26,7 @@ class FairQueue(Generic[T]):
         self.on_ready: Callable[[], object] = lambda: None  # called when `take` may have a call
         self._max_calls = max_calls
         self._now = now
-        self._calls: dict[str, deque[T]] = {}  # by connection
+        self._calls: dict[str, deque[Any]] = {}  # by connection
         self._sparse: deque[str] = deque()  # connections whose only call waits
         self._backlog: deque[str] = deque()  # the others, those whose turn was last at the end
         self._arriving: list[tuple[str, float]] = []  # connections whose message arrives, and since when
@@ -42,18 +37,16 @@ class FairQueue(Generic[T]):
         """How many connections have calls that wait."""
         return len(self._calls)
 
-    def add(self, connection: str, call: T) -> None:
+    def add(self, connection: str, call: Any) -> None:
         """Append a call to the queue of its connection."""
         if (calls := self._calls.get(connection)) is None:
             calls = self._calls[connection] = deque(maxlen=self._max_calls)
             (self._backlog if self._is_arriving(connection) else self._sparse).append(connection)
-        if len(calls) == self._max_calls:
-            log.debug("dropped the oldest call of a connection: %d others of it wait", self._max_calls)
         calls.append(call)
         self.on_ready()
 
-    def take(self) -> T | None:
-        """Take the call whose turn it is, if one may start."""
+    def take(self) -> Any:
+        """Take the call whose turn it is; None if none may start."""
         now = self._now()
         self._arriving = [each for each in self._arriving if each[1] > now - ARRIVING_SECONDS]
         if len(self._arriving) >= MAX_ARRIVING:
@@ -94,4 +87,4 @@ class FairQueue(Generic[T]):
         self._backlog.clear()
 
     def _is_arriving(self, connection: str) -> bool:
-        return any(arriving == connection for arriving, _ in self._arriving)
+        return connection in [arriving for arriving, _ in self._arriving]

@@ -14,36 +14,22 @@ Schema: TypeAlias = "dict[int, Schema]"  # the fields of a message that are mess
 _MAX_OTHER_FIELDS = 1024  # parameters, stop sequences and ids: a valid message has some 40 of them at most
 _FIELDS_PER_INPUT = 2  # itself and its text
 _LENGTH_DELIMITED = 2
+_BYTES = {1: 8, 5: 4, 3: 0, 4: 0, 6: 0, 7: 0}  # of other kinds than varints; groups, which no message has, are empty
 
 
 def parse(data: bytes, message_type: type[M], max_inputs: int = 0) -> M:
-    """The message; InvalidRequest if it is none, or has more fields than so many inputs and all else can have."""
-    check_fields(data, message_type, max_inputs)
-    try:
-        return message_type.FromString(data)
-    except DecodeError:
-        raise _undecodable() from None
+    """The message; InvalidRequest if it is none, or has more fields than so many inputs and all else can have.
 
-
-def check_fields(data: bytes, message_type: type[Message], max_inputs: int) -> None:
-    """InvalidRequest if a message has more fields than so many inputs and all else can have.
-
-    What this takes depends on the limit, not on the message.
+    What counting takes depends on the limit, not on the message.
     """
     max_fields = _MAX_OTHER_FIELDS + _FIELDS_PER_INPUT * max_inputs
-    if len(data) <= max_fields:  # a field takes a byte at least
-        return
-    try:
-        too_many = _has_more_fields(data, _schema(message_type.DESCRIPTOR), max_fields)
-    except IndexError:
-        raise _undecodable() from None
-    if too_many:
-        text = f"the message has more than {max_fields} fields, which is enough for {max_inputs} inputs"
-        raise InvalidRequest("requests" if max_inputs else "", text)
-
-
-def _undecodable() -> InvalidRequest:
-    return InvalidRequest("", "the message cannot be decoded")
+    try:  # a field takes a byte at least
+        if len(data) > max_fields and _has_more_fields(data, _schema(message_type.DESCRIPTOR), max_fields):
+            text = f"the message has more than {max_fields} fields, which is enough for {max_inputs} inputs"
+            raise InvalidRequest("requests" if max_inputs else "", text)
+        return message_type.FromString(data)
+    except (DecodeError, IndexError):
+        raise InvalidRequest("", "the message cannot be decoded") from None
 
 
 def _has_more_fields(data: bytes, schema: Schema, limit: int) -> bool:
@@ -59,10 +45,10 @@ def _has_more_fields(data: bytes, schema: Schema, limit: int) -> bool:
             end, schema = outer.pop()
         num_fields += 1
         tag, at = data[at], at + 1
-        if tag >= 0x80:
+        if tag >= 0x80:  # most numbers have one byte
             tag, at = _read_varint(data, at - 1)
         if tag & 7 != _LENGTH_DELIMITED:
-            at = _skip_number(data, at, tag & 7)
+            at = at + _BYTES[tag & 7] if tag & 7 in _BYTES else _read_varint(data, at)[1]
             continue
         length, at = data[at], at + 1
         if length >= 0x80:
@@ -75,24 +61,13 @@ def _has_more_fields(data: bytes, schema: Schema, limit: int) -> bool:
     return True
 
 
-def _skip_number(data: bytes, at: int, wire_type: int) -> int:
-    """Where it ends; groups, which no message has, are empty."""
-    match wire_type:
-        case 0:
-            return _read_varint(data, at)[1]
-        case 1:
-            return at + 8
-        case 5:
-            return at + 4
-    return at
-
-
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where it ends."""
     value = 0
     for index in range(10):
-        value |= (data[at + index] & 0x7F) << 7 * index
-        if data[at + index] < 0x80:
+        byte = data[at + index]
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
             return value, at + index + 1
     raise IndexError
 

@@ -32,7 +32,7 @@ def make_server(
     handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]",
     interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]",
     options: Sequence[tuple[str, int]],
-    queue: "FairQueue[Any]",
+    queue: FairQueue,
 ) -> grpc.aio.Server:
     """A server that takes calls from its connections in turns; create it inside the event loop.
 
@@ -84,7 +84,7 @@ class _NextCall(asyncio.Future[Any]):
 class FairServer(_AioServer):  # type: ignore[misc]
     """What `grpc.aio.server` wraps; grpc.aio asks it for one call after the other."""
 
-    def __init__(self, handlers: Any, interceptors: Any, options: Any, queue: FairQueue[Any]) -> None:
+    def __init__(self, handlers: Any, interceptors: Any, options: Any, queue: FairQueue) -> None:
         self._event_loop = asyncio.get_running_loop()
         super().__init__(self._event_loop, None, handlers, interceptors, options, None)
         self._queue = queue
@@ -93,15 +93,11 @@ class FairServer(_AioServer):  # type: ignore[misc]
         self._retry: asyncio.TimerHandle | None = None
         queue.on_ready = self._offer
 
-    def _make_request_call_future(self, _method: bytes | None) -> "asyncio.Future[Any]":
-        """In grpc.aio 1.80 and later."""
-        return self._next_call()
-
     async def _request_call(self) -> Any:
-        """In earlier ones."""
-        return await self._next_call()
+        """In versions of grpc.aio before 1.80."""
+        return await self._make_request_call_future()
 
-    def _next_call(self) -> "asyncio.Future[Any]":
+    def _make_request_call_future(self, _method: bytes | None = None) -> "asyncio.Future[Any]":
         if not self._accepts:
             self._accepts = [self._event_loop.create_task(self._accept_calls()) for _ in range(NUM_ACCEPTS)]
         next_call = self._next = _NextCall(loop=self._event_loop)

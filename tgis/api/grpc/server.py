@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 KEEPALIVE_MS = 60_000  # of inactivity before a ping
-_SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 _NEVER_SECONDS = 1e6
 
@@ -38,7 +37,7 @@ class GrpcServer:
         self._certificates = certificates
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = make_server(handlers, interceptors, _channel_arguments(config), calls.queue)
+        self._server = make_server(handlers, interceptors, _channel_arguments(config, calls), calls.queue)
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
@@ -67,28 +66,22 @@ class GrpcServer:
 
         It has no grace of its own: when that of one `stop` of grpcio ends together with another, the process crashes.
         """
-        self._health.close()
+        self._health.set_serving(False)
         await self._server.stop(_NEVER_SECONDS)
 
     async def stop(self) -> None:
         """Cancel all calls that are left."""
-        self._health.close()
         await self._server.stop(0)
 
 
-def max_calls_of_connection(config: Config) -> int:
-    """How many calls a connection may have open at a time."""
-    return config.max_concurrent_requests + _SPARE_CALLS
-
-
-def _channel_arguments(config: Config) -> list[tuple[str, int]]:
+def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]]:
     age = config.grpc_max_connection_age_seconds
     return [
         *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.per_message_decompression", 0),  # see calls.py
-        ("grpc.max_concurrent_streams", max_calls_of_connection(config)),
+        ("grpc.max_concurrent_streams", calls.max_calls_of_connection),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),

@@ -12,7 +12,8 @@ from tgis.api.clients import MESSAGE_BYTE, Account
 from tgis.api.grpc import convert
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
-from tgis.api.grpc.status import Context, client_address
+from tgis.api.grpc.status import Context
+from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import Generator
@@ -28,56 +29,45 @@ _REPLY_BYTES = 4  # of Tokenize, for each that a message may have: gRPC copies a
 class GenerationServicer:
     """The four RPCs; UNAVAILABLE while `generator` is None."""
 
-    def __init__(
-        self,
-        calls: GrpcCalls,
-        *,
-        bearer_auth: bool = False,
-        limit_by_address: bool = False,
-        deadline_partial: bool = False,
-    ) -> None:
+    def __init__(self, calls: GrpcCalls, config: Config) -> None:
         self.generator: Generator | None = None
         self._calls = calls
-        self._bearer_auth = bearer_auth
-        self._limit_by_address = limit_by_address
-        self._deadline_partial = deadline_partial
+        self._config = config
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Generate": self._calls.unary_handler(self._generate),
-            "GenerateStream": self._calls.stream_handler(self._generate_stream),
-            "Tokenize": self._calls.unary_handler(self._tokenize),
-            "ModelInfo": self._calls.unary_handler(self._model_info),
+            "Generate": self._calls.handler(self._generate),
+            "GenerateStream": self._calls.handler(self._generate_stream, stream=True),
+            "Tokenize": self._calls.handler(self._tokenize),
+            "ModelInfo": self._calls.handler(self._model_info),
         }
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
-    async def _generate(self, data: bytes, context: Context) -> bytes:
-        with self._admitted(data, context) as (generator, account):
+    async def _generate(self, data: bytes, grpc_call: GrpcCall) -> bytes:
+        with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
-            call = convert.generate_call(
-                message, account, self._identity(context), logs.correlation_id(), self._answer_deadline(context)
-            )
+            deadline = self._answer_deadline(grpc_call.context)
+            call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
             outputs = await generator.generate(call)
             cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
             return await generator.pool.run(
                 cost, lambda: convert.generate_response(outputs, is_special).SerializeToString()
             )
 
-    async def _generate_stream(self, data: bytes, stream: GrpcCall) -> None:
-        with self._admitted(data, stream.context) as (generator, account):
+    async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
+        with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
-            identity = self._identity(stream.context)
-            call = convert.generate_stream_call(message, account, identity, logs.correlation_id())
+            call = convert.generate_call(message, account, identity, logs.correlation_id())
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
-                    convert_output = functools.partial(convert.generation_response, output, is_special)
-                    response = await generator.pool.run(output.conversion_cost, convert_output)
-                    await stream.write(response.SerializeToString())
+                    fill = functools.partial(convert.fill_response, pb.GenerationResponse(), output, is_special)
+                    response = await generator.pool.run(output.conversion_cost, fill)
+                    await grpc_call.write(response.SerializeToString())
 
-    async def _tokenize(self, data: bytes, context: Context) -> bytes:
-        with self._admitted(data, context) as (generator, account):
+    async def _tokenize(self, data: bytes, grpc_call: GrpcCall) -> bytes:
+        with self._admitted(data, grpc_call) as (generator, account, _):
             max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
             message = parse(data, pb.BatchedTokenizeRequest, generator.server_info.max_tokenize_inputs)
             call = convert.tokenize_call(message, len(data), account, max_bytes)
@@ -85,27 +75,24 @@ class GenerationServicer:
             cost = sum(len(result.ids) for result in results)
             return await generator.pool.run(cost, lambda: convert.tokenize_response(results, max_bytes))
 
-    async def _model_info(self, data: bytes, _context: Context) -> bytes:
+    async def _model_info(self, data: bytes, _call: GrpcCall) -> bytes:
         parse(data, pb.ModelInfoRequest)
         response: bytes = convert.model_info_response(self._require_generator().server_info).SerializeToString()
         return response
 
     @contextmanager
-    def _admitted(self, data: bytes, context: Context) -> Iterator[tuple[Generator, Account]]:
-        """A call that the server can take, with what it holds in memory; its message is in there already."""
+    def _admitted(self, data: bytes, call: GrpcCall) -> Iterator[tuple[Generator, Account, bytes]]:
+        """A call that the server can take: who calls, and what it holds in memory; its message is in there already."""
         generator = self._require_generator()
-        client = self._identity(context)
-        if not client and self._limit_by_address:
-            client = client_address(context).encode()
+        client = identity = caller_identity(call.context, bearer_auth=self._config.auth_token_path is not None)
+        if not client and self._config.limit_by_address:
+            client = call.client.encode()
         with Account(self._calls.clients, client) as account:
             account.charge(MESSAGE_BYTE * len(data))
-            yield generator, account
-
-    def _identity(self, context: Context) -> bytes:
-        return caller_identity(context, bearer_auth=self._bearer_auth)
+            yield generator, account, identity
 
     def _answer_deadline(self, context: Context) -> float | None:
-        remaining = context.time_remaining() if self._deadline_partial else None
+        remaining = context.time_remaining() if self._config.deadline_partial else None
         return None if remaining is None else time.monotonic() + remaining
 
     def _require_generator(self) -> Generator:

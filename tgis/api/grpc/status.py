@@ -77,14 +77,24 @@ async def abort(context: Context, error: RequestError) -> None:
     """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
     code = _STATUS_CODES[type(error)]
     message = _limited(str(error))
-    rich = b""
+    details: list[Any] = []
     match error:
         case InvalidRequest(field=field):
-            rich = _rich_status(code, message, _limited(error.detail), field=convert.field_path(field))
+            bad = error_details_pb2.BadRequest()
+            bad.field_violations.add(field=convert.field_path(field), description=_limited(error.detail))
+            details = [bad]
         case Overloaded(retry_after=seconds):
-            rich = _rich_status(code, message, _limited(error.detail), retry_after=seconds)
-    metadata = (("grpc-status-details-bin", rich),) if rich else ()
-    await abort_with(context, code, message, (*context.trailing_metadata(), *metadata))
+            retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+            retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+            quota.violations.add(description=_limited(error.detail))
+            details = [retry, quota]
+    metadata: Any = context.trailing_metadata()
+    if details:  # machine-readable; values that TGIS's message leaves out are only there
+        status = status_pb2.Status(code=code.value[0], message=message)
+        for detail in details:
+            status.details.add().Pack(detail)
+        metadata = (*metadata, ("grpc-status-details-bin", status.SerializeToString()))
+    await abort_with(context, code, message, metadata)
 
 
 async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
@@ -106,24 +116,3 @@ def _forget_frames(aborted: grpc.aio.AbortError, _task: "asyncio.Task[Any]") -> 
 def _limited(text: str) -> str:
     data = text.encode(errors="replace")
     return text if len(data) <= _MAX_TEXT_BYTES else data[:_MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
-
-
-@functools.lru_cache(maxsize=256)  # floods of bad calls have few
-def _rich_status(
-    code: grpc.StatusCode, message: str, detail: str, *, field: str | None = None, retry_after: float = 0
-) -> bytes:
-    """The machine-readable status; values that TGIS's message leaves out are only in its details."""
-    status = status_pb2.Status(code=code.value[0], message=message)
-    if field is not None:
-        bad = error_details_pb2.BadRequest()
-        bad.field_violations.add(field=field, description=detail)
-        status.details.add().Pack(bad)
-    else:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(int(retry_after * 1000))
-        status.details.add().Pack(retry)
-        quota = error_details_pb2.QuotaFailure()
-        quota.violations.add(description=detail)
-        status.details.add().Pack(quota)
-    data: bytes = status.SerializeToString()
-    return data
