@@ -296,7 +296,7 @@ async def test_a_token_may_be_typed_where_the_page_came_by_a_proxy(chromium: int
     with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", AUTH_TOKEN_PATH=tokens) as guarded:
         url = f"http://localhost:{guarded.http_port}/ui"
         async with open_page(chromium, url) as page:
-            assert "A valid bearer token is required" in await page.text("main")
+            assert "a valid bearer token is required" in await page.text("body")
             await page.send_headers(Authorization=f"Bearer {TOKEN}")
             await page.go(url)
             await page.until("document.getElementById('served').textContent.includes('of context')")

@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.operations import HttpError
 from tgis.api.http.pages import batch
-from tgis.api.http.pages.page import NO_STORE, wants_page
+from tgis.api.http.pages.page import NO_STORE
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState
 
@@ -77,7 +77,7 @@ class Probes:
     async def _debug_batch(self, request: web.Request) -> web.Response:
         """HTML for browsers, JSON for other clients."""
         assert self._batch_state is not None
-        page = wants_page(request)
+        page = "text/html" in request.headers.get("Accept", "")
         try:
             self._auth.check(request)
             state = await self._batch_state()

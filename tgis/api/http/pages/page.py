@@ -3,7 +3,6 @@
 import functools
 import hashlib
 from base64 import b64encode
-from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,13 +20,13 @@ class Page:
     text: str
     policy: str
 
-    def response(self, status: int = 200, headers: Mapping[str, str] = {}) -> web.Response:
-        policies = {
+    def response(self, status: int = 200) -> web.Response:
+        headers = {
+            **NO_STORE,
             "Content-Security-Policy": self.policy,
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
-        headers = {**NO_STORE, **policies, **headers}
         return web.Response(text=self.text, status=status, content_type="text/html", headers=headers)
 
 
@@ -43,11 +42,6 @@ def make_page(title: str, body: str, style: str = "", script: str = "", refresh_
         head += f'<script type="module">{script}</script>'
         policy += f"; script-src {_source(script)}; connect-src 'self'"
     return Page(f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n', policy)
-
-
-def wants_page(request: web.Request) -> bool:
-    """Whether a browser asks; other clients get JSON."""
-    return "text/html" in request.headers.get("Accept", "")
 
 
 @functools.cache

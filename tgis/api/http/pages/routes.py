@@ -13,15 +13,11 @@ from tgis.api.http.auth import HttpAuth
 from tgis.api.http.openapi import make_document
 from tgis.api.http.operations import HttpError, Operation
 from tgis.api.http.pages import docs
-from tgis.api.http.pages.page import Page, make_page, wants_page
+from tgis.api.http.pages.page import Page, make_page
 
 _DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
 _UI = Path(__file__).with_name("ui")
 _UI_SCRIPTS = ("requests.js", "answer.js", "card.js", "main.js")  # one script, in which each uses those before
-_REFUSED = """
-<main class="message"><h1>A valid bearer token is required</h1>
-<p>Browsers send none by themselves: open this page through a proxy that adds it to requests.</p></main>
-"""
 
 
 class Pages:
@@ -33,7 +29,6 @@ class Pages:
         self._errors = operations[0].errors
         self._document = msgspec.json.encode(document)
         self._pages = {"/docs": docs.render_page(document), "/ui": _ui()}
-        self._refused_page = make_page("A bearer token is required", _REFUSED)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(path, self._get) for path in (*_DOCUMENT_PATHS, *self._pages)]
@@ -42,8 +37,6 @@ class Pages:
         try:
             self._auth.check(request)
         except HttpError as error:
-            if wants_page(request):
-                return self._refused_page.response(error.status, {"WWW-Authenticate": "Bearer"})
             return self._errors.response(error)
         if request.path in _DOCUMENT_PATHS:
             return web.Response(body=self._document, content_type="application/json")
