@@ -1,6 +1,7 @@
 """/debug/batch: its content as HTML and JSON, and its behaviour with a hung engine."""
 
 import asyncio
+import html
 import json
 import os
 import re
@@ -8,7 +9,6 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from typing import Any
 from urllib.error import HTTPError
 
@@ -54,39 +54,13 @@ BUSY = BatchState(
 )
 
 
-class Page(HTMLParser):
-    """Text and tags of a page; fails if tags are not properly nested."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag != "meta":
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
+def text_of(page: str) -> str:
+    """What a person reads."""
+    return html.unescape(re.sub(r"\s*(<style>.*?</style>|<[^>]*>)+", " ", page, flags=re.DOTALL))
 
 
 def test_the_page_says_why_the_first_request_waits_and_what_would_help() -> None:
-    page = Page(render_page(BUSY).text).text
+    page = text_of(render_page(BUSY).text)
     assert "1,200 running, 34,567 waiting" in page
     assert "Request 9 is first in the queue, waiting for 12.2 s: the batch would not fit into memory." in page
     assert "It may need up to 4,000 tokens of context." in page
@@ -114,33 +88,29 @@ def test_the_page_says_why_the_first_request_waits_and_what_would_help() -> None
     ],
 )
 def test_the_page_without_a_waiting_request(changes: dict[str, Any], said: str) -> None:
-    assert said in Page(render_page(msgspec.structs.replace(EMPTY, **changes)).text).text
+    assert said in text_of(render_page(msgspec.structs.replace(EMPTY, **changes)).text)
 
 
 @pytest.mark.parametrize("reason", WaitReason)
 def test_advice_for_every_reason_names_options_that_exist(reason: WaitReason) -> None:
     state = msgspec.structs.replace(BUSY, wait_reason=reason)
     advice = json.loads(render_json(state))["advice"]
-    assert advice in Page(render_page(state).text).text
+    assert advice in text_of(render_page(state).text)
     options = {name.upper() for row in declared_options(Config) for name in row.names}
     assert set(re.findall(r"[A-Z]+_[A-Z_]+|DTYPE", advice)) <= options
 
 
 @pytest.mark.parametrize("text", [render_page(BUSY).text, render_page(EMPTY).text, render_error("it hangs").text])
 def test_the_page_loads_nothing_and_refreshes_itself(text: str) -> None:
-    page = Page(text)
-    assert set(page.tags).isdisjoint({"script", "link", "img", "iframe", "a", "form"})
-    assert {name for name, _ in page.attributes}.isdisjoint({"src", "href", "onload", "onclick"})
-    assert "url(" not in text
-    assert "@import" not in text
-    assert ("http-equiv", "refresh") in page.attributes
+    assert not re.search(r"<(script|link|img|iframe|a|form)\b|\s(src|href|on\w+)=|url\(|@import", text)
+    assert '<meta http-equiv="refresh" ' in text
 
 
 def test_text_is_escaped() -> None:
     reason = '"<script>alert(1)</script> & co'
-    page = Page(render_error(reason).text)
-    assert "script" not in page.tags
-    assert reason in page.texts
+    page = render_error(reason).text
+    assert "<script" not in page
+    assert reason in text_of(page)
 
 
 def test_json_is_the_state_with_advice() -> None:
@@ -216,7 +186,7 @@ def test_a_server_shows_its_queue_and_running_requests(server: Server) -> None:
     assert [len(seen["running_requests"]), len(seen["waiting_requests"])] == [2, 100]  # of all
     assert all(row["prompt_tokens"] == len(SECRET) and row["generated_tokens"] > 0 for row in seen["running_requests"])
     assert seen["waiting_requests"] == sorted(seen["waiting_requests"], key=lambda row: row["id"])
-    assert "and 3 more" in Page(page).text
+    assert "and 3 more" in text_of(page)
     assert SECRET not in page + json.dumps(seen)
     assert until(server, lambda seen: not seen["num_running"] and not seen["num_waiting"])["context_tokens"] == 0
 

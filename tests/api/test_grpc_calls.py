@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
 
-from benchmarks.chaos.http2 import END_HEADERS, END_STREAM, HEADERS, RST_STREAM
+from benchmarks.chaos.http2 import HEADERS, RST_STREAM
 from tgis.api import clients
 from tgis.api.grpc import fair_queue
 from tgis.api.grpc import server as server_module
@@ -186,20 +186,6 @@ async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.Monke
 
 
 @run_async
-async def test_a_stream_whose_client_does_not_read_can_be_ended() -> None:
-    async with serving() as (service, port):
-        assert await works(port)  # gRPC itself holds the first call
-        call = call_frames("/test.Service/Stream", bytes(1000))
-        async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
-            await until(lambda: service.calls.clients.reading._since)
-            assert await works(port)  # and the last one
-            service.calls.clients.end_calls()  # in no variable: who holds a call keeps it open
-            await service.ended.wait()
-            await next_frame_of(reader, RST_STREAM)
-        await until(lambda: not service.calls.clients._served)
-
-
-@run_async
 async def test_a_pause_of_the_server_is_no_fault_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_PAUSE_SECONDS", 0.2)
     sent = HELLO, call_headers("/test.Service/Unary"), half_a_message()
@@ -246,13 +232,17 @@ async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypat
 
 
 @run_async
-async def test_requests_for_health_are_short() -> None:
+async def test_requests_without_a_token_are_short() -> None:
     async with serving() as (service, port), connected(port) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="x" * (1 << 20))
         for call in (health.Check(request), health.Watch(request)):
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert await call.details() == "the message has 1048580 bytes, at most 256 allowed"
+        query = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 2000)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([query]))
+        assert await reflection.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await reflection.details() == "the message has 2003 bytes, at most 1024 allowed"
         await until(lambda: not service.calls.clients.idle._since)
 
 
@@ -268,15 +258,6 @@ async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await watcher.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(service.calls.clients.idle._since) == 2
         assert not any(watcher.done() for watcher in watchers[2:])
-
-
-@run_async
-async def test_requests_for_reflection_are_short() -> None:
-    async with serving() as (_, port), connected(port) as channel:
-        request = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 2000)
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
-        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert await call.details() == "the message has 2003 bytes, at most 1024 allowed"
 
 
 # --- connections ---
@@ -304,13 +285,3 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
         async with connected(port) as channel:  # gRPC tries again until the server has noticed
             call = channel.unary_unary("/test.Service/Unary", bytes, bytes)(b"x", wait_for_ready=True)
             assert await call == b"x"
-
-
-@run_async
-async def test_a_call_that_ends_at_once() -> None:
-    """Its headers end its stream."""
-    async with serving() as (_, port):
-        ended = call_headers("/test.Service/Unary", flags=END_HEADERS | END_STREAM)
-        async with raw_client(port, HELLO, ended) as (reader, _):
-            _, block = await next_frame_of(reader, HEADERS)
-            assert b"the call has no message" in block

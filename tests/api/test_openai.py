@@ -174,18 +174,6 @@ def test_a_tool_call(client: openai.OpenAI) -> None:
     assert (plain.message.content, plain.message.tool_calls) == (TOOL_OUTPUT, None)
 
 
-def test_a_streamed_tool_call_ends_with_its_reason(client: openai.OpenAI) -> None:
-    chunks = streamed(client, TOOL_OUTPUT + "\n\n#", tools=TOOLS, stop="#", max_tokens=110)
-    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert [call.index for call in calls] == [0] * len(calls)
-    assert (calls[0].function and calls[0].function.name, calls[0].type) == ("weather", "function")
-    assert all(call.id is None and call.function and call.function.name is None for call in calls[1:])
-    assert json.loads("".join(call.function.arguments or "" for call in calls if call.function)) == PARIS
-    assert text_of(chunks) == "I look."
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    assert chunks[-1].choices[0].delta.tool_calls
-
-
 CITIES: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Paris"]}}, "required": ["city"]}
 CITIES |= {"additionalProperties": False}
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(PARIS)}}}\n</tool_call>'

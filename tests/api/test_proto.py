@@ -1,13 +1,10 @@
 """The public proto against a literal table of what clients of TGIS and vllm-tgis-adapter have on the wire."""
 
-import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-from google.protobuf import json_format
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
 from tgis.pb import generation_pb2 as pb
@@ -206,37 +203,6 @@ def test_service_has_its_methods_under_the_names_on_the_wire() -> None:
     assert not any(method.client_streaming for method in service.method)
 
 
-def test_guided_is_one_choice() -> None:
-    decoding = pb.DecodingParameters(regex="a+")
-    decoding.grammar = "root ::= [a-z]"
-    assert decoding.WhichOneof("guided") == "grammar"
-    assert not decoding.regex
-
-
-def test_format_text_differs_from_no_format() -> None:
-    assert pb.DecodingParameters().WhichOneof("guided") is None
-    given = pb.DecodingParameters(format=pb.DecodingParameters.TEXT)
-    assert pb.DecodingParameters.FromString(given.SerializeToString()).WhichOneof("guided") == "format"
-
-
-@pytest.mark.parametrize(
-    ("message", "field"),
-    [
-        (pb.BatchedGenerationRequest(prefix_id=""), "prefix_id"),
-        (pb.SingleGenerationRequest(adapter_id=""), "adapter_id"),
-        (pb.BatchedTokenizeRequest(prefix_id=""), "prefix_id"),
-        (pb.SamplingParameters(temperature=0.0), "temperature"),
-        (pb.SamplingParameters(seed=0), "seed"),
-        (pb.StoppingCriteria(include_stop_sequence=False), "include_stop_sequence"),
-    ],
-)
-def test_presence_of_a_zero_survives_the_wire(
-    message: pb.BatchedGenerationRequest | pb.SamplingParameters, field: str
-) -> None:
-    assert type(message).FromString(message.SerializeToString()).HasField(field)
-    assert not type(message)().HasField(field)
-
-
 def test_bytes_of_an_old_client_mean_the_same() -> None:
     # by hand: text "hi", SAMPLE, temperature 0.5, top_k 3, seed 2^64-1, 7 new tokens, stop "x"
     sampling = b"\x0d" + struct.pack("<f", 0.5) + b"\x10\x03" + b"\x28" + b"\xff" * 9 + b"\x01"
@@ -254,50 +220,6 @@ def test_bytes_of_an_old_client_mean_the_same() -> None:
     )
     assert pb.BatchedGenerationRequest.FromString(wire) == expected
     assert expected.SerializeToString(deterministic=True) == wire
-
-
-def test_unknown_fields_are_tolerated_and_kept() -> None:
-    unknown = b"\xfa\x7f\x03abc"  # field 2047, three bytes
-    wire = pb.GenerationRequest(text="hi").SerializeToString() + unknown
-    request = pb.GenerationRequest.FromString(wire)
-    assert request.text == "hi"
-    assert request.SerializeToString() == wire
-
-
-def test_unknown_enum_numbers_are_kept() -> None:
-    assert pb.Parameters.FromString(b"\x08\x63").method == 99
-
-
-def test_json_takes_both_spellings() -> None:
-    original = '{"params": {"stopping": {"max_new_tokens": 3}}, "requests": [{"text": "a"}], "prefix_id": ""}'
-    camel = '{"params": {"stopping": {"maxNewTokens": 3}}, "requests": [{"text": "a"}], "prefixId": ""}'
-    first = json_format.Parse(original, pb.BatchedGenerationRequest())
-    assert first == json_format.Parse(camel, pb.BatchedGenerationRequest())
-    assert first.params.stopping.max_new_tokens == 3
-    assert first.HasField("prefix_id")
-
-
-def test_json_round_trip_of_a_response() -> None:
-    top = pb.TokenInfo.TopToken(text="\u2581b", logprob=-0.5)
-    response = pb.GenerationResponse(
-        generated_token_count=2,
-        text="é😀",
-        input_token_count=3,
-        stop_reason=pb.TOKEN_LIMIT,
-        tokens=[pb.TokenInfo(text="Ġa", logprob=-1.25, rank=2, top_tokens=[top])],
-        seed=2**63,
-    )
-    as_json = json_format.MessageToDict(response)
-    assert as_json["stopReason"] == "TOKEN_LIMIT"
-    assert as_json["seed"] == str(2**63)
-    assert "stopSequence" not in as_json
-    assert json_format.ParseDict(as_json, pb.GenerationResponse()) == response
-
-
-def test_json_carries_an_undefined_logprob() -> None:
-    as_json = json_format.MessageToDict(pb.TokenInfo(text="a", logprob=math.nan))
-    assert as_json["logprob"] == "NaN"
-    assert math.isnan(json_format.ParseDict(as_json, pb.TokenInfo()).logprob)
 
 
 DECLARATION = re.compile(r"\s*(message|enum|oneof|service|rpc)\b")

@@ -1,12 +1,10 @@
 """The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
-import gc
 import math
 import re
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,26 +222,18 @@ def test_seeds_are_drawn_per_input_unless_given(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool) -> None:
-    request = unary_request("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=200)
+@pytest.mark.parametrize(("milliseconds", "most"), [(200, 60), (1, 1)])
+def test_the_time_limit_cuts_with_partial_text(stub: Stub, streamed: bool, milliseconds: int, most: int) -> None:
+    """The shortest one gives a token on an idle server."""
+    request = unary_request("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=milliseconds)
     started = time.monotonic()
     if streamed:
         *_, last = stub.GenerateStream(as_stream_request(request))
     else:
         (last,) = stub.Generate(request).responses
-    assert time.monotonic() - started >= 0.2
+    assert time.monotonic() - started >= milliseconds / 1000
     assert last.stop_reason == pb.TIME_LIMIT
-    assert 1 <= last.generated_token_count < 60
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_the_shortest_time_limit_gives_a_token_on_an_idle_server(stub: Stub, streamed: bool) -> None:
-    request = unary_request("abcdefgh", MAX_NEW, min_new_tokens=MAX_NEW, time_limit_millis=1)
-    if streamed:
-        *_, last = stub.GenerateStream(as_stream_request(request))
-    else:
-        (last,) = stub.Generate(request).responses
-    assert (last.stop_reason, last.generated_token_count) == (pb.TIME_LIMIT, 1)
+    assert 1 <= last.generated_token_count <= most
 
 
 def test_tokenize(stub: Stub) -> None:
@@ -284,12 +274,8 @@ LOW = decoding.LengthPenalty(start_index=3)
 # parameters, field, the whole message (TGIS's, if TGIS refuses them too), what the status details add to it
 BAD = {
     "temperature-low": (sampling(temperature=0.02), "temperature", "temperature must be >= 0.05", ", got 0.02"),
-    "temperature-negative": (sampling(temperature=-1), "temperature", "temperature must be >= 0.05", ", got -1"),
     "temperature-nan": (sampling(temperature=nan), "temperature", "temperature must be finite", ", got nan"),
-    "temperature-inf": (sampling(temperature=inf), "temperature", "temperature must be finite", ", got inf"),
     "top-p-high": (sampling(top_p=1.5), "top_p", "top_p must be > 0.0 and <= 1.0", ", got 1.5"),
-    "top-p-negative": (sampling(top_p=-0.5), "top_p", "top_p must be > 0.0 and <= 1.0", ", got -0.5"),
-    "top-p-inf": (sampling(top_p=inf), "top_p", "top_p must be > 0.0 and <= 1.0", ", got inf"),
     "top-p-nan": (sampling(top_p=nan), "top_p", "top_p must be finite", ", got nan"),
     "typical-p-high": (sampling(typical_p=1.25), "typical_p", "typical_p must be <= 1.0", ", got 1.25"),
     "typical-p-negative": (sampling(typical_p=-0.25), "typical_p", "typical_p must be >= 0.0", ", got -0.25"),
@@ -314,19 +300,7 @@ BAD = {
         "repetition_penalty must be finite",
         ", got nan",
     ),
-    "repetition-inf": (
-        decoding(repetition_penalty=inf),
-        "repetition_penalty",
-        "repetition_penalty must be finite",
-        ", got inf",
-    ),
     "length-penalty-unset": (decoding(length_penalty=LOW), "length_penalty.decay_factor", DECAY, ", got 0"),
-    "length-penalty-nan": (
-        decoding(length_penalty=decoding.LengthPenalty(decay_factor=nan)),
-        "length_penalty.decay_factor",
-        DECAY,
-        ", got nan",
-    ),
     "frequency-high": (
         decoding(frequency_penalty=2.5),
         "frequency_penalty",
@@ -430,19 +404,6 @@ def test_bad_inputs_name_their_field(stub: Stub, name: str) -> None:
     assert violation(error) == field
 
 
-def test_greedy_decoding_ignores_sampling_fields(stub: Stub) -> None:
-    request = unary_request("abc", 3)
-    request.params.sampling.CopyFrom(sampling(temperature=nan, top_p=9, typical_p=-3, top_k=2**32 - 1, seed=4))
-    assert stub.Generate(request).responses[0] == stub.Generate(unary_request("abc", 3)).responses[0]
-
-
-def test_an_explicit_temperature_of_zero_is_greedy(stub: Stub) -> None:
-    request = unary_request("abc", 3)
-    request.params.method = pb.SAMPLE
-    request.params.sampling.temperature = 0
-    assert stub.Generate(request).responses[0].seed == 0
-
-
 GRAMMARS = [  # and what the whole output matches
     ({"format": pb.DecodingParameters.TEXT}, "abcabcabc"),
     ({"format": pb.DecodingParameters.JSON}, r"\{.*"),
@@ -485,11 +446,6 @@ def test_undecodable_bytes_are_an_invalid_argument(server: Server, method: str) 
         send = kind(f"/fmaas.GenerationService/{method}", None, None)
         error = failure(lambda: list(send(b"\xff\xff\xff")) if method == "GenerateStream" else send(b"\xff\xff\xff"))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_an_oversize_message_is_resource_exhausted(stub: Stub) -> None:
-    error = failure(lambda: stub.Generate(unary_request("x" * (4 << 20))))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(("method", "most"), [("Generate", MAX_INPUTS), ("Tokenize", MAX_TEXTS)])
@@ -595,37 +551,22 @@ def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) 
     assert gauge(server, generated) - before[generated] < 2 * MAX_NEW
 
 
-def test_a_cancelled_stream_frees_its_row(server: Server, stub: Stub) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_cancelled_call_frees_its_rows(server: Server, stub: Stub, streamed: bool) -> None:
     before = gauge(server, "tgi_batch_generated_tokens_total")
-    streams = [stub.GenerateStream(as_stream_request(unary_request(f"cancel {n}", MAX_NEW))) for n in range(10)]
-    for stream in streams:
-        next(stream), next(stream)
-    assert gauge(server, "tgi_batch_current_size") == 10
-    for stream in streams:
-        stream.cancel()
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
-    assert gauge(server, "tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
-
-
-def test_a_cancelled_unary_call_frees_its_rows(server: Server, stub: Stub) -> None:
-    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
-    request.params.stopping.max_new_tokens = MAX_NEW
-    before = gauge(server, "tgi_batch_generated_tokens_total")
-    future = stub.Generate.future(request)
+    batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
+    batch.params.stopping.max_new_tokens = MAX_NEW
+    if streamed:
+        calls = [stub.GenerateStream(as_stream_request(unary_request(f"abc{n}", MAX_NEW))) for n in range(10)]
+        for call in calls:
+            next(call), next(call)
+    else:
+        calls = [stub.Generate.future(batch)]
     wait_until(lambda: gauge(server, "tgi_batch_current_size") == 10)
-    future.cancel()
+    for call in calls:
+        call.cancel()
     wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
     assert gauge(server, "tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
-
-
-def test_garbage_on_the_port_affects_nobody_else(server: Server, stub: Stub) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 512):
-        with socket.create_connection(("localhost", server.grpc_port), timeout=5) as connection:
-            connection.sendall(garbage)
-            connection.settimeout(30)
-            while connection.recv(4096):
-                pass  # until the server closes the connection
-        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
 
 
 def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
@@ -719,27 +660,3 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
     assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}
-
-
-class Message(bytearray):
-    """The bytes of a message, which can be weakly referenced."""
-
-
-@run_async
-async def test_a_refused_call_is_no_garbage() -> None:
-    """Its message is gone when the call is, not when the collector of cycles runs."""
-    messages: list[weakref.ref[Message]] = []
-
-    async def refuse(request: bytes, context: Any) -> bytes:
-        message = Message(request)
-        messages.append(weakref.ref(message))
-        async with error_boundary(context):
-            raise InvalidRequest("text", f"{len(message)} bytes")
-        return b""
-
-    gc.disable()
-    try:
-        await refusal_of(refuse, bytes(1000))
-        assert [message() for message in messages] == [None]
-    finally:
-        gc.enable()
