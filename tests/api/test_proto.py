@@ -1,7 +1,6 @@
 """The public proto against a literal table of what clients of TGIS and vllm-tgis-adapter have on the wire."""
 
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -201,25 +200,6 @@ def test_service_has_its_methods_under_the_names_on_the_wire() -> None:
     found = [(method.name, method.input_type, method.output_type, method.server_streaming) for method in service.method]
     assert found == [(name, f".fmaas.{asked}", f".fmaas.{given}", s) for name, asked, given, s in METHODS]
     assert not any(method.client_streaming for method in service.method)
-
-
-def test_bytes_of_an_old_client_mean_the_same() -> None:
-    # by hand: text "hi", SAMPLE, temperature 0.5, top_k 3, seed 2^64-1, 7 new tokens, stop "x"
-    sampling = b"\x0d" + struct.pack("<f", 0.5) + b"\x10\x03" + b"\x28" + b"\xff" * 9 + b"\x01"
-    stopping = b"\x08\x07" + b"\x22\x01x"
-    params = b"\x08\x01" + b"\x12" + bytes([len(sampling)]) + sampling + b"\x1a" + bytes([len(stopping)]) + stopping
-    wire = b"\x0a\x01m" + b"\x1a\x04\x12\x02hi" + b"\x52" + bytes([len(params)]) + params
-    expected = pb.BatchedGenerationRequest(
-        model_id="m",
-        requests=[pb.GenerationRequest(text="hi")],
-        params=pb.Parameters(
-            method=pb.SAMPLE,
-            sampling=pb.SamplingParameters(temperature=0.5, top_k=3, seed=2**64 - 1),
-            stopping=pb.StoppingCriteria(max_new_tokens=7, stop_sequences=["x"]),
-        ),
-    )
-    assert pb.BatchedGenerationRequest.FromString(wire) == expected
-    assert expected.SerializeToString(deterministic=True) == wire
 
 
 DECLARATION = re.compile(r"\s*(message|enum|oneof|service|rpc)\b")

@@ -21,9 +21,9 @@ HELLO = PREFACE + frame(SETTINGS, 0, 0)
 HELLO_WITHOUT_WINDOW = PREFACE + frame(SETTINGS, 0, 0, window_setting(0))  # the server may not send any data
 
 
-def call_headers(path: str, stream: int = 1, flags: int = END_HEADERS) -> bytes:
+def call_headers(path: str, stream: int = 1) -> bytes:
     """The start of a call."""
-    return frame(HEADERS, flags, stream, header_block(path))
+    return frame(HEADERS, END_HEADERS, stream, header_block(path))
 
 
 def message_frames(message: bytes, stream: int = 1) -> bytes:

@@ -90,15 +90,17 @@ class Waiting:
 
     def sweep(self) -> None:
         """End those that have waited too long, and those that are too many."""
-        self._end(self.longer_than(self._seconds), self._late)
-        self._end(_too_many(self.longer_than(self._crowd_seconds), self._limit), self._crowd)
+        if late := self.longer_than(self._seconds):
+            self._end(late, self._late)
+        crowd = self.longer_than(self._crowd_seconds)
+        if len(crowd) > self._limit:
+            self._end(_too_many(crowd, self._limit), self._crowd)
 
     def _end(self, waiters: list[Waiter], error: RequestError) -> None:
         for waiter in waiters:
             self.remove(waiter)
             waiter.end(error if self._told else None)
-        if waiters:
-            log.info("ended %d calls: %s", len(waiters), error.detail)
+        log.info("ended %d calls: %s", len(waiters), error.detail)
 
 
 class Clients:
@@ -261,4 +263,4 @@ def _too_many(waiters: list[Waiter], limit: int) -> list[Waiter]:
     for waiter in reversed(waiters):
         counts[waiter.client] += 1
         rank[waiter] = counts[waiter.client]
-    return sorted(waiters, key=rank.__getitem__, reverse=True)[: max(len(waiters) - limit, 0)]
+    return sorted(waiters, key=rank.__getitem__, reverse=True)[: len(waiters) - limit]

@@ -16,7 +16,7 @@ import grpc
 from tgis.api.clients import Clients
 from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import creator
-from tgis.api.grpc.status import Context, abort, client_address, error_boundary
+from tgis.api.grpc.status import Context, abort, error_boundary
 from tgis.config import Config
 from tgis.errors import InvalidRequest, RequestError
 
@@ -36,7 +36,7 @@ class GrpcCall:
         assert task is not None
         self.context = context
         self.connection = context.peer()
-        self.client = client_address(context)
+        self.client: str = context.peer().rpartition(":")[0]  # the port changes with every connection
         self._task = task
         self._refusal: asyncio.Task[None] | None = None
         self._creator = grpc_task() if grpc_task else None

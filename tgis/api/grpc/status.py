@@ -45,12 +45,6 @@ _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-def client_address(context: Context) -> str:
-    """The address of the peer; no port, since that changes with every connection."""
-    address: str = context.peer().rpartition(":")[0]
-    return address
-
-
 @asynccontextmanager
 async def error_boundary(context: Context) -> AsyncIterator[None]:
     """Ends the call with a status for any exception raised in the block; sets its correlation id."""
