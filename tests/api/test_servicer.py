@@ -580,26 +580,6 @@ def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
     assert all(len(each.result().responses[0].text) == 100 for each in calls)
 
 
-def test_metrics_count_the_calls(server: Server, stub: Stub) -> None:
-    before = {name: gauge(server, name) for name in COUNTS}
-    stub.Generate(unary_request("abc", 3))
-    list(stub.GenerateStream(as_stream_request(unary_request("abc", 3))))
-    failure(lambda: stub.Generate(unary_request("x" * 500)))
-    failure(lambda: stub.Generate(BAD_INPUTS["prefix"][0]))
-    after = {name: gauge(server, name) - before[name] for name in COUNTS}
-    assert list(after.values()) == [3, 1, 2, 1, 1, 1]
-
-
-COUNTS = (
-    'tgi_request_count{kind="single"}',
-    'tgi_request_count{kind="stream"}',
-    'tgi_request_failure{err="validation"}',
-    'tgi_request_success{kind="single",stop_reason="MAX_TOKENS"}',
-    'tgi_request_success{kind="stream",stop_reason="MAX_TOKENS"}',
-    "tgi_prompt_load_failure",
-)
-
-
 def failure(action: Callable[[], object]) -> Any:
     with pytest.raises(grpc.RpcError) as caught:
         action()

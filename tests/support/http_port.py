@@ -36,11 +36,11 @@ async def serving(routes: Iterable[web.RouteDef], **options: Any) -> AsyncIterat
 
 
 @asynccontextmanager
-async def serving_while_loading(api_key: str | None = None) -> AsyncIterator[str]:
+async def serving_while_loading() -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
-    config, auth = Config(model_name="m"), HttpAuth(None, api_key, lambda: None)
+    config = Config(model_name="m")
     openai = OpenAIApi(config, AdapterCatalog(None))
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
-    api = HttpApi(config, auth, Clients(config))
-    async with serving([*map(api.route, operations), *Pages(operations, auth).routes()]) as port:
+    api = HttpApi(config, NO_AUTH, Clients(config))
+    async with serving([*map(api.route, operations), *Pages(operations, NO_AUTH).routes()]) as port:
         yield f"http://127.0.0.1:{port}"
