@@ -78,6 +78,10 @@ class Clients:
             elif not missing:
                 self.server.wait_for_metric("tgi_batch_current_size 1.0")
 
+    def send_line(self, line: bytes) -> None:
+        with closing(self.connect(line)) as connection:
+            connection.recv(1)
+
     def connect(self, data: bytes) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self._api_port), timeout=20)
         connection.sendall(data)
@@ -209,6 +213,7 @@ HTTP: dict[str, Kind] = {
     "wrong content type": lambda to: to.post("/generate", b"{}", kind="text/plain"),
     "no grammar": lambda to: to.post("/generate", tgi("a", grammar={"type": "regex", "value": "("})),
     "no route": lambda to: to.post("/nothing", {}),
+    "no HTTP": lambda to: to.send_line(b"\0\r\n"),
 }
 
 

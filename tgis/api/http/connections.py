@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import cast
 
 from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tgis.api.clients import Clients
 from tgis.config import Config
@@ -136,6 +137,17 @@ class Connection(web.RequestHandler):
                 return
             self._head_bytes += len(data)
         super().data_received(data)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, HttpProcessingError):
+            exc.__traceback__ = None  # a frame there has the error, and the bytes that are no request
+        return super().handle_error(request, status, exc, message)
 
     def pause_writing(self) -> None:
         self._clients.reading.add(self)
