@@ -15,10 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from demo.fetch import ensure
-from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.simulate import (
+from benchmarks.simulation import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -27,6 +24,9 @@ from tgis.bench.simulate import (
     bimodal_trace,
     lognormal_trace,
 )
+from demo.fetch import ensure
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engine_core.main import batch_limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine

@@ -13,11 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tgis.batcher import admission, batcher
-from tgis.batcher.capacity import BatchLimits, PeakEstimator
-from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
-from tgis.batcher.sequence import Sequence
-from tgis.bench.simulate import (
+from benchmarks.simulation import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -25,6 +21,10 @@ from tgis.bench.simulate import (
     bimodal_trace,
     lognormal_trace,
 )
+from tgis.batcher import admission, batcher
+from tgis.batcher.capacity import BatchLimits, PeakEstimator
+from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
+from tgis.batcher.sequence import Sequence
 from tgis.engines.fake import StepModel
 
 REQUESTS, CLIENTS, SEED = 300, 64, 1

@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks import batching_policies
 from benchmarks.batching_policies import POLICIES, TimedEngine, engine_options, load_warm_engine
-from tgis.batcher.capacity import BatchLimits
-from tgis.bench.simulate import (
+from benchmarks.simulation import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -16,6 +15,7 @@ from tgis.bench.simulate import (
     bimodal_trace,
     lognormal_trace,
 )
+from tgis.batcher.capacity import BatchLimits
 
 
 def bounds(size: int) -> BatchLimits:
