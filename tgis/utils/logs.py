@@ -109,34 +109,19 @@ class _Handler(LineQueue):
         super().__init__(_STDOUT, formatter)
         self._repeated_lines = RepeatedLines()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._emit_repeated(time.monotonic())
-            if self._is_repeat(record):
-                return
-        except Exception:  # noqa: BLE001 - as in all handlers of logging: no line may fail its caller
-            self.handleError(record)
-        else:
-            super().emit(record)
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        """The line of a record, which says how often it was held back; nothing if it is held back now.
 
-    def close(self) -> None:
-        self._emit_repeated(math.inf)
-        super().close()
-
-    def _emit_repeated(self, now: float) -> None:
-        for record in self._repeated_lines.due(now):
-            super().emit(record)
-
-    def _is_repeat(self, record: logging.LogRecord) -> bool:
-        """Tell whether the record differs from another in nothing but its time.
-
-        Records of single requests never do: thousands may be cancelled together, and all differ.
+        Records of single requests never are: thousands may be cancelled together, and all differ.
         """
         if record.levelno < logging.WARNING or hasattr(record, "request_id"):
-            return False
+            return super().prepare(record)
         error = record.exc_info[1] if record.exc_info else None
         key = f"{record.levelno} {record.name} {record.getMessage()} {_fields(record, None)} {error!r}"
-        return self._repeated_lines.is_repeat(record, key)
+        repeats = self._repeated_lines.repeats(key, time.monotonic())
+        if repeats:
+            vars(record)["repeated"] = repeats
+        return b"" if repeats is None else super().prepare(record)
 
 
 class _Formatter(logging.Formatter):
