@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import grpc
 
 from tgis.errors import OptionError
-from tgis.utils.file_watch import FileWatch
-
-log = logging.getLogger(__name__)
+from tgis.utils.file_watch import WatchedFiles
 
 MAX_FILE_BYTES = 1 << 20
 _PUBLIC_METHODS = "/grpc.health.v1.Health/"
@@ -25,24 +22,12 @@ class TokenFile:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Read the file; OptionError if it is unusable. `clock` is in seconds."""
-        self._path = path
-        self._watch = FileWatch([str(path)], clock)
-        self._digests = _read_digests(path)
+        self._digests = WatchedFiles([str(path)], lambda: _read_digests(path), clock)
 
     def accepts(self, token: str) -> bool:
         """Return true if the file has the token, in constant time with regard to the token."""
-        if self._watch.changed():
-            self._reload()
         digest = _digest(token)
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # no early exit
-
-    def _reload(self) -> None:
-        try:
-            self._digests = _read_digests(self._path)
-            log.info("reloaded the token file: %d tokens", len(self._digests))
-        except OptionError as error:
-            if self._watch.failed(error):
-                log.warning("the changed token file is unusable, keeping the previous tokens: %s", error)
+        return sum(hmac.compare_digest(digest, known) for known in self._digests.value()) > 0  # no early exit
 
 
 class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic

@@ -1,12 +1,8 @@
-"""The certificates of the gRPC port and of HTTP_API_PORT: read, checked, and reloaded when their files change.
-
-Unusable files are an OptionError at startup. Later they are logged once, and the last good ones stay in use.
-"""
+"""The certificates of the gRPC port and of HTTP_API_PORT: read, checked, and reloaded when their files change."""
 
 import logging
 import math
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from tgis.errors import OptionError
-from tgis.utils.file_watch import FileWatch
+from tgis.utils.file_watch import WatchedFiles
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +41,14 @@ class Certificates:
     def __init__(self, files: TlsFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Read and check the files; OptionError names the option and the path. `clock` is in seconds."""
         self._files = files
-        self._lock = threading.Lock()
-        self._watch = FileWatch([path for path in (files.cert, files.key, files.client_ca) if path], clock)
-        self._loaded = self._fetched = _load(files)
-        self._warn_if_expired()
+        paths = [path for path in (files.cert, files.key, files.client_ca) if path]
+        self._loaded = WatchedFiles(paths, lambda: _load(files), clock)
+        self._fetched = self._loaded.value()
 
     @property
     def expiry(self) -> dict[str, float]:
         """When those in use expire, in seconds since 1970."""
-        return self._loaded.expiry
+        return self._loaded.value().expiry
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Credentials that call `fetch` for every new connection."""
@@ -63,8 +58,7 @@ class Certificates:
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """The certificates if they have changed, else None; gRPC calls it on its own threads before each handshake."""
-        self._reload_if_changed()
-        before, self._fetched = self._fetched, self._loaded
+        before, self._fetched = self._fetched, self._loaded.value()
         return None if self._fetched is before else self._fetched.configuration
 
     def server_context(self) -> ssl.SSLContext:
@@ -72,36 +66,10 @@ class Certificates:
         context = _server_context(self._files)
 
         def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            self._reload_if_changed()
-            connection.context = self._loaded.context
+            connection.context = self._loaded.value().context
 
         context.sni_callback = use_current  # called whether or not the client names a server
         return context
-
-    def _reload_if_changed(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._watch.changed():
-                self._reload()
-        finally:
-            self._lock.release()
-
-    def _reload(self) -> None:
-        try:
-            self._loaded = _load(self._files)
-        except OptionError as error:
-            if self._watch.failed(error):
-                _log.warning("the changed TLS files are unusable, keeping the previous ones: %s", error)
-            return
-        self._warn_if_expired()
-        _log.info("reloaded the TLS files for new connections")
-
-    def _warn_if_expired(self) -> None:
-        for name, path in {"server": self._files.cert, "client_ca": self._files.client_ca}.items():
-            if self.expiry.get(name, math.inf) <= time.time():
-                since = datetime.fromtimestamp(self.expiry[name], UTC)
-                _log.warning("%s has a certificate that expired on %s", path, since.strftime("%Y-%m-%d at %H:%M UTC"))
 
 
 def _load(files: TlsFiles) -> _Loaded:
@@ -113,7 +81,17 @@ def _load(files: TlsFiles) -> _Loaded:
     configuration = grpc.ssl_server_certificate_configuration(
         [(key, certificates["server"])], certificates.get("client_ca")
     )
-    return _Loaded(configuration, _server_context(files), {name: _expiry(pem) for name, pem in certificates.items()})
+    context = _server_context(files)
+    expiry = {name: _expiry(pem) for name, pem in certificates.items()}
+    _warn_if_expired(files, expiry)
+    return _Loaded(configuration, context, expiry)
+
+
+def _warn_if_expired(files: TlsFiles, expiry: dict[str, float]) -> None:
+    for name, path in {"server": files.cert, "client_ca": files.client_ca}.items():
+        if expiry.get(name, math.inf) <= time.time():
+            since = datetime.fromtimestamp(expiry[name], UTC)
+            _log.warning("%s has a certificate that expired on %s", path, since.strftime("%Y-%m-%d at %H:%M UTC"))
 
 
 def _expiry(pem: bytes) -> float:

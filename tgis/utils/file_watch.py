@@ -1,12 +1,19 @@
-"""Detects changed files, by looking at their metadata."""
+"""Files that are read again when they change, by looking at their metadata."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from tgis.errors import OptionError
 
 CHECK_INTERVAL_SECONDS = 1.0
 
+T = TypeVar("T")
 Signature = tuple[tuple[int, int, int] | None, ...]
+
+_log = logging.getLogger(__name__)
 
 
 def file_signature(paths: Iterable[str]) -> Signature:
@@ -22,33 +29,41 @@ def _stat(path: str) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-class FileWatch:
-    """Checks files at most once a second, following symlinks, which Kubernetes swaps. Not thread-safe."""
+class WatchedFiles(Generic[T]):
+    """What `load` makes of files, looked at once a second at most, following symlinks, which Kubernetes swaps.
 
-    def __init__(self, paths: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """Changes from now on are reported; `clock` is in seconds."""
+    OptionError at first if they are unusable; later that is logged, and what was loaded last stays in use.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], load: Callable[[], T], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` is in seconds."""
         self._paths = paths
+        self._load = load
         self._clock = clock
         self._checked_at = clock()
-        self._signature = file_signature(paths)
-        self._failed = False
-        self._error: tuple[Signature, str] | None = None
+        self._seen = file_signature(paths)  # before they are read, so that a change meanwhile is noticed
+        self._failed = False  # perhaps only for now: no free descriptor
+        self._value = load()
 
-    def changed(self) -> bool:
-        """Return true if a file has changed since the previous check, or if what changed then could not be read."""
+    def value(self) -> T:
+        """What was loaded last. Threads that look at the same time may both load, which does no harm."""
         now = self._clock()
-        if now - self._checked_at < CHECK_INTERVAL_SECONDS:
-            return False
-        self._checked_at = now
-        # Taken before the caller reads the files, so that a change while it reads is noticed next time.
-        before, self._signature = self._signature, file_signature(self._paths)
-        changed, self._failed = self._failed or before != self._signature, False
-        return changed
+        if now - self._checked_at >= CHECK_INTERVAL_SECONDS:
+            self._checked_at = now
+            self._reload_if_changed()
+        return self._value
 
-    def failed(self, error: Exception) -> bool:
-        """Report that the files cannot be used, perhaps only for now (no free descriptor), so that the next check
-        returns true again; return true for an error that is new.
-        """
-        self._failed = True
-        before, self._error = self._error, (self._signature, str(error))
-        return before != self._error
+    def _reload_if_changed(self) -> None:
+        before, self._seen = self._seen, file_signature(self._paths)
+        changed = self._seen != before
+        if not changed and not self._failed:
+            return
+        try:
+            self._value, self._failed = self._load(), False
+            _log.info("reloaded %s", ", ".join(self._paths))
+        except OptionError as error:
+            self._failed = True
+            if changed:
+                _log.warning("changed files are unusable, the previous ones stay in use: %s", error)
