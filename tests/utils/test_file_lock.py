@@ -42,22 +42,6 @@ def test_a_directory_lasts_as_long_as_its_process(tmp_path: Path) -> None:
     assert directories(parent) == []
 
 
-def test_children_that_still_write_do_not_keep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rmdir, late = os.rmdir, ["1", "2"]
-
-    def add_a_file_and_rmdir(name: str, **kwargs: int) -> None:
-        if late:
-            (path / late.pop()).touch()
-        rmdir(name, **kwargs)
-
-    with scratch_directory(tmp_path / "tmp") as made:
-        assert made is not None
-        path = made
-        monkeypatch.setattr(os, "rmdir", add_a_file_and_rmdir)
-    assert late == []
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("parent", ["file", "file/tmp"])
 def test_without_a_place_there_is_none(tmp_path: Path, parent: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()

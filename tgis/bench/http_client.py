@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from errno import ECONNREFUSED
 from ssl import SSLContext
 from time import perf_counter
 from typing import Any
@@ -51,10 +50,6 @@ class HttpClient:
         """Nothing is known if the server does not say."""
         try:
             return self._api.served_model(await self._ask("GET", self._api.model_path))
-        except aiohttp.ClientConnectorError as error:
-            if error.errno == ECONNREFUSED:
-                raise StartError(f"nothing listens at {self._url}") from error
-            raise StartError(str(error)) from error
         except FailedAnswer as error:
             if error.status == "HTTP 404":
                 return ServedModel()

@@ -48,8 +48,6 @@ class Report:
 async def measure(report: Report, client: Client) -> None:
     """Fill in the report as the run goes on, so that an interrupted run has one too."""
     settings = report.settings
-    if settings.server_pid is not None:
-        cpu_seconds(settings.server_pid)  # fail before the run, not after it
     report.model = await client.served_model()
     _check_lengths(settings, report.model)
     jobs = await _make_requests(report, client)
@@ -87,22 +85,13 @@ async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iter
         return sample.status == "OK"
 
     pid = result.settings.server_pid
-    before, server_before = time.process_time(), _server_cpu_seconds(pid)
+    before, server_before = time.process_time(), 0.0 if pid is None else cpu_seconds(pid)
     try:
         await result.level.drive(send, budget)
     finally:
         result.cpu_seconds = time.process_time() - before
-        server_after = _server_cpu_seconds(pid)
-        if server_before is not None and server_after is not None:
-            result.server_cpu_seconds = server_after - server_before
-
-
-def _server_cpu_seconds(pid: int | None) -> float | None:
-    """None where it is not asked for, or the process has ended."""
-    try:
-        return None if pid is None else cpu_seconds(pid)
-    except StartError:
-        return None
+        if pid is not None:
+            result.server_cpu_seconds = cpu_seconds(pid) - server_before
 
 
 def cpu_seconds(pid: int) -> float:

@@ -80,28 +80,18 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
 
 def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
     on_terminal = sys.stdout.isatty() and not as_json
-    started, first = time.monotonic(), 0.0
+    started = time.monotonic()
     message = pb.GenerationResponse()
     try:
         for message in messages:
-            if message.generated_token_count and not first:
-                first = time.monotonic()
             if as_json:
                 print(json_format.MessageToJson(message, indent=None))
             else:
                 sys.stdout.write(client.terminal_safe(message.text) if on_terminal else message.text)
             sys.stdout.flush()
     finally:
-        if on_terminal and first:
+        if on_terminal and message.generated_token_count:
             print()
     if sys.stderr.isatty():
-        print(f"\x1b[2m{_statistics(message, started, first)}\x1b[0m", file=sys.stderr)
-
-
-def _statistics(last: pb.GenerationResponse, started: float, first: float) -> str:
-    """What a stream took; `first` is when its first token came, 0 if none did."""
-    now, count = time.monotonic(), last.generated_token_count
-    parts = [f"{count} tokens in {now - started:.2f} s"]
-    if count > 1:
-        parts += [f"first after {first - started:.2f} s", f"{(count - 1) / (now - first):.1f} tokens/s"]
-    return ", ".join([*parts, pb.StopReason.Name(last.stop_reason)])
+        took = f"{message.generated_token_count} tokens in {time.monotonic() - started:.2f} s"
+        print(f"\x1b[2m{took}, {pb.StopReason.Name(message.stop_reason)}\x1b[0m", file=sys.stderr)

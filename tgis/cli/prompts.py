@@ -11,7 +11,7 @@ from tgis.errors import OptionError
 from tgis.models.files import find_model
 from tgis.utils.options import Parser, choice, integer
 
-_COLUMNS = ("ID", "LAYOUT", "TOKENS", "RANK", "WIDTH", "TYPE", "STATE")
+_COLUMNS = ("ID", "LAYOUT", "SHAPE", "TYPE", "STATE")
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -61,10 +61,7 @@ def _check_store(options: Namespace) -> Iterable[Any]:
 
 
 def _print(entries: list[Any]) -> None:
-    rows = [
-        (_printable(entry.id), entry.layout, entry.tokens, entry.rank, entry.width, entry.dtype, entry.problem or "ok")
-        for entry in entries
-    ]
+    rows = [(_printable(entry.id), entry.layout, entry.shape, entry.dtype, entry.problem or "ok") for entry in entries]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in [_COLUMNS, *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -24,9 +24,7 @@ class StoreEntry:
 
     id: str
     layout: str = ""
-    tokens: str = ""  # virtual tokens
-    rank: str = ""  # of a LoRA adapter
-    width: str = ""
+    shape: str = ""
     dtype: str = ""
     size: int = 0  # bytes in memory
     problem: str = ""
@@ -77,12 +75,17 @@ def _entry(root: str, adapter_id: str, target: TargetModel, limit: int) -> Store
         size = raw.fit(target, version=0).size
     except AdapterError as error:
         return StoreEntry(adapter_id, layout, problem=_problem(error))
+    shape, tensors = _content(raw)
+    dtype = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return StoreEntry(adapter_id, layout, shape, dtype, size)
+
+
+def _content(raw: RawLora | RawSoftPrompt) -> tuple[str, list[torch.Tensor]]:
+    """The ranks, or virtual tokens by width, of the decoder before those of the encoder; and the tensors."""
     if isinstance(raw, RawLora):
-        ranks = "/".join(map(str, sorted(raw.ranks)))
-        return StoreEntry(adapter_id, layout, rank=ranks, dtype=_dtypes(raw.tensors), size=size)
+        return f"rank {'/'.join(map(str, sorted(raw.ranks)))}", raw.tensors
     tensors = [part.tensor for part in (raw.decoder, raw.encoder) if part is not None]
-    widths = "/".join(sorted({str(tensor.shape[1]) for tensor in tensors}))
-    return StoreEntry(adapter_id, layout, _tokens(raw), width=widths, dtype=_dtypes(tensors), size=size)
+    return " + ".join("x".join(map(str, tensor.shape)) for tensor in tensors), tensors
 
 
 def _problem(error: AdapterError) -> str:
@@ -92,13 +95,3 @@ def _problem(error: AdapterError) -> str:
         case AdapterProblem.UNSUPPORTED:
             return f"an adapter of type {error}, which is not supported"
     return str(error)
-
-
-def _tokens(parts: RawSoftPrompt) -> str:
-    """Virtual tokens of the decoder, and of the encoder if it has some."""
-    named = ((parts.decoder, ""), (parts.encoder, " encoder"))
-    return " + ".join(f"{len(part.tensor)}{name}" for part, name in named if part)
-
-
-def _dtypes(tensors: list[torch.Tensor]) -> str:
-    return "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO
 
 _RETRY_SECONDS = 0.1
-_REMOVALS = 5
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,8 @@ def _lock(file: IO[bytes]) -> bool:
 def scratch_directory(parent: Path) -> Iterator[Path | None]:
     """A new directory in `parent`, which holds nothing else, removed at the end; None where none can be made.
 
-    A process that is killed leaves its directory behind, but not the lock in it: the next process removes it.
+    A process that is killed leaves its directory behind, but not the lock in it: the next process removes it, as what
+    children have added during a removal.
     """
     path = None
     with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ def scratch_directory(parent: Path) -> Iterator[Path | None]:
                 for left in parent.glob("*/"):
                     _remove_unless_locked(left)
                 path = Path(tempfile.mkdtemp(dir=parent))
-                stack.callback(_remove, path)
+                stack.callback(shutil.rmtree, path, ignore_errors=True)
                 stack.enter_context(locked(path / "lock"))
         except OSError as error:
             log.warning("temporary files are not in %s: %s", parent, error)
@@ -68,10 +68,4 @@ def scratch_directory(parent: Path) -> Iterator[Path | None]:
 def _remove_unless_locked(path: Path) -> None:
     with contextlib.suppress(OSError), (path / "lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Remove it a few times: children may still add to it."""
-    for _ in range(_REMOVALS):
         shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import ipaddress
-import itertools
 import json
 import math
 import os
@@ -257,8 +256,6 @@ def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str |
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are OptionErrors."""
 
-    other_suggestions: tuple[str, ...] = ()  # for unknown flags, beside the flags that the help shows
-
     def error(self, message: str) -> NoReturn:
         """Raise one line instead of printing the usage."""
         raise OptionError(f"{message} (see {self.prog} --help)")
@@ -267,8 +264,7 @@ class Parser(argparse.ArgumentParser):
         """Suggest a flag for the first that is unknown."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            in_help = (action.option_strings for action in self._actions if action.help != argparse.SUPPRESS)
-            meant = closest(unknown[0].partition("=")[0], [*itertools.chain(*in_help), *self.other_suggestions])
+            meant = closest(unknown[0].partition("=")[0], self._option_string_actions)
             suggestion = f", did you mean {meant}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed
@@ -300,7 +296,6 @@ def build_parser(
         formatter_class=functools.partial(argparse.RawTextHelpFormatter, max_help_position=HELP_INDENT),
         allow_abbrev=False,
     )
-    parser.other_suggestions = tuple(flag_name(name) for opt in options for name in opt.flags)
     groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(opt.group for opt in options)}
     for opt in options:
         _add_flag(groups[opt.group], opt, opt.name, _help(opt))
