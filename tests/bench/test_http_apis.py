@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tgis.__main__ import run
-from tgis.bench import workload
 from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.summary import request_times
@@ -25,15 +24,7 @@ PATHS = {"tgi": "/generate_stream", "openai": "/v1/completions", "chat": "/v1/ch
 TEMPLATE_TOKENS = 5  # around the prompt of a chat
 NEW_TOKENS = 6
 
-ALL_WORDS = workload.WORDS
-
 Book = list[tuple[str, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def _few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves most of the requests that count the tokens of words."""
-    monkeypatch.setattr(workload, "WORDS", ALL_WORDS[:20])
 
 
 @dataclass
@@ -215,13 +206,12 @@ def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert level["ttft_ms"]["p50"] is None
 
 
-def test_calibration_ends_with_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "WORDS", ALL_WORDS)
+def test_a_server_that_counts_no_tokens_gets_words(capsys: pytest.CaptureFixture[str]) -> None:
     answers = Answers(tokenize_status=500)
     with serving(answers) as target:
-        assert bench(target, "tgi", "--requests", "20", "--quiet") == 0
-    num_asked = sum(path == "/tokenize" for path, _ in answers.asked)
-    assert 0 < num_asked <= 2 * 32  # those under way, and those that began when these ended
+        assert bench(target, "tgi", "--requests", "2") == 0
+    assert "input lengths are in words" in level_of(capsys)[0]
+    assert [len(body["inputs"].split()) for _, body in answers.generated] == [20, 20]
 
 
 def test_usage_counts_chunks_of_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:

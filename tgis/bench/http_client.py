@@ -1,6 +1,5 @@
 """Requests over HTTP and server-sent events; what is in them is the business of `tgi` and `openai`."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from ssl import SSLContext
@@ -16,7 +15,6 @@ from tgis.bench.tgi import TgiRequests
 from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
-_SETUP_REQUESTS = 32  # at a time: servers batch them
 _IDLE_SECONDS = 2.0  # of a connection that is used again; servers close theirs later
 _MAX_ERROR_BYTES = 2000
 # ValueError: bytes that are no UTF-8, headers that are no numbers.
@@ -58,19 +56,10 @@ class HttpClient:
             raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error
 
     async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
-        turn = asyncio.Semaphore(_SETUP_REQUESTS)
-
-        async def count(text: str) -> int:
-            async with turn:
-                return self._api.token_count(await self._ask("POST", *self._api.count_request(text)))
-
-        counts: list[asyncio.Task[int]] = []
         try:
-            async with asyncio.TaskGroup() as group:
-                counts += [group.create_task(count(text)) for text in texts]
-        except* (*_BAD_ANSWERS, FailedAnswer):
-            counts = []
-        return [each.result() for each in counts] or None
+            return [self._api.token_count(await self._ask("POST", *self._api.count_request(text))) for text in texts]
+        except (*_BAD_ANSWERS, FailedAnswer):
+            return None
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         async with self._request(method, path, body, SETUP_TIMEOUT) as response:

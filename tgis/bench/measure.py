@@ -9,8 +9,8 @@ from tgis.bench.client import BenchSettings, Client, RequestRecord, ServedModel
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
-    UNCALIBRATED,
     BenchRequest,
+    Vocabulary,
     calibrate,
     calibration_texts,
     file_requests,
@@ -72,7 +72,7 @@ async def _make_requests(report: Report, client: Client) -> Iterator[BenchReques
         return file_requests(settings.prompts, settings.output_tokens)
     counts = await client.token_counts(calibration_texts())
     report.calibrated = counts is not None
-    vocabulary = calibrate(counts) if counts else UNCALIBRATED
+    vocabulary = calibrate(counts) if counts else Vocabulary()
     rng = random.Random(f"{settings.seed} words")
     return random_requests(vocabulary, settings.input_tokens, settings.output_tokens, rng)
 

@@ -27,13 +27,7 @@ def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | 
     """A pool whose threads all run, so that no later `submit` fails for want of memory; RuntimeError if they cannot."""
     pool = ThreadPoolExecutor(num_threads, name, initializer)
     together = threading.Barrier(num_threads)  # a thread that waits here takes no other's job
-    try:
-        started = [pool.submit(together.wait, _START_SECONDS) for _ in range(num_threads)]
-    except RuntimeError:
-        together.abort()
-        raise
-    for each in started:
-        each.result()
+    list(pool.map(lambda _: together.wait(_START_SECONDS), range(num_threads)))
     return pool
 
 
