@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Protocol
 
+import numpy as np
+
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.summary import percentile
 from tgis.engines.fake import StepModel
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request
@@ -56,7 +57,7 @@ class SimulationResult:
         figures = {"requests": len(self.ttft), "tokens_per_second": self.tokens / self.seconds}
         for name, values in (("ttft", self.ttft), ("tpot", self.tpot), ("longest_gap", self.longest_gap)):
             for percent in (50, 99):
-                figures[f"{name}_p{percent}_ms"] = 1e3 * percentile(sorted(values), percent) if values else 0.0
+                figures[f"{name}_p{percent}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else 0.0
         figures["rows_per_step"] = self.decoded_seqs / max(self.num_decodes, 1)
         figures["prefills"] = self.num_prefills
         figures["prefill_padding"] = _padding_ratio(self.prefill_tokens)

@@ -110,7 +110,7 @@ def test_a_changed_file_is_reloaded_and_an_unusable_one_is_ignored(tmp_path: Pat
 def test_a_change_that_could_not_be_read_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def without_descriptors(*_: object) -> None:
+    def without_descriptors(*_: object, **_options: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     path = tmp_path / "tokens"
@@ -127,7 +127,7 @@ def test_a_change_that_could_not_be_read_is_read_later(
     assert "Too many open files" in warning
 
 
-@pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe", b"x" * (1 << 21)])
+@pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe"])
 def test_a_file_without_tokens_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokens").write_bytes(content)
     with pytest.raises(OptionError, match=r"AUTH_TOKEN_PATH .*tokens: "):

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tgis.bench.client import BenchSettings, Client, RequestRecord, ServedModel
@@ -45,13 +45,14 @@ class Report:
     results: list[LevelResult] = field(default_factory=list)
 
 
-async def measure(report: Report, client: Client) -> None:
-    """Fill in the report as the run goes on, so that an interrupted run has one too."""
+async def measure(report: Report, client: Client, say: Callable[[str], None]) -> None:
+    """Fill in the report as the run goes on, so that an interrupted run has one too; `say` which level begins."""
     settings = report.settings
     report.model = await client.served_model()
     _check_lengths(settings, report.model)
     jobs = await _make_requests(report, client)
     for level in settings.levels:
+        say(f"{level.name} {level.value:g} ...")
         if settings.warmup:
             await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, jobs)
         report.results.append(result := LevelResult(level, settings))

@@ -1,7 +1,6 @@
-"""Formats a report: progress, a table and notes for people, JSON for programs."""
+"""Formats a report: a table and notes for people, JSON for programs."""
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -12,19 +11,6 @@ from tgis.bench.summary import Percentiles, Summary, request_times
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
 TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "latency_ms"}
-
-
-def progress(report: Report) -> str:
-    """The current level and its results so far, in less than 80 columns."""
-    if not report.results:
-        return "connecting, warming up"
-    result = report.results[-1]
-    statuses = [sample.status for sample in result.records]
-    ok, running = statuses.count("OK"), statuses.count("")
-    tokens = sum(sample.output_tokens for sample in result.records)
-    level = f"{result.level.name} {result.level.value:g} ({len(report.results)} of {len(report.settings.levels)})"
-    speed = tokens / (time.perf_counter() - result.started)
-    return f"{level}: {ok} ok, {len(statuses) - ok - running} failed, {running} running, {speed:.0f} tokens/s"
 
 
 def format_table(report: Report) -> str:
@@ -73,7 +59,7 @@ def format_notes(report: Report) -> Iterator[str]:
 def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
     """The report as JSON values, with every request of each level if `with_records`."""
     return {
-        "settings": _settings(report),
+        "settings": {name: value for name, value in asdict(report.settings).items() if name != "levels"},
         "model": asdict(report.model),
         "interrupted": report.interrupted,
         "levels": [_level(result, with_records) for result in report.results],
@@ -81,7 +67,7 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
 
 
 def dump_line(values: dict[str, object]) -> str:
-    return json.dumps(values, separators=(",", ":"), allow_nan=False)
+    return json.dumps(values, separators=(",", ":"), allow_nan=False, default=str)  # paths
 
 
 def _columns(fields: dict[str, str], values: Sequence[Summary | Percentiles]) -> list[list[str]]:
@@ -109,12 +95,6 @@ def _format_number(value: float | None) -> str:
         return str(value)
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}"
-
-
-def _settings(report: Report) -> dict[str, object]:
-    values = asdict(report.settings)
-    del values["levels"]
-    return values | {"prompts": str(values["prompts"]) if values["prompts"] else None}
 
 
 def _level(result: LevelResult, samples: bool) -> dict[str, object]:

@@ -7,6 +7,7 @@ output token is, for each request, (last - first output) / (tokens after the fir
 Goodput counts the requests all of whose times meet their objectives.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,20 +53,12 @@ class Summary:
         return sum(self.failed.values())
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of one or more ascending values."""
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def percentiles(seconds: Sequence[float]) -> Percentiles:
     """Percentiles in milliseconds."""
-    if not seconds:
-        return Percentiles(None, None, None)
-    ordered = sorted(1000 * value for value in seconds)
-    return Percentiles(*(percentile(ordered, percent) for percent in (50, 90, 99)))
+    if len(seconds) < 2:
+        return Percentiles(*[1000 * seconds[0] if seconds else None] * 3)
+    hundredths = statistics.quantiles(seconds, n=100, method="inclusive")
+    return Percentiles(*(1000 * hundredths[percent - 1] for percent in (50, 90, 99)))
 
 
 def request_times(sample: RequestRecord) -> dict[str, float]:

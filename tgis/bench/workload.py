@@ -4,11 +4,12 @@ Does not know when or how they are sent.
 """
 
 import itertools
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from tgis.errors import OptionError
 
@@ -38,6 +39,10 @@ class BenchRequest:
 
     text: str
     output_tokens: int
+
+
+class _Prompt(msgspec.Struct):
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +84,11 @@ def file_requests(path: Path, output_tokens: int) -> Iterator[BenchRequest]:
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        objects = path.suffix == ".jsonl"
+        prompts = [msgspec.json.decode(line, type=_Prompt).text for line in lines] if objects else lines
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise OptionError(f"--prompts {path}: {error}") from error
-    prompts = [line for line in lines if line.strip()]
-    if path.suffix == ".jsonl":
-        prompts = [_text_of(line, f"--prompts {path}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise OptionError(f"--prompts {path}: no prompt in it")
     return prompts
-
-
-def _text_of(line: str, place: str) -> str:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise OptionError(f"{place}: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-        raise OptionError(f'{place}: not an object with a "text" string')
-    return str(found["text"])

@@ -15,13 +15,12 @@ from tgis.bench import grpc_client, http_client
 from tgis.bench.client import BenchSettings, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import Report, measure
-from tgis.bench.report import TIMES, dump_line, format_notes, format_table, progress, to_json
+from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.cli import client
 from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
-PROGRESS_INTERVAL = 5.0  # seconds
 INTERRUPTED = 130
 TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
@@ -136,18 +135,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
     async with _connect(report.settings, args) as connected:
-        shown = None if args.quiet else asyncio.create_task(_show_progress(report))
-        try:
-            await measure(report, connected)
-        finally:
-            if shown:
-                shown.cancel()
-
-
-async def _show_progress(report: Report) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_INTERVAL)
-        print(progress(report), file=sys.stderr)
+        await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
 
 
 def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:

@@ -12,7 +12,6 @@ import grpc
 from tgis.errors import OptionError
 from tgis.utils.file_watch import WatchedFiles
 
-MAX_FILE_BYTES = 1 << 20
 _PUBLIC_METHODS = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 
@@ -84,12 +83,9 @@ def bearer_token(authorization: str) -> str:
 
 def _read_digests(path: Path) -> list[bytes]:
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1).decode()
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"AUTH_TOKEN_PATH {path}: {error}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise OptionError(f"AUTH_TOKEN_PATH {path}: more than {MAX_FILE_BYTES} bytes")
     lines = [line.strip() for line in text.splitlines()]
     tokens = [_digest(line) for line in lines if line and not line.startswith("#")]
     if not tokens:

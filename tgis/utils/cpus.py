@@ -15,9 +15,8 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
 def usable_cores(root: Path = _ROOT) -> int:
     """The usable CPUs, counting the hyperthreads of a core once: a second one makes arithmetic no faster."""
-    names = "core_cpus_list", "thread_siblings_list"  # the second one in Linux before 5.2
     topologies = [root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in os.sched_getaffinity(0)]
-    siblings = [next(filter(None, (_read(path / name) for name in names)), str(path)) for path in topologies]
+    siblings = [_read(path / "thread_siblings_list") or str(path) for path in topologies]
     return _within_quota(len(set(siblings)), root)
 
 

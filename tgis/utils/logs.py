@@ -20,16 +20,8 @@ from typing import Any
 
 from tgis.utils.log_queue import LineQueue, QueuedStream, RepeatedLines
 
-LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-    "off": logging.CRITICAL + 1,
-}
+_NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().items()}
+LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 PROGRESS_SECONDS = 10.0
 _STDOUT, _STDERR = 1, 2
