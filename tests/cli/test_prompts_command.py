@@ -71,7 +71,7 @@ def test_every_problem_is_reported(store: Path, tmp_path: Path, capsys: pytest.C
         "other": "no soft prompt or adapter in it",
         "nothing": "no soft prompt or adapter in it",
         "dotted.name": bad_id,
-        "strange?[2J": bad_id,
+        r"strange\x1b[2J": bad_id,
         "out": "the id leads out of the store",
         "plain": "ok",
     }.items():

@@ -21,7 +21,6 @@ from tgis.errors import OptionError
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
-INTERRUPTED = 130
 TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
 MAX_PID = 2**22  # of Linux
@@ -30,7 +29,7 @@ Number = TypeVar("Number", int, float)
 
 
 def main(argv: list[str], prog: str) -> int:
-    """Measure. Exit code 0, 1 if a level had no success, 130 if interrupted.
+    """Measure. Exit code 0, or 1 if a level had no success; what was measured is shown even when interrupted.
 
     OptionError for unusable options and files, StartError if the server does not answer.
     """
@@ -42,9 +41,9 @@ def main(argv: list[str], prog: str) -> int:
             runner.run(_measure(report, args))
     except KeyboardInterrupt:
         report.interrupted = True
+        _write(report, args)
+        raise
     _write(report, args)
-    if report.interrupted:
-        return INTERRUPTED
     return 0 if all(result.summary().ok for result in report.results) else 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tgis.errors import OptionError
 from tgis.models.files import find_model
+from tgis.utils.logs import escape
 from tgis.utils.options import Parser, choice, integer
 
 _COLUMNS = ("ID", "LAYOUT", "SHAPE", "TYPE", "STATE")
@@ -61,13 +62,9 @@ def _check_store(options: Namespace) -> Iterable[Any]:
 
 
 def _print(entries: list[Any]) -> None:
-    rows = [(_printable(entry.id), entry.layout, entry.shape, entry.dtype, entry.problem or "ok") for entry in entries]
+    rows = [(escape(entry.id), entry.layout, entry.shape, entry.dtype, entry.problem or "ok") for entry in entries]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in [_COLUMNS, *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     wrong, size = sum(bool(entry.problem) for entry in entries), sum(entry.size for entry in entries)
     print(f"\n{len(entries) - wrong} good, {size / 1024:,.0f} KiB in memory; {wrong} with a problem")
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -125,10 +125,10 @@ class _Formatter(logging.Formatter):
 class _TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
-        message = " ".join([_escape(record.getMessage()), *fields])
+        message = " ".join([escape(record.getMessage()), *fields])
         line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
         if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
-            line += "".join(f"\n  {_escape(row)}" for row in self.formatException(record.exc_info).splitlines())
+            line += "".join(f"\n  {escape(row)}" for row in self.formatException(record.exc_info).splitlines())
         return line
 
 
@@ -161,7 +161,7 @@ def _quote(text: str) -> str:
     return text if text.isprintable() and text and not set(text) & set(" =\"'") else repr(text)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """The text on one line, whatever a client has put into it."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
