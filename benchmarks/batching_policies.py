@@ -15,7 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulation import (
+from demo.fetch import ensure
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -24,9 +27,6 @@ from benchmarks.simulation import (
     bimodal_trace,
     lognormal_trace,
 )
-from demo.fetch import ensure
-from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engine_core.main import batch_limits
 from tgis.engines import load_engine
 from tgis.engines.base import Engine

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from benchmarks import transformers_generate
 from benchmarks.batching_policies import TimedEngine, engine_options, load_warm_engine
 from benchmarks.serving import cpu_name
-from benchmarks.simulation import Simulation, TraceRequest
 from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels

@@ -34,10 +34,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.batching_policies import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
 from benchmarks.serving import running_server
-from benchmarks.simulation import Simulation, TraceRequest, lognormal_trace
 from benchmarks.suite import run_load as load_server
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
 from tgis.engines.base import Engine
 from tgis.utils import logs
 

@@ -14,9 +14,9 @@ from math import ceil
 from typing import Any
 
 from benchmarks.gpu import SHAPES, mixed_jobs
-from benchmarks.simulation import Simulation, TraceRequest
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.simulate import Simulation, TraceRequest
 
 BYTES_PER_SECOND = 3.75e12  # bandwidth of long reads
 KV_BYTES = 2 * 32 * 8 * 128 * 2  # per token, all layers

@@ -13,7 +13,11 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.simulation import (
+from tgis.batcher import admission, batcher
+from tgis.batcher.capacity import BatchLimits, PeakEstimator
+from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
+from tgis.batcher.sequence import Sequence
+from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -21,10 +25,6 @@ from benchmarks.simulation import (
     bimodal_trace,
     lognormal_trace,
 )
-from tgis.batcher import admission, batcher
-from tgis.batcher.capacity import BatchLimits, PeakEstimator
-from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving
-from tgis.batcher.sequence import Sequence
 from tgis.engines.fake import StepModel
 
 REQUESTS, CLIENTS, SEED = 300, 64, 1

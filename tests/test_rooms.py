@@ -55,8 +55,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/distributed": "batcher engines engines/loading engines/lora engines/paged errors ipc prompts utils",
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
-    "bench": "errors pb",
-    "cli": "bench config errors ipc models pb prompts server utils",
+    "bench": "batcher engines errors ipc pb",
+    "cli": "batcher bench config engines errors ipc models pb prompts server utils",
     "__main__": "config errors utils",
     "vllm_tgis_adapter": "__main__",
 }
@@ -124,6 +124,7 @@ def test_the_package_imports_nothing_that_is_not_shipped() -> None:
         ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.cli.download_weights", {"torch", "transformers", "grpc"}),
         ("tgis.cli.convert", {"torch", "transformers", "grpc"}),
+        ("tgis.cli.simulate", {"torch", "transformers", "grpc"}),
     ],
 )
 def test_a_process_does_not_import_what_it_does_not_need(module: str, forbidden: set[str]) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
     "health": "check a server's health (exit code 0: ready)",
     "bench": "load test a running server",
     "prompts": "check a store of soft prompts and LoRA adapters",
+    "simulate": "simulate the batcher on a trace, without a model",
     "download-weights": "download a model from the hub into the local cache",
     "convert-to-safetensors": "convert .bin weights to safetensors",
     "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",

@@ -5,11 +5,11 @@ from batches import EOS, busy, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulation import SimulatedEngine, Simulation, TraceRequest
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
+from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
 from tgis.ipc.request import StopReason
 

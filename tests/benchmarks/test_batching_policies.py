@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import batching_policies
 from benchmarks.batching_policies import POLICIES, TimedEngine, engine_options, load_warm_engine
-from benchmarks.simulation import (
+from tgis.batcher.capacity import BatchLimits
+from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
@@ -15,7 +16,6 @@ from benchmarks.simulation import (
     bimodal_trace,
     lognormal_trace,
 )
-from tgis.batcher.capacity import BatchLimits
 
 
 def bounds(size: int) -> BatchLimits:

@@ -1,17 +1,23 @@
-"""benchmarks.simulation: figures of traces computed by hand, and the traces themselves."""
+"""`tgis simulate`: figures of traces computed by hand, the traces themselves, the output."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.simulation import (
+from tgis.__main__ import run
+from tgis.batcher.capacity import BatchLimits
+from tgis.bench.simulate import (
     SMOLLM2_TWO_CORES,
     SimulatedEngine,
     Simulation,
     TraceRequest,
     bimodal_trace,
     lognormal_trace,
+    read_trace,
 )
-from tgis.batcher.capacity import BatchLimits
 from tgis.engines.fake import StepModel
+from tgis.errors import OptionError
 
 MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_seconds=0.01)
 BOUNDS = BatchLimits(4, 10**6, 10**6, 1.0, padded=True, max_waiting_tokens=0)
@@ -56,3 +62,36 @@ def test_synthetic_traces() -> None:
     assert jobs[-1].arrival_time == pytest.approx(400, rel=0.1)
     long = [job for job in bimodal_trace(2000, 5.0, seed=3) if job.prompt_tokens == 1024]
     assert len(long) == pytest.approx(200, rel=0.2)
+
+
+def test_azure_traces_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:04.5000000,396,109\n"
+        "2023-11-16 18:17:03.0000000,879,55\n"
+    )
+    assert read_trace(path) == [TraceRequest(0.0, 879, 55), TraceRequest(1.5, 396, 109)]
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"])
+def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(OptionError, match="is no trace"):
+        read_trace(path)
+
+
+def test_the_command_writes_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--requests", "20", "--clients", "8"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    summary = json.loads(last)
+    assert [line.split()[0] for line in table] == list(summary)
+    assert summary["requests"] == 20
+
+
+@pytest.mark.parametrize("engine", ["flat", "chunked"])
+def test_every_step_model(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "--engine", engine, "--trace", "bimodal", "--requests", "50", "--max-batch-size", "8"]
+    assert run(argv) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 50

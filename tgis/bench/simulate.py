@@ -5,11 +5,14 @@ of clients sends its next one when its last has ended (closed loop). The steps m
 their duration is measured, and nothing else.
 """
 
+import csv
 import heapq
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +21,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.fake import StepModel
+from tgis.errors import OptionError
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import Request
 
@@ -187,6 +191,27 @@ def bimodal_trace(count: int, rate: float, seed: int) -> Iterator[TraceRequest]:
     for _ in range(count):
         now += draw.expovariate(rate)
         yield TraceRequest(now, 1024, 256) if draw.random() < 0.1 else TraceRequest(now, 32, 32)
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """A CSV with the columns of Azure's public traces: TIMESTAMP, ContextTokens, GeneratedTokens."""
+    try:
+        with path.open(newline="") as file:
+            rows = [(_seconds(r["TIMESTAMP"]), r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
+        start = min((time for time, _, _ in rows), default=0.0)
+        return sorted(
+            (TraceRequest(time - start, int(i), max(int(o), 1)) for time, i, o in rows),
+            key=lambda request: request.arrival_time,
+        )
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
+        raise OptionError(f"{path} is no trace: {type(error).__name__}: {error}") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
 
 
 def _padding_ratio(tokens: list[int]) -> float:

@@ -1,0 +1,81 @@
+"""`tgis simulate`: simulate the latency and throughput of a trace of requests, without a model."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+
+from tgis.batcher.capacity import BatchLimits
+from tgis.bench.simulate import (
+    SMOLLM2_TWO_CORES,
+    SimulatedEngine,
+    Simulation,
+    TraceRequest,
+    bimodal_trace,
+    lognormal_trace,
+    read_trace,
+)
+from tgis.engines.fake import StepModel
+from tgis.utils.options import Parser
+
+_PARTS = ("step", "row", "context", "prefill_token")  # of the time of a step
+
+
+def main(argv: list[str], prog: str) -> int:
+    """Simulate; print a table, and the same numbers as JSON in the last line."""
+    options = _parser(prog).parse_args(argv)
+    simulation = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients)
+    summary = simulation.run().summary()
+    for name, value in summary.items():
+        print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
+    print(json.dumps(summary))
+    return 0
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description="Simulate latency and throughput of a trace of requests, without a model.")
+    trace = parser.add_argument_group("Requests")
+    trace.add_argument("--trace", default="lognormal", help="lognormal, bimodal, or a CSV file (default: lognormal)")
+    trace.add_argument("--requests", type=int, default=300, help="number of random requests (default: 300)")
+    trace.add_argument("--rate", type=float, default=4.0, help="arrivals per second (default: 4)")
+    trace.add_argument("--clients", type=int, default=0, help="closed loop with this many clients, instead of a rate")
+    trace.add_argument("--seed", type=int, default=1, help="of the random requests (default: 1)")
+    batch = parser.add_argument_group("Batcher")
+    batch.add_argument("--max-batch-size", type=int, default=64, help="default: 64")
+    batch.add_argument("--max-prefill-padding", type=float, default=0.2, help="default: 0.2")
+    batch.add_argument("--max-waiting-tokens", type=int, default=24, help="default: 24")
+    batch.add_argument("--weight-limit", type=int, default=1 << 40, help="context tokens (default: no limit)")
+    batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
+    batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
+    times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
+    for part in _PARTS:
+        default = 1000 * getattr(SMOLLM2_TWO_CORES, f"{part}_seconds")
+        times.add_argument(f"--{part.replace('_', '-')}-ms", type=float, default=default)
+    return parser
+
+
+def _limits(options: Namespace) -> BatchLimits:
+    return BatchLimits(
+        max_batch_size=options.max_batch_size,
+        token_capacity=options.weight_limit,
+        prefill_tokens=options.prefill_tokens,
+        max_prefill_padding=options.max_prefill_padding,
+        padded=options.engine == "padded",
+        block_size=16 if options.engine == "chunked" else 0,
+        max_waiting_tokens=options.max_waiting_tokens,
+    )
+
+
+def _model(options: Namespace) -> StepModel:
+    times = {f"{part}_seconds": getattr(options, f"{part}_ms") / 1000 for part in _PARTS}
+    return StepModel(padded=options.engine == "padded", block_size=16 if options.engine == "chunked" else 0, **times)
+
+
+def _jobs(options: Namespace) -> Iterable[TraceRequest]:
+    match options.trace:
+        case "lognormal":
+            return lognormal_trace(options.requests, options.rate, options.seed)
+        case "bimodal":
+            return bimodal_trace(options.requests, options.rate, options.seed)
+        case path:
+            return read_trace(Path(path))
