@@ -225,6 +225,23 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path, **generati
     return directory
 
 
+def greedy_requests(count: int, new: int, draw: random.Random, longest: int = 30) -> list[Request]:
+    """With random prompts."""
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return [Request(number, prompt, new) for number, prompt in enumerate(prompts)]
+
+
+def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    """What transformers generates for each request."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    found = []
+    for request in requests:
+        length = {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.max_new_tokens}
+        output = network.generate(torch.tensor([request.tokens]), do_sample=False, **length)
+        found.append(output[0, len(request.tokens) :].tolist())
+    return found
+
+
 def run_steps(
     engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random
 ) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from interpreted_engine import NEW, requests
+from interpreted_engine import REQUESTS
 from repository import REPOSITORY
-from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import make_model, tokens_alone
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -67,11 +65,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
     found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
     kernels = ["best", "decode", "draw", "draw_filtered", "prefill", "write"]
     assert found["kernels"] == [f"_triton_{name}" for name in kernels]
-    network = AutoModelForCausalLM.from_pretrained(model).eval()
-    for request, tokens in zip(requests(), found["tokens"], strict=True):
-        ids = torch.tensor([request.tokens])
-        output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-        assert tokens == output[0, len(request.tokens) :].tolist()
+    assert found["tokens"] == tokens_alone(model, REQUESTS)
 
 
 @pytest.mark.slow

@@ -265,7 +265,7 @@ def _num_changed_tokens(subject: Subject, rows: list[Sequence]) -> list[int]:
 
 
 def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * 6, 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)]
+    rows = [Sequence(Request(n, [3] * 6, 9), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
         row.block_table = [2 * number, 2 * number + 1]
     for in_flight, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
@@ -277,9 +277,7 @@ def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subj
 
 
 def test_nothing_is_launched_ahead_beside_an_unfinished_prompt(subject: Subject, launches: Launches) -> None:
-    rows = [
-        Sequence(Request(n, [3] * (5 + 12 * n), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)
-    ]
+    rows = [Sequence(Request(n, [3] * (5 + 12 * n), 9), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
         row.block_table = list(range(number * 10, number * 10 + 10))
     for work, launched in (
