@@ -22,7 +22,7 @@ SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
 samplings = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
-    top_k=st.one_of(st.just(0), st.integers(1, 12)),
+    top_k=st.one_of(st.sampled_from([0, 2**32 - 1]), st.integers(1, 12)),
     top_p=SHARES,
     typical_p=SHARES,
     seed=st.integers(0, 2**64 - 1),
