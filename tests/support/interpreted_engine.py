@@ -32,7 +32,7 @@ def generated(model: Path) -> tuple[list[list[int]], PagedEngine]:
 
 
 def main() -> None:
-    from triton_interpreter import repair  # the tests of machines without Triton import this module
+    from interpreted_kernels import repair  # the tests of machines without Triton import this module
 
     repair()
     properties = SimpleNamespace(multi_processor_count=2)

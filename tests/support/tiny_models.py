@@ -179,7 +179,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "Marian": BART_LIKE,
     "M2M100": BART_LIKE,
     "Pegasus": BART_LIKE,
-    "PegasusX": BART_LIKE,
+    "PegasusX": BART_LIKE | {"block_size": 8, "num_global_tokens": 4},
     "Blenderbot": BART_LIKE,
     "BlenderbotSmall": BART_LIKE,
     "PLBart": BART_LIKE,

@@ -192,7 +192,7 @@ def _interleave(rng: random.Random, run: Run) -> int:
 @pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few_blocks blocks"])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)], ids=["ten", "forty more"]
+    "seeds", [range(5), pytest.param(range(5, 50), marks=pytest.mark.slow)], ids=["five", "45 more"]
 )
 def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, seeds: range) -> None:
     total, left = BatcherCounters(), 0
@@ -203,7 +203,7 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
         batcher = subject.batcher(blocks, chunk, prefix_cache=prefix_cache, max_batch_size=rows)
         run = Run(subject, batcher, counts=total)
         left += _interleave(rng, run)
-    assert left >= len(seeds) // 10
+    assert left > 0
     assert (total.preemptions > len(seeds)) == few_blocks
     assert (total.prefix_cache_hits > len(seeds)) == prefix_cache
     assert total.queue_jumps or not few_blocks
