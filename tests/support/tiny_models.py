@@ -1,7 +1,7 @@
 """Tiny models of many architectures, with random weights large enough that the best token is clear."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
 from tgis.ipc.request import Request
+from tgis.prompts.store import LoadedAdapter
 
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
 
@@ -243,14 +244,20 @@ def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torc
 
 
 def run_steps(
-    engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random
+    engine: Engine,
+    bounds: BatchLimits,
+    requests: list[Request],
+    rng: random.Random,
+    adapters: Mapping[int, LoadedAdapter | None] = {},
+    eos: int = EOS,
 ) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:
     """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
-    batcher = Batcher(bounds, eos_ids=[EOS])
+    batcher = Batcher(bounds, eos_ids=[eos])
     waiting = list(requests)
     while waiting or not batcher.idle:
         if waiting and (batcher.idle or rng.random() < 0.4):
-            batcher.submit([waiting.pop(0)], 0.0)
+            (seq,) = batcher.submit([waiting.pop(0)], 0.0)
+            seq.adapter = adapters.get(seq.id)
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)
         if not plan.seqs:
