@@ -164,7 +164,7 @@ def test_any_plan_may_follow_any_other(
         mock.patch.object(subject.engine._sampler, "invalidate", changed),
         mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
     ):
-        for seed in range(8):
+        for seed in range(4):
             rng = random.Random(seed)
             rows = [Sequence(request(rng, number), 0.0) for number in range(ROWS)]
             for _ in range(40):
@@ -182,9 +182,9 @@ def test_any_plan_may_follow_any_other(
                 subject.check(row)
     reused = tokens - sum(launches.planned)
     assert reused > tokens // 4
-    assert sum(launches.in_flight) > reused + 40
-    assert back > 10
-    assert (changed.call_count > 25) == (lists == "short lists")
+    assert sum(launches.in_flight) > reused + 20
+    assert back > 5
+    assert (changed.call_count > 12) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
