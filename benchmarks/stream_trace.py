@@ -30,7 +30,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 PACKAGE = str(Path(tgis.__file__).parent)
 SHORT, LONG = 10, 60  # tokens
-REPEATS = 5
+REPEATS = 3
 _STEP_SECONDS = 0.02  # every token is a message of its own
 _PAUSE_SECONDS = 0.1  # until a call's last callbacks have run
 _RESUMED = 3  # bits of the argument of RESUME, which are 0 where a function begins

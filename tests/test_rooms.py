@@ -1,6 +1,7 @@
 """The rooms of the package and the arrows between them, and what each process must not import."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,9 +78,14 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield module, path
 
 
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_rooms(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax(path)):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "tgis":
                 found |= {room(f"{module}.{name.name}") for name in names}
@@ -106,7 +112,7 @@ def test_a_room_imports_only_what_it_may(name: str) -> None:
 
 
 def test_the_package_imports_nothing_that_is_not_shipped() -> None:
-    nodes = [(path, node) for _, path in modules() for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [(path, node) for _, path in modules() for node in ast.walk(syntax(path))]
     tops = {(path, (node.module or "").split(".")[0]) for path, node in nodes if isinstance(node, ast.ImportFrom)}
     assert [(path, top) for path, top in tops if top in ("demo", "benchmarks", "tests")] == []
 

@@ -198,12 +198,12 @@ def soak(cache: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_short_soak_of_the_front_end(glassllm_dir: Path, cache_dir: Path) -> None:
-    code, report = soak(cache_dir, "--engine", "fake", "--minutes", "0.1", "--in-flight", "16")
+    code, report = soak(cache_dir, "--engine", "fake", "--minutes", "0.05", "--in-flight", "16")
     assert report["problems"] == []
     assert code == 0
-    assert min(report["calls"].values()) > 50
+    assert min(report["calls"].values()) > 20
     assert min(report["refused"].values()) > 0
-    assert report["compared"] > 200
+    assert report["compared"] > 80
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import tuning
-from harness import Server, adapter_request, as_stream_request, output_tokens, running_server
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server
 from lora_files import BROKEN_LORA
 from prompt_files import matrix, peft, write
 from transformers import AutoTokenizer
@@ -113,13 +113,11 @@ def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: S
     exact = 0
     for at, (files, text) in enumerate(BROKEN_LORA.values()):
         write(store / f"broken/{at}", files)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Generate(call("a", f"broken/{at}"), timeout=20)
-        error: Any = caught.value
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert error.details().startswith(f"can't retrieve adapter with id 'broken/{at}': ")
-        exact += text in error.details()  # the other files do not even fit this model
-        assert text in error.details() or "the model's layer has" in error.details() or "no linear" in error.details()
+        code, details = failed(stub, call("a", f"broken/{at}"))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith(f"can't retrieve adapter with id 'broken/{at}': ")
+        exact += text in details  # the other files do not even fit this model
+        assert text in details or "the model's layer has" in details or "no linear" in details
     assert exact > 30
     assert [token.text for message in running for token in message.tokens] == undisturbed
     assert output_tokens(stub, request) == undisturbed
@@ -156,25 +154,22 @@ def prompt_call(prompt: str, new: int = 6) -> pb.BatchedGenerationRequest:
     return adapter_request("The Hatter", new, prefix_id=prompt)
 
 
-def failure(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.Generate(request, timeout=20)
-    error: Any = caught.value
-    return error.code(), error.details()
+def failed(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.StatusCode, str]:
+    return failure(lambda: stub.Generate(request, timeout=20))
 
 
 def test_unsupported_adapter_types_are_named(stub: Stub, store: Path) -> None:
     write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
     wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3 is not currently supported")
     inputs = [pb.GenerationRequest(text="a")]
-    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="ia3")) == wanted
-    assert failure(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
+    assert failed(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="ia3")) == wanted
+    assert failed(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
 
 
 def test_long_and_hostile_ids_are_truncated_and_escaped(stub: Stub) -> None:
-    _, details = failure(stub, prompt_call("x" * 100_000))
+    _, details = failed(stub, prompt_call("x" * 100_000))
     assert details.startswith(f"can't retrieve prompt prefix with id '{'x' * 100}...': the id must contain only")
-    _, details = failure(stub, prompt_call("a\nfake log line\x1b[2J"))
+    _, details = failed(stub, prompt_call("a\nfake log line\x1b[2J"))
     assert details.startswith("can't retrieve prompt prefix with id 'a?fake log line?[2J': ")
 
 
@@ -189,7 +184,7 @@ def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: 
     second = output_tokens(stub, request)
     assert first != second == output_tokens(stub, prompt_call("soft/nested/king"))
     shutil.rmtree(store / "changing-prompt")
-    assert 'prefix id "changing-prompt" not found' in failure(stub, request)[1]
+    assert 'prefix id "changing-prompt" not found' in failed(stub, request)[1]
 
 
 def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:
@@ -201,7 +196,7 @@ def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub,
     for one in running:
         next(one)  # the first message shows that the prompt is resolved
     shutil.rmtree(store / "leaving")
-    assert "not found" in failure(stub, request)[1]
+    assert "not found" in failed(stub, request)[1]
     assert all([token.text for message in one for token in message.tokens] == expected for one in running)
 
 

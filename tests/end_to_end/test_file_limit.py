@@ -5,12 +5,11 @@ import os
 import re
 import resource
 import socket
-import time
 from pathlib import Path
 
 import grpc
 import pytest
-from harness import Server, running_server, unary_request
+from harness import Server, running_server, unary_request, wait_until
 
 from demo.fake_model import make_fake_model
 from tgis.cli.serve import FILE_TABLE_SIZE, MAX_OPEN_FILES, raise_file_limit
@@ -45,10 +44,10 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
                 connection = connections.enter_context(socket.socket())
                 connection.setblocking(False)  # the queue of the port may be full
                 connection.connect_ex(("127.0.0.1", port))
-            wait_until_refused(server)
+            wait_until(lambda: refuses_connections(server), "refused connection")
             for _ in range(50):
                 assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
-        wait_until_healthy(server)
+        server.wait_for_health(200)
         with grpc.insecure_channel(server.target) as channel:
             new = pb_grpc.GenerationServiceStub(channel)
             assert new.Generate(unary_request("abc", 3), timeout=20, wait_for_ready=True).responses[0].text == "abc"
@@ -56,20 +55,10 @@ def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: P
         assert len(server.log.read_text().splitlines()) < 200
 
 
-def wait_until_refused(server: Server) -> None:
-    """The HTTP port closes new connections at once while no file can be opened."""
-    until = time.monotonic() + 20
-    with contextlib.suppress(OSError):
-        while time.monotonic() < until:
-            server.get("/health")
-            time.sleep(0.02)
-        raise AssertionError("no connection has been refused")
-
-
-def wait_until_healthy(server: Server) -> None:
-    until = time.monotonic() + 20
-    while True:
-        with contextlib.suppress(OSError):
-            if server.get("/health", timeout=1) == (200, ""):
-                return
-        assert time.monotonic() < until, "not healthy again"
+def refuses_connections(server: Server) -> bool:
+    """As the HTTP port does at once while no file can be opened."""
+    try:
+        server.get("/health")
+    except OSError:
+        return True
+    return False

@@ -2,18 +2,17 @@
 
 import asyncio
 import collections
+import functools
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
-from harness import Server, running_server, unary_request
+from harness import Server, failure, running_server, unary_request, wait_until
 
 from benchmarks.structured_output.random_grammars import random_grammar
 from demo.fake_model import make_fake_model
@@ -58,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "attacks"), [(1, 4_000), pytest.param(2, 60_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    ("seed", "attacks"), [(1, 1_500), pytest.param(2, 60_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks: int) -> None:
     before = _usual_answer(server)
@@ -66,7 +65,7 @@ def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks
     statuses = asyncio.run(_attack(server.target, [_make_attack(draw) for _ in range(attacks)]))
     assert statuses["OK"] > attacks / 10
     assert statuses["INVALID_ARGUMENT"] > attacks / 10
-    assert _all_places_are_free(server)
+    wait_until(lambda: _all_places_are_free(server), "free place for every input")
     assert _usual_answer(server) == before
     assert server.get("/health")[0] == 200
 
@@ -77,17 +76,14 @@ def test_a_long_name_is_cut_in_the_status_and_never_logged(server: Server) -> No
     for decoding in (*given, pb.DecodingParameters(grammar=f"root ::= {LONG}")):
         request = unary_request("a", 1)
         request.params.decoding.CopyFrom(decoding)
-        with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
-            stub.Generate(request, timeout=CALL_TIMEOUT)
-        error: Any = caught.value
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "secret" in error.details()
-        assert len(error.details()) < 300
-    until = time.monotonic() + 20
-    while "single call failed: grammar cannot be compiled" not in (log := server.log.read_text()):
-        assert time.monotonic() < until, log
-        time.sleep(0.02)
-    assert "secret" not in log
+        with server.stub() as stub:
+            code, details = failure(functools.partial(stub.Generate, request, timeout=CALL_TIMEOUT))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "secret" in details
+        assert len(details) < 300
+    said = "single call failed: grammar cannot be compiled"
+    wait_until(lambda: said in server.log.read_text(), "line in the log")
+    assert "secret" not in server.log.read_text()
 
 
 def _usual_answer(server: Server) -> pb.BatchedGenerationResponse:
@@ -97,17 +93,15 @@ def _usual_answer(server: Server) -> pb.BatchedGenerationResponse:
 
 
 def _all_places_are_free(server: Server) -> bool:
-    """Whether a call that needs all places succeeds, once the latest calls have returned theirs."""
+    """Whether a call that needs all places succeeds; the latest calls may not have returned theirs."""
     request = unary_request("a", 1)
     request.requests.extend(request.requests[:1] * (INPUTS - 1))
     with server.stub() as stub:
-        for _ in range(100):
-            try:
-                return len(stub.Generate(request, timeout=CALL_TIMEOUT).responses) == INPUTS
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    raise
-                time.sleep(0.1)
+        try:
+            return len(stub.Generate(request, timeout=CALL_TIMEOUT).responses) == INPUTS
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
     return False
 
 

@@ -8,14 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-from harness import server_environment, unary_request
+from harness import server_environment, unary_request, wait_until
 from repository import TEST_CACHE
 
 from demo.fake_model import make_fake_model
@@ -61,14 +60,7 @@ def serving(output: int, **options: object) -> Iterator[tuple[subprocess.Popen[b
 
 
 def wait_until_healthy(address: str) -> None:
-    until = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except OSError:
-            assert time.monotonic() < until, "the server is not healthy after 60 s"
-            time.sleep(0.05)
+    wait_until(lambda: urllib.request.urlopen(f"{address}/health", timeout=5).status == 200, "health", 60)
 
 
 def test_a_server_whose_log_nobody_reads_serves_and_ends(tmp_path: Path) -> None:

@@ -139,4 +139,3 @@ def test_requests_without_a_seed_get_the_same_ones_in_every_run(tmp_path: Path) 
     first = seeds(ADAPTER, "--seed", "7")
     assert len(set(first)) == 3
     assert seeds("tgis", "serve", RANDOM_SEED=7) == first
-    assert seeds(ADAPTER, SEED=8) != first

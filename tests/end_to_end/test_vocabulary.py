@@ -1,11 +1,10 @@
 """A tokenizer with more tokens than its model, such as one with an added [PAD]."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import grpc
 import pytest
-from harness import Server, as_stream_request, running_server, unary_request
+from harness import Server, as_stream_request, failure, running_server, unary_request
 from tokenizers import Tokenizer
 
 from demo.fake_model import make_fake_model
@@ -25,22 +24,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def refusal(call: Callable[[], object]) -> str | None:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    error: Any = caught.value
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    details: str | None = error.details()
-    return details
-
-
 @pytest.mark.parametrize("text", ["a[PAD]", "[PAD]", "[PAD]" + "a" * 100])
 def test_an_input_with_a_token_beyond_the_embedding_is_refused(server: Server, text: str) -> None:
     """Before, its step failed, and with it those of the inputs beside it."""
     request = unary_request(text)
     with server.stub() as stub:
-        assert refusal(lambda: stub.Generate(request)) == f"requests[0].text {TOO_MANY}"
-        assert refusal(lambda: list(stub.GenerateStream(as_stream_request(request)))) == f"request.text {TOO_MANY}"
+        refused = grpc.StatusCode.INVALID_ARGUMENT
+        assert failure(lambda: stub.Generate(request)) == (refused, f"requests[0].text {TOO_MANY}")
+        stream = stub.GenerateStream(as_stream_request(request))
+        assert failure(lambda: list(stream)) == (refused, f"request.text {TOO_MANY}")
         (tokens,) = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text)])).responses
         assert tokens.token_count == len(text.replace("[PAD]", "P"))
         (response,) = stub.Generate(unary_request("hello", 3)).responses

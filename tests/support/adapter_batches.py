@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from batches import engine_options, limits
+from tiny_models import run_steps
 from tuning import Continuation
 
-from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
@@ -76,25 +76,15 @@ def generate_all(
     setup: EngineSetup, jobs: list[AdapterRequest], seed: int = 0, eos: int = 3
 ) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
     """Generated tokens of requests that arrive at random steps, and the logprobs of their inputs."""
-    rng, batcher = random.Random(seed), Batcher(setup.bounds, eos_ids=[eos])
-    ids = [next(setup.ids) for _ in jobs]
-    waiting = list(zip(ids, jobs, strict=True))
+    requests = [job.request(next(setup.ids)) for job in jobs]
+    adapters = {request.id: job.prompt for request, job in zip(requests, jobs, strict=True)}
     done: dict[int, list[int]] = {}
     inputs: dict[int, list[TokenLogprobs]] = {}
-    while len(done) < len(jobs) or not batcher.idle:
-        while waiting and (batcher.idle or rng.random() < 0.5):
-            number, job = waiting.pop(0)
-            (row,) = batcher.submit([job.request(number)], 0.0)
-            row.adapter = job.prompt
-        plan = batcher.plan(0.0)
-        setup.engine.release(plan.to_release)
-        if not plan.seqs:
-            continue
-        result = setup.engine.step(plan)
+    steps = run_steps(setup.engine, setup.bounds, requests, random.Random(seed), adapters, eos)
+    for _, result, ended in steps:
         inputs |= result.prompt_logprobs
-        ended = batcher.commit(plan, result.tokens, 0.0)
         done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
-    return [done[n] for n in ids], [inputs.get(n, []) for n in ids]
+    return [done[number] for number in adapters], [inputs.get(number, []) for number in adapters]
 
 
 def find_adapter(store: AdapterStore, continuation: Continuation) -> LoadedAdapter | None:

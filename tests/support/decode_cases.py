@@ -1,10 +1,5 @@
-"""Test cases of decode attention: the GPU kernels, on a GPU or interpreted, and the CPU kernel.
+"""Test cases of decode attention: the GPU kernels, on a GPU or interpreted, and the CPU kernel."""
 
-Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python decode_cases.py` runs as a process of its
-own. It prints one line of JSON: for each case the largest difference from the oracle.
-"""
-
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,17 +120,3 @@ def error(case: Case, device: str, attention: Callable[..., Tensor], **arguments
     output = attention(*tensors, params=params, **arguments)
     difference = (output.double() - expected(*tensors, params=params)).abs().max().item()
     return float("inf") if difference != difference else difference
-
-
-def main() -> None:
-    from triton_interpreter import repair
-
-    from tgis.engines.kernels.cuda.paged_decode import paged_decode
-
-    repair()
-    errors = {name: error(case, "cpu", paged_decode, num_sms=case.num_sms) for name, case in CASES.items()}
-    print(json.dumps(errors))
-
-
-if __name__ == "__main__":
-    main()

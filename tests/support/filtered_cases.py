@@ -1,10 +1,5 @@
-"""Test cases of draws from filtered tokens, on a GPU or interpreted.
+"""Test cases of draws from filtered tokens, on a GPU or interpreted."""
 
-Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python filtered_cases.py` runs as a process of its
-own. It prints one line of JSON: for each case the share of rows whose table is not that of plain PyTorch.
-"""
-
-import json
 from dataclasses import dataclass
 
 import torch
@@ -72,20 +67,9 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def changed(case: Case, device: str) -> float:
-    """Rows of invalid scores may differ but in their state."""
+    """The share of rows whose table is not that of plain PyTorch; invalid rows may differ but in their state."""
     arguments = inputs(case, device)
     found, expected = (draw(*arguments).cpu() for draw in (_triton_draw_filtered, draw_filtered))
     is_other = ~torch.isclose(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
     is_other[expected[:, 1] == 2.0, :1] = is_other[expected[:, 1] == 2.0, 2:] = False
     return float(is_other.any(-1).double().mean())
-
-
-def main() -> None:
-    from triton_interpreter import repair
-
-    repair()
-    print(json.dumps({name: changed(case, "cpu") for name, case in CASES.items()}))
-
-
-if __name__ == "__main__":
-    main()

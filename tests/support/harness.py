@@ -37,6 +37,26 @@ def run_async(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
     return in_loop
 
 
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    """A connection that fails is no answer."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < until, f"no {what} within {seconds} s"
+        time.sleep(0.02)
+
+
+def failure(action: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    """The status that a call ends with, and what it says."""
+    try:
+        action()
+    except grpc.RpcError as error:
+        return error.code(), error.details() or ""
+    raise AssertionError("the call has succeeded")
+
+
 @dataclass
 class Server:
     """A server process that has logged that it is ready."""
@@ -72,18 +92,12 @@ class Server:
 
     def wait_for_metric(self, sample: str, seconds: float = 20) -> None:
         """Until /metrics has this line."""
-        until = time.monotonic() + seconds
-        while sample not in self.get("/metrics")[1].splitlines():
-            assert time.monotonic() < until, f"no {sample} within {seconds} s"
-            time.sleep(0.02)
+        wait_until(lambda: sample in self.get("/metrics")[1].splitlines(), sample, seconds)
 
     def wait_for_health(self, status: int, seconds: float = 20) -> str:
         """Until /health answers so; its body."""
-        until = time.monotonic() + seconds
-        while (answer := self.get("/health"))[0] != status:
-            assert time.monotonic() < until, f"/health is {answer}, not {status}, for {seconds} s"
-            time.sleep(0.02)
-        return answer[1]
+        wait_until(lambda: self.get("/health")[0] == status, f"/health {status}", seconds)
+        return self.get("/health")[1]
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

@@ -13,20 +13,14 @@ from unittest import mock
 import msgspec
 import torch
 from batches import engine_options, limits
-from tiny_models import generate_all
+from tiny_models import generate_all, greedy_requests
 
 from tgis.engines.paged import attention
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import draws
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-ROWS, NEW = 3, 5
-
-
-def requests() -> list[Request]:
-    draw = random.Random(5)
-    prompts = [[draw.randint(3, 60) for _ in range(draw.randint(1, 30))] for _ in range(5)]
-    return [Request(n, prompt, NEW, False, SamplingParams(), LogprobOptions()) for n, prompt in enumerate(prompts)]
+ROWS = 3
+REQUESTS = greedy_requests(5, 5, random.Random(5))
 
 
 def generated(model: Path) -> tuple[list[list[int]], PagedEngine]:
@@ -34,11 +28,11 @@ def generated(model: Path) -> tuple[list[list[int]], PagedEngine]:
     options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), cpu_isa="none")
     engine = PagedEngine(options)
     bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
-    return generate_all(engine, bounds, requests(), random.Random(1)), engine
+    return generate_all(engine, bounds, REQUESTS, random.Random(1)), engine
 
 
 def main() -> None:
-    from triton_interpreter import repair  # the tests of machines without Triton import this module
+    from interpreted_kernels import repair  # the tests of machines without Triton import this module
 
     repair()
     properties = SimpleNamespace(multi_processor_count=2)

@@ -21,7 +21,7 @@ PROMPTS = {
     "glassllm": oracle_prompts.GLASSLLM,
     "detransliterator": oracle_prompts.DETRANSLITERATOR,
 }
-MAX_NEW_TOKENS = {"smollm2": 48, "glassllm": 32, "detransliterator": 48}
+MAX_NEW_TOKENS = {"smollm2": 24, "glassllm": 32, "detransliterator": 48}
 NUM_CANDIDATES = 10
 TOLERANCE = 2e-4  # of log-probabilities: oneDNN's packed float32 products alone are off by up to 1e-4
 NEAR_TIE = 1e-3

@@ -1,10 +1,5 @@
-"""Test cases of prefill attention in Triton, on a GPU or interpreted.
+"""Test cases of prefill attention in Triton, on a GPU or interpreted."""
 
-`TRITON_INTERPRET=1 python prefill_cases.py` prints one line of JSON: for each case the largest difference from the
-oracle.
-"""
-
-import json
 from dataclasses import dataclass
 
 import torch
@@ -62,14 +57,3 @@ def error(case: Case, device: str) -> float:
     output = paged_prefill(made.q, *made.layer, make_paged_chunks(made.batch.chunks), params)
     difference = (output.double() - made.expected(params)).abs().max().item()
     return float("inf") if difference != difference else difference
-
-
-def main() -> None:
-    from triton_interpreter import repair
-
-    repair()
-    print(json.dumps({name: error(case, "cpu") for name, case in CASES.items()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,4 @@
-"""Test cases of the small Triton kernels of a step, on a GPU or interpreted: writes to the KV cache, and the argmax.
-
-Triton decides at import whether to interpret, so `TRITON_INTERPRET=1 python step_kernel_cases.py` runs as a process of
-its own. It prints one line of JSON: for each case how many numbers are not what PyTorch makes them.
-"""
-
-import json
+"""Test cases of the small Triton kernels of a step, on a GPU or interpreted: writes to the KV cache, and the argmax."""
 
 import torch
 from torch import Tensor
@@ -59,6 +53,7 @@ def wrong_choices(values: Tensor) -> int:
 
 
 def errors(device: str, dtypes: list[torch.dtype]) -> dict[str, int]:
+    """For each case how many numbers are not what PyTorch makes them."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for dtype in dtypes:
@@ -70,14 +65,3 @@ def errors(device: str, dtypes: list[torch.dtype]) -> dict[str, int]:
         for name, values in rows.items():
             found[f"argmax, {name}, {dtype}"] = wrong_choices(values.to(device, dtype))
     return found
-
-
-def main() -> None:
-    from triton_interpreter import repair
-
-    repair()
-    print(json.dumps(errors("cpu", [torch.float32, torch.float16])))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Tiny models of many architectures, with random weights large enough that the best token is clear."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
 from tgis.ipc.request import Request
+from tgis.prompts.store import LoadedAdapter
 
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
 
@@ -179,7 +180,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "Marian": BART_LIKE,
     "M2M100": BART_LIKE,
     "Pegasus": BART_LIKE,
-    "PegasusX": BART_LIKE,
+    "PegasusX": BART_LIKE | {"block_size": 8, "num_global_tokens": 4},
     "Blenderbot": BART_LIKE,
     "BlenderbotSmall": BART_LIKE,
     "PLBart": BART_LIKE,
@@ -225,15 +226,38 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path, **generati
     return directory
 
 
+def greedy_requests(count: int, new: int, draw: random.Random, longest: int = 30) -> list[Request]:
+    """With random prompts."""
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return [Request(number, prompt, new) for number, prompt in enumerate(prompts)]
+
+
+def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    """What transformers generates for each request."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    found = []
+    for request in requests:
+        length = {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.max_new_tokens}
+        output = network.generate(torch.tensor([request.tokens]), do_sample=False, **length)
+        found.append(output[0, len(request.tokens) :].tolist())
+    return found
+
+
 def run_steps(
-    engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random
+    engine: Engine,
+    bounds: BatchLimits,
+    requests: list[Request],
+    rng: random.Random,
+    adapters: Mapping[int, LoadedAdapter | None] = {},
+    eos: int = EOS,
 ) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:
     """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
-    batcher = Batcher(bounds, eos_ids=[EOS])
+    batcher = Batcher(bounds, eos_ids=[eos])
     waiting = list(requests)
     while waiting or not batcher.idle:
         if waiting and (batcher.idle or rng.random() < 0.4):
-            batcher.submit([waiting.pop(0)], 0.0)
+            (seq,) = batcher.submit([waiting.pop(0)], 0.0)
+            seq.adapter = adapters.get(seq.id)
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)
         if not plan.seqs:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from interpreted_engine import NEW, requests
+from interpreted_engine import REQUESTS
 from repository import REPOSITORY
-from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import make_model, tokens_alone
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -32,32 +30,22 @@ def child(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "cases"), [("decode_cases.py", 25), ("prefill_cases.py", 12)])
-def test_interpreted_kernels_match_the_oracle(script: str, cases: int) -> None:
-    errors = child(script, TRITON_INTERPRET="1")
-    assert len(errors) == cases
-    assert {name: off for name, off in errors.items() if off > (2e-3 if "float16" in name else 1e-5)} == {}
-
-
-def test_interpreted_draws_are_those_of_pytorch() -> None:
-    """Except at near ties in single precision, within 1e-5."""
-    changed = child("gumbel_max_cases.py", TRITON_INTERPRET="1")
-    assert len(changed) == 12
-    assert max(changed.values()) < 0.02
+def test_interpreted_draws_writes_and_choices_are_those_of_pytorch() -> None:
+    """Draws except at near ties in single precision, within 1e-5."""
+    found = child("interpreted_kernels.py", "draw", "step", TRITON_INTERPRET="1")
+    assert len(found["draw"]) == 12
+    assert max(found["draw"].values()) < 0.02
+    assert len(found["step"]) == 18
+    assert {name: count for name, count in found["step"].items() if count} == {}
 
 
 @pytest.mark.slow
-def test_interpreted_draws_from_filtered_tokens_are_those_of_pytorch() -> None:
-    changed = child("filtered_cases.py", TRITON_INTERPRET="1")
-    assert len(changed) == 13
-    assert {name: share for name, share in changed.items() if share} == {}
-
-
-def test_interpreted_writes_and_choices_are_those_of_pytorch() -> None:
-    wrong = child("step_kernel_cases.py", TRITON_INTERPRET="1")
-    assert len(wrong) == 18
-    assert {name: count for name, count in wrong.items() if count} == {}
+def test_interpreted_attention_and_filtered_draws_match_the_oracle() -> None:
+    found = child("interpreted_kernels.py", "decode", "prefill", "filtered", TRITON_INTERPRET="1")
+    assert {kind: len(cases) for kind, cases in found.items()} == {"decode": 25, "prefill": 12, "filtered": 13}
+    assert {name: share for name, share in found["filtered"].items() if share} == {}
+    for errors in (found["decode"], found["prefill"]):
+        assert {name: off for name, off in errors.items() if off > (2e-3 if "float16" in name else 1e-5)} == {}
 
 
 @pytest.mark.slow
@@ -67,11 +55,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
     found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
     kernels = ["best", "decode", "draw", "draw_filtered", "prefill", "write"]
     assert found["kernels"] == [f"_triton_{name}" for name in kernels]
-    network = AutoModelForCausalLM.from_pretrained(model).eval()
-    for request, tokens in zip(requests(), found["tokens"], strict=True):
-        ids = torch.tensor([request.tokens])
-        output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-        assert tokens == output[0, len(request.tokens) :].tolist()
+    assert found["tokens"] == tokens_alone(model, REQUESTS)
 
 
 @pytest.mark.slow

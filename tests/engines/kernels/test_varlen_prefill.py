@@ -56,24 +56,9 @@ class OldVarlen:
 class NewVarlen(OldVarlen):
     """As torch 2.13 has it."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, *others: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
         assert enable_gqa or query.shape[1] == key.shape[1]
-        return super().__call__(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
-        )
+        return super().__call__(query, key, *others, **options)
 
 
 @pytest.fixture(params=[OldVarlen, NewVarlen])

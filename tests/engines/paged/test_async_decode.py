@@ -164,7 +164,7 @@ def test_any_plan_may_follow_any_other(
         mock.patch.object(subject.engine._sampler, "invalidate", changed),
         mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
     ):
-        for seed in range(8):
+        for seed in range(4):
             rng = random.Random(seed)
             rows = [Sequence(request(rng, number), 0.0) for number in range(ROWS)]
             for _ in range(40):
@@ -182,9 +182,9 @@ def test_any_plan_may_follow_any_other(
                 subject.check(row)
     reused = tokens - sum(launches.planned)
     assert reused > tokens // 4
-    assert sum(launches.in_flight) > reused + 40
-    assert back > 10
-    assert (changed.call_count > 25) == (lists == "short lists")
+    assert sum(launches.in_flight) > reused + 20
+    assert back > 5
+    assert (changed.call_count > 12) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
@@ -265,7 +265,7 @@ def _num_changed_tokens(subject: Subject, rows: list[Sequence]) -> list[int]:
 
 
 def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * 6, 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)]
+    rows = [Sequence(Request(n, [3] * 6, 9), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
         row.block_table = [2 * number, 2 * number + 1]
     for in_flight, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
@@ -277,9 +277,7 @@ def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subj
 
 
 def test_nothing_is_launched_ahead_beside_an_unfinished_prompt(subject: Subject, launches: Launches) -> None:
-    rows = [
-        Sequence(Request(n, [3] * (5 + 12 * n), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(2)
-    ]
+    rows = [Sequence(Request(n, [3] * (5 + 12 * n), 9), 0.0) for n in range(2)]
     for number, row in enumerate(rows):
         row.block_table = list(range(number * 10, number * 10 + 10))
     for work, launched in (

@@ -8,14 +8,14 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder, _BlockTables
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import Request
 
 CPU = torch.device("cpu")
 
 
 def test_a_batch_is_one_copy() -> None:
     """Everything in it; the floats among it bit by bit."""
-    rows = [Sequence(Request(n, list(range(20)), 9, False, SamplingParams(), LogprobOptions()), 0.0) for n in range(3)]
+    rows = [Sequence(Request(n, list(range(20)), 9), 0.0) for n in range(3)]
     for row, blocks, computed in zip(rows, ([7, 1, 4], [3, 9], [2, 5]), (19, 0, 12), strict=True):
         row.block_table, row.num_computed_tokens = blocks, computed
     numbers = np.array([[1, 2, 3], [-1, 2**63 - 1, -(2**63)]])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from batches import engine_options, limits
 from repository import REPOSITORY
-from tiny_models import ARCHITECTURES, generate_all, make_model
+from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.paged import engine as engine_module
@@ -25,9 +25,6 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
-
-NEW = 6
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +38,16 @@ def options(model: Path) -> EngineOptions:
     return msgspec.structs.replace(engine_options(model, 4, threads=1), **changes)
 
 
-def requests(count: int) -> list[Request]:
-    draw = random.Random(count)
-    return [
-        Request(
-            n, [draw.randint(3, 60) for _ in range(draw.randint(1, 30))], NEW, False, SamplingParams(), LogprobOptions()
-        )
-        for n in range(count)
-    ]
-
-
 def graphs() -> int:
     """How many were ever compiled in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def expected(model: Path, request: Request) -> list[int]:
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    ids = torch.tensor([request.tokens])
-    output = network.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    return list(output[0, len(request.tokens) :].tolist())
+def assert_generates_what_transformers_does(engine: PagedEngine, model: Path, count: int = 1) -> None:
+    bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
+    requests = greedy_requests(count, 6, random.Random(count))
+    found = generate_all(engine, bounds, requests, random.Random(1))
+    assert found == tokens_alone(model, requests, torch.float64)
 
 
 @pytest.mark.slow  # a compiler runs for some seconds
@@ -80,11 +67,8 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
 
     monkeypatch.setattr(CompiledLayers, "freeze", counted)
     engine = PagedEngine(options(model))
-    made = requests(12)
-    bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
-    found = generate_all(engine, bounds, made, random.Random(1))
+    assert_generates_what_transformers_does(engine, model, 12)
     assert "compiled in" in caplog.text
-    assert found == [expected(model, request) for request in made]
     assert at_startup == [graphs()]
     assert graphs() - before == 2  # for all layers: of one token, and of several
     assert engine._compiled is not None
@@ -157,10 +141,8 @@ def test_without_a_compiler_steps_run_eagerly(
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     engine = PagedEngine(options(model))
-    (request,) = requests(1)
-    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert_generates_what_transformers_does(engine, model)
     assert "PT2_COMPILE has no effect: no compiler" in caplog.text
-    assert found == [expected(model, request)]
 
 
 def test_a_device_out_of_memory_is_no_reason_to_run_eagerly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +161,7 @@ def test_compiled_layers_must_agree_with_eager_ones(
     engine = PagedEngine(options(model))
     engine.warm_up()
     assert "PT2_COMPILE has no effect: compiled steps do not give the logits of eager ones (off by " in caplog.text
-    (request,) = requests(1)
-    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
-    assert found == [expected(model, request)]
+    assert_generates_what_transformers_does(engine, model)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +190,6 @@ def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.L
     caplog.set_level(logging.INFO)
     engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
     before = graphs()
-    (request,) = requests(1)
-    found = generate_all(engine, limits(60, padded=False, block_size=16, max_batch_size=4), [request], random.Random(1))
+    assert_generates_what_transformers_does(engine, model)
     assert "PT2_COMPILE has no effect" in caplog.text
     assert graphs() == before
-    assert found == [expected(model, request)]

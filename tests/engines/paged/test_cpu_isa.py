@@ -5,17 +5,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from batches import engine_options, limits
 from cpu_kernels import kernels_of
-from tiny_models import VOCAB_SIZE, generate_all, make_model
-from transformers import AutoModelForCausalLM
+from tiny_models import generate_all, greedy_requests, make_model, tokens_alone
 
 from tgis.engines.kernels.cpu.library import ISAS
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
-
-NEW_TOKENS = 8
+from tgis.ipc.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -25,24 +21,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    draw = random.Random(3)
-    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 5, 16, 40, 70)]
-    return [
-        Request(n, prompt, NEW_TOKENS, False, SamplingParams(), LogprobOptions()) for n, prompt in enumerate(prompts)
-    ]
+    return greedy_requests(6, 8, random.Random(3), longest=70)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path, requests: list[Request]) -> list[list[int]]:
-    """The tokens that transformers generates for each request alone."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    outputs = [
-        network.generate(
-            torch.tensor([request.tokens]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-        )
-        for request in requests
-    ]
-    return [output[0, len(request.tokens) :].tolist() for output, request in zip(outputs, requests, strict=True)]
+    return tokens_alone(model, requests)
 
 
 @pytest.mark.parametrize("isa", ["none", *ISAS])

@@ -192,7 +192,7 @@ def _interleave(rng: random.Random, run: Run) -> int:
 @pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few_blocks blocks"])
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)], ids=["ten", "forty more"]
+    "seeds", [range(5), pytest.param(range(5, 50), marks=pytest.mark.slow)], ids=["five", "45 more"]
 )
 def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, seeds: range) -> None:
     total, left = BatcherCounters(), 0
@@ -203,8 +203,8 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
         batcher = subject.batcher(blocks, chunk, prefix_cache=prefix_cache, max_batch_size=rows)
         run = Run(subject, batcher, counts=total)
         left += _interleave(rng, run)
-    assert left >= len(seeds) // 10
-    assert (total.preemptions > len(seeds)) == few_blocks
+    assert left > 0
+    assert (total.preemptions >= len(seeds)) == few_blocks
     assert (total.prefix_cache_hits > len(seeds)) == prefix_cache
     assert total.queue_jumps or not few_blocks
 
@@ -220,13 +220,11 @@ PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS = (
 @pytest.mark.parametrize("subject", [PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS], indirect=True)
 def test_chunks_of_every_size(subject: Subject) -> None:
     """Alone, and beside a decode."""
-    long = Request(1, list(PROMPTS[5]), 8, False, SamplingParams(), LogprobOptions(input_tokens=True, logprobs=True))
+    long = Request(1, list(PROMPTS[5]), 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
     for chunk in range(1, len(long.tokens) + 1):
         for beside in (0, 1):
             run = Run(subject, subject.batcher(100, chunk))
-            run.batcher.submit(
-                [Request(0, [5, 6], MAX_NEW_TOKENS, False, SamplingParams(), LogprobOptions())] * beside, 0.0
-            )
+            run.batcher.submit([Request(0, [5, 6], MAX_NEW_TOKENS)] * beside, 0.0)
             for _ in range(3 * beside):
                 run.step()
             run.batcher.submit([long], 0.0)
@@ -252,9 +250,8 @@ def test_preemption_at_any_step(subject: Subject, prefix_cache: bool) -> None:
 def _run_squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
     """Two prompts token by token, so that the oldest needs one block in every step; how many steps it takes."""
     run = Run(subject, subject.batcher(100, 1, prefix_cache=prefix_cache))
-    run.batcher.submit(
-        [Request(n, list(PROMPTS[n]), 6, False, SamplingParams(), LogprobOptions()) for n in (6, 8)], 0.0
-    )
+    prompts = list(PROMPTS[5][:6]), list(PROMPTS[5][:4] + PROMPTS[3][:3])  # with a common prefix
+    run.batcher.submit([Request(n, prompt, 5) for n, prompt in enumerate(prompts)], 0.0)
     assert run.batcher._block_manager is not None
     pool, steps = run.batcher._block_manager.pool, 0
     while run.batcher.num_running or run.batcher.num_waiting:

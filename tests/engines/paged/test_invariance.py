@@ -91,7 +91,7 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
     draw = random.Random(2)
     asked = requests()
     alone = [outcomes(engine, [request], 512, 100, draw)[0] for request in asked]
-    for chunk in (1, 16, 50):
+    for chunk in (3, 16, 50):
         draw.shuffle(asked)
         together = outcomes(engine, asked, chunk, draw.choice([24, 100]), draw)
         for request, outcome in zip(asked, together, strict=True):

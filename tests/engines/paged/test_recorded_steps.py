@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import VOCAB_SIZE, generate_all, make_model_from_config
+from tiny_models import VOCAB_SIZE, generate_all, greedy_requests, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
@@ -20,7 +20,6 @@ from tgis.engines.kernels.cpu.gemm import OneDnnGemm
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, _Memory
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -31,7 +30,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
-NEW, ROWS = 9, 4
+ROWS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +63,8 @@ def generated(model: Path, **options: Any) -> list[list[int]]:
     """The tokens of a dozen requests that come at random times, some to an idle engine."""
     engine = PagedEngine(msgspec.structs.replace(engine_options(model, ROWS, threads=1), **options))
     draw = random.Random(1)
-    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 40))] for _ in range(12)]
-    requests = [Request(n, prompt, NEW, False, SamplingParams(), LogprobOptions()) for n, prompt in enumerate(prompts)]
     bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
-    return generate_all(engine, bounds, requests, draw)
+    return generate_all(engine, bounds, greedy_requests(12, 9, draw, longest=40), draw)
 
 
 def assert_replayed_like_eager(

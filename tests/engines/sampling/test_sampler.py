@@ -102,51 +102,10 @@ def test_warpers_are_those_of_transformers(sampling: SamplingParams, spread: flo
     assert [found[token] for token in sorted(found)] == pytest.approx(logprobs[sorted(found)].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("generated", [0, 4, 5])
-def test_min_new_tokens_is_that_of_transformers(generated: int) -> None:
-    logits = normal(50)
-    warper = theirs.MinNewTokensLengthLogitsProcessor(2, 5, EOS)
-    expected = warper(torch.zeros(1, 2 + generated, dtype=torch.int64), logits[None])[0]
-    found = candidates(SamplingParams(min_new_tokens=5), logits, generated, EOS)
-    assert sorted(found) == expected.isfinite().nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("details", [LogprobOptions(), LOGPROBS, LogprobOptions(generated_tokens=True, top_n_tokens=2)])
-def test_greedy_takes_the_lowest_of_equal_ids(dtype: torch.dtype, details: LogprobOptions) -> None:
-    logits = torch.zeros(3, 1000, dtype=dtype)
-    logits[1, [640, 31, 999]] = 2.0
-    logits[2, :900] = -INFINITY
-    assert choose([make_row(SamplingParams(), details) for _ in range(3)], logits).tokens == [0, 31, 900]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_greedy_without_logprobs_compares_the_raw_logits(dtype: torch.dtype) -> None:
-    logits = normal(9, 700).to(dtype)
-    rows = [make_row(SamplingParams(seed=3, top_k=2, top_p=0.1)) for _ in range(9)]
-    sampled = choose(rows, logits)
-    assert sampled == Sampled(logits.double().argmax(-1).tolist(), [], [])
-
-
-def test_ties_with_the_kth_token_are_kept() -> None:
-    assert set(candidates(SamplingParams(temperature=1.0, top_k=2), [1, 5, 3, 3, 0, 3])) == {1, 2, 3, 5}
-    # 400 ties do not fit into any short list
-    many = torch.cat([torch.full((400,), 2.0), torch.zeros(600), torch.tensor([3.0])])
-    assert set(candidates(SamplingParams(temperature=0.5, top_k=2), many)) == {*range(400), 1000}
-
-
 def test_a_sure_token_has_logprob_zero() -> None:
     """It has no sign, which JSON would show."""
     sampled = choose([make_row(SamplingParams(), LOGPROBS)], torch.tensor([[-INFINITY, 1.0, -INFINITY]]))
     assert str(logprobs_of(sampled).logprob) == "0.0"
-
-
-@pytest.mark.parametrize("k", [40, 41, 2**32 - 1])
-def test_top_k_of_the_whole_vocabulary_or_more_is_off(k: int) -> None:
-    logits = normal(40)
-    assert candidates(SamplingParams(temperature=1.0, top_k=k), logits) == candidates(
-        SamplingParams(temperature=1.0), logits
-    )
 
 
 def test_top_p_keeps_what_reaches_it_and_at_least_the_best() -> None:
@@ -209,12 +168,6 @@ def test_length_penalty_starts_with_token_ten() -> None:
         assert [found[token] for token in range(8)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-5)
 
 
-def test_length_penalty_waits_for_the_minimum_length() -> None:
-    sampling = SamplingParams(length_penalty=(0, 5.0), min_new_tokens=6)
-    assert not set(candidates(sampling, normal(20), 5, EOS)) & set(EOS)
-    assert set(candidates(sampling, normal(20), 6, EOS)) > set(EOS)
-
-
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)]
 )
@@ -224,56 +177,6 @@ def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> 
     logits[0, 7] = -INFINITY
     sampled = choose([make_row(sampling, LOGPROBS, generated=5000)], logits, eos=EOS)
     assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ties", [10, 700])
-def test_top_n_reports_at_most_four_times_n_the_lowest_ids_first(dtype: torch.dtype, ties: int) -> None:
-    logits = torch.full((1, 1000), -1.0, dtype=dtype)
-    logits[0, 100 : 100 + ties] = 2.0
-    logits[0, 999] = 3.0  # the best of all, but of too high an id
-    for logprobs in (True, False):
-        details = LogprobOptions(generated_tokens=True, logprobs=logprobs, top_n_tokens=2)
-        top = logprobs_of(choose([make_row(SamplingParams(), details)], logits)).top_logprobs
-        assert [token for token, _ in top] == list(range(100, 108))
-
-
-def test_top_n_omits_removed_tokens() -> None:
-    logits = torch.tensor([[0.0, 3.0, -INFINITY, 5.0]])
-    details = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=4)
-    rows = [make_row(SamplingParams(), details), make_row(SamplingParams(temperature=1.0, top_k=2), details)]
-    sampled = choose(rows, logits.repeat(2, 1))
-    assert [[token for token, _ in logprobs_of(sampled, row).top_logprobs] for row in (0, 1)] == [[3, 1, 0], [3, 1]]
-
-
-def test_rank_counts_what_is_strictly_better() -> None:
-    """A draw among ties reports the better rank for all of them."""
-    logits = torch.tensor([[2.0, 2.0, 2.0, 1.9, 1.9]]).repeat(40, 1)
-    for k in (0, 4):
-        rows = [
-            make_row(
-                SamplingParams(temperature=1.0, top_k=k, seed=seed), LogprobOptions(generated_tokens=True, ranks=True)
-            )
-            for seed in range(40)
-        ]
-        sampled = choose(rows, logits)
-        assert set(sampled.tokens) == set(range(5))
-        assert all(logprobs_of(sampled, i).rank == (1 if t < 3 else 4) for i, t in enumerate(sampled.tokens))
-
-
-def test_logprobs_are_only_reported_where_requested() -> None:
-    logits = normal(4, 600)
-    asked = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
-    silent = LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=1)
-    sampled = choose(
-        [make_row(SamplingParams(), each) for each in (LogprobOptions(), asked, silent, LogprobOptions(True))], logits
-    )
-    assert [each is None for each in sampled.logprobs] == [True, False, True, True]
-    assert choose([make_row(SamplingParams(), silent)] * 4, logits).logprobs == []
-    only_rank = logprobs_of(
-        choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, ranks=True))], logits[:1])
-    )
-    assert only_rank == TokenLogprobs(0.0, 1, [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Triton's kernels in its interpreter: `TRITON_INTERPRET=1 python interpreted_kernels.py KIND...`.
+
+A process of its own, since Triton decides at import whether to interpret. It prints one line of JSON: for each kind and
+case how far the kernel's result is from the expected one. Triton cannot interpret bfloat16.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import decode_cases
+import filtered_cases
+import gumbel_max_cases
+import prefill_cases
+import step_kernel_cases
+import torch
+from triton.runtime import interpreter
+
+from tgis.engines.kernels.cuda.paged_decode import paged_decode
+from tgis.engines.kernels.cuda.sampling import gumbel_max
+
+
+def repair() -> None:
+    """Triton 3.6 converts arrays of one element to int, which numpy has refused since 2.4; 3.7 does not."""
+    patch = interpreter._patch_lang_tensor
+
+    def repaired(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = repaired
+
+
+def decode_error(case: decode_cases.Case) -> float:
+    return decode_cases.error(case, "cpu", paged_decode, num_sms=case.num_sms)
+
+
+def changed_draws(case: gumbel_max_cases.Case) -> float:
+    return gumbel_max_cases.changed(replace(case, rows=min(case.rows, 5)), gumbel_max, "cpu")
+
+
+def each(cases: Mapping[str, Any], off: Callable[[Any], float]) -> dict[str, float]:
+    return {name: off(case) for name, case in cases.items() if name != "bfloat16"}
+
+
+KINDS: dict[str, Callable[[], Mapping[str, float]]] = {
+    "decode": lambda: each(decode_cases.CASES, decode_error),
+    "prefill": lambda: each(prefill_cases.CASES, lambda case: prefill_cases.error(case, "cpu")),
+    "draw": lambda: each(gumbel_max_cases.CASES, changed_draws),
+    "filtered": lambda: each(filtered_cases.CASES, lambda case: filtered_cases.changed(case, "cpu")),
+    "step": lambda: step_kernel_cases.errors("cpu", [torch.float32, torch.float16]),
+}
+
+
+def main() -> None:
+    repair()
+    print(json.dumps({kind: KINDS[kind]() for kind in sys.argv[1:]}))
+
+
+if __name__ == "__main__":
+    main()
