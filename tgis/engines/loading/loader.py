@@ -47,6 +47,7 @@ class LoadedModelInfo:
     vocab_size: int  # width of the logits
     input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
+    max_batch_size: int | None = None  # of the model, whatever the option says
 
     def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
         """What an engine says of itself before `warm_up` has found its token capacity."""
@@ -58,7 +59,7 @@ class LoadedModelInfo:
             vocab_size=self.vocab_size,
             input_vocab_size=self.input_vocab_size,
             encoder_decoder=self.encoder_decoder,
-            max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+            max_batch_size=self.max_batch_size or options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
             token_capacity=0,
             **others,
         )
