@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from tgis.errors import GrammarError
+from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)
@@ -36,9 +37,9 @@ def is_ebnf(text: str) -> bool:
     return _RULE.search(text) is not None
 
 
-def ebnf_to_lark(text: str, max_depth: int, max_repetitions: int) -> str:
+def ebnf_to_lark(text: str) -> str:
     """GrammarError says what is wrong, and where."""
-    return _Parser(text, max_depth, max_repetitions).lark()
+    return _Parser(text).lark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,6 @@ class _Parser:
     """Recursive descent: the output is the input with other words in it."""
 
     text: str
-    max_depth: int
-    max_repetitions: int
     _tokens: list[_Token] = field(init=False)
     _at: int = 0
     _depth: int = 0
@@ -175,8 +174,8 @@ class _Parser:
 
     def _group(self, token: _Token) -> None:
         self._depth += 1
-        if self._depth > self.max_depth:
-            raise self._error(f"nested more than {self.max_depth} levels deep", token)
+        if self._depth > MAX_GRAMMAR_DEPTH:
+            raise self._error(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep", token)
         self._at += 1
         self._pieces.append("(")
         self._alternatives()
@@ -187,9 +186,9 @@ class _Parser:
 
     def _repeat(self, token: _Token) -> None:
         numbers = re.findall(r"\d+", token.text)
-        longest = len(str(self.max_repetitions))
-        if any(len(number) > longest or int(number) > self.max_repetitions for number in numbers):
-            raise self._error(f"more than {self.max_repetitions} repetitions", token)
+        longest = len(str(MAX_GRAMMAR_REPETITIONS))
+        if any(len(number) > longest or int(number) > MAX_GRAMMAR_REPETITIONS for number in numbers):
+            raise self._error(f"more than {MAX_GRAMMAR_REPETITIONS} repetitions", token)
         counts = [int(number) for number in numbers]
         if len(counts) == 2 and counts[0] > counts[1]:
             raise self._error(f"no number is in {token.text}", token)
