@@ -141,10 +141,6 @@ class TestWhole:
         assert bring() == path
         assert hub.downloads() == []
 
-    def test_a_truncated_file_is_downloaded_again(self, hub: FakeHub, bring: Bring) -> None:
-        (bring() / "model.safetensors").resolve().write_bytes(WEIGHTS[:-1])
-        assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
-
     def test_a_complete_cache_may_be_read_only(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         path = bring()
         before = {file: file.lstat().st_mtime_ns for file in tmp_path.rglob("*")}
@@ -184,19 +180,9 @@ class TestFailed:
         with pytest.raises(StartError, match=message.format(hub=hub.endpoint)):
             bring()
 
-    @pytest.mark.parametrize(
-        ("file", "content", "message"),
-        [
-            ("model.safetensors", WEIGHTS[:1000], "cannot download org/name: .* be of size 3072000 but has size 1000"),
-            ("config.json", b"{}", "org/name: config.json has not the 22 bytes that the hub lists$"),
-        ],
-        ids=["shorter", "shorter and small"],
-    )
-    def test_a_file_that_is_shorter_than_listed(
-        self, hub: FakeHub, bring: Bring, tmp_path: Path, file: str, content: bytes, message: str
-    ) -> None:
-        hub.overrides[file] = content
-        with pytest.raises(StartError, match=f"^{message}"):
+    def test_a_file_that_is_shorter_than_listed(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+        hub.overrides["model.safetensors"] = WEIGHTS[:1000]
+        with pytest.raises(StartError, match=r"^cannot download org/name: .* be of size 3072000 but has size 1000"):
             bring()
         with pytest.raises(StartError, match="is not in the cache"):
             find_model(REPO, None, str(tmp_path / "hub"))
@@ -290,11 +276,6 @@ class TestLookUp:
             b"{}",
             b'{"id": "a", "sha": "../..", "siblings": []}',
             b'{"id": "a", "sha": "%s", "siblings": 3}' % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json"}]}' % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json", "size": 1, "blobId": "../x"}]}'
-            % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json", "size": -1, "blobId": "%s"}]}'
-            % (b"a" * 40, b"b" * 40),
         ],
     )
     def test_a_nonsensical_response(self, hub: FakeHub, answer: bytes) -> None:
@@ -320,9 +301,6 @@ class TestLookUp:
 
     def test_select_files(self) -> None:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
-        listing = Listing(REPO, "0" * 40, tuple(lookup.HubFile(name, 1, "0" * 40) for name in names))
-        assert [file.name for file in lookup.select_files(listing, (".bin", ".json"))] == ["a.bin"]
-        assert [file.name for file in lookup.select_files(listing, lookup.CONFIG_EXTENSIONS)] == [
-            "vocab.txt",
-            "source.spm",
-        ]
+        listing = Listing(REPO, "0" * 40, tuple(names))
+        assert lookup.select_files(listing, (".bin", ".json")) == ("a.bin",)
+        assert lookup.select_files(listing, lookup.CONFIG_EXTENSIONS) == ("vocab.txt", "source.spm")
