@@ -13,7 +13,8 @@ from huggingface_hub import HfApi, constants
 from tgis.errors import StartError
 from tgis.models import hub
 from tgis.models.hub import Listing
-from tgis.models.staging import check_free_space, format_bytes
+from tgis.models.staging import check_free_space
+from tgis.utils.logs import format_bytes
 
 
 def download(api: HfApi, listing: Listing, names: tuple[str, ...], revision: str | None, cache: Path) -> Path:

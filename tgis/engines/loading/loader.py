@@ -25,11 +25,11 @@ from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.memory.available import format_bytes, used_memory
+from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import check_model_fits
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.utils.logs import log_progress
+from tgis.utils.logs import format_bytes, log_progress
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tgis.engines.memory.available import available_memory, format_bytes
+from tgis.engines.memory.available import available_memory
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
+from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
 
