@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo.fetch import MODELS, check_hashes, ensure
+from demo.fetch import MODELS, ensure
 from tgis.errors import StartError
 
 
@@ -12,12 +12,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description="Build a demo model.")
     parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, default=Path(".cache"), help="cache folder (default: .cache)")
-    parser.add_argument("--verify", action="store_true", help="also verify the sha256 of every file")
     options = parser.parse_args()
     try:
         directory = ensure(options.name, options.out)
-        if options.verify:
-            check_hashes(directory)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

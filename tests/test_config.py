@@ -41,8 +41,6 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "limit_by_address": (("true", True), ("1", True)),
     "max_queued_tokens": (("1", 1), ("100000", 100000)),
     "deadline_partial": (("true", True), ("1", True)),
-    "max_grammar_bytes": (("1", 1), ("100000", 100000)),
-    "max_grammar_states": (("100", 100), ("100000", 100000)),
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
     "max_batch_size": (("1", 1), ("12", 12)),
     "max_batch_prefill_tokens": (("1", 1), ("2k", 2000)),

@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "structured_output": "errors ipc",
     "engines": "batcher errors ipc",
     "engines/kernels": "engines errors utils",
-    "engines/memory": "batcher engines errors ipc",
+    "engines/memory": "batcher engines errors ipc utils",
     "engines/loading": "engines/kernels engines/memory errors ipc utils",
     "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels errors ipc",

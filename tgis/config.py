@@ -163,8 +163,6 @@ class Config:
         LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
     deadline_partial: bool = option(
         LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline, with the text so far", False)
-    max_grammar_bytes: int = option(LIMITS, integer(1), "maximum size of a grammar, schema or regex in bytes", 65536)
-    max_grammar_states: int = option(LIMITS, integer(100), "maximum states of a grammar, about 2 KiB each", 20_000)
     step_timeout_seconds: float = option(
         LIMITS, SECONDS, "seconds without a step after which a busy engine counts as hung", 120.0)
 

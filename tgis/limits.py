@@ -8,7 +8,7 @@ from typing import Any
 from tgis.config import CONTEXT, Config
 from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.lookups import AdapterStoreOptions, GrammarLimits
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
 from tgis.models.files import ModelFiles, find_directory, max_sequence_length, pad_token_id
 
@@ -16,10 +16,6 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
 GRAMMAR_TIMEOUT_SECONDS = 10.0  # until a grammar must be compiled
-WATERMARK = 0.5, 2.0  # share of the vocabulary that it prefers, and what it adds to the logits of that share
-_GRAMMAR_DEPTH = 64  # nested schemas or brackets
-_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength or {1,9}
-_GRAMMAR_CACHE_SIZE = 64
 
 
 def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
@@ -42,8 +38,6 @@ def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
         default,
         max_top_n_tokens=config.max_top_n_tokens,
         max_input_tokens=config.max_input_tokens,
-        watermark=WATERMARK,
-        max_grammar_bytes=config.max_grammar_bytes,
     )
 
 
@@ -92,9 +86,6 @@ def engine_options(
         "num_shards": config.num_shard,
         "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
         "adapter_store": adapter_store,
-        "grammar_limits": GrammarLimits(
-            _GRAMMAR_DEPTH, _GRAMMAR_REPETITIONS, config.max_grammar_states, _GRAMMAR_CACHE_SIZE
-        ),
     }
     same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
     return EngineOptions(**same, **given)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
@@ -40,7 +40,7 @@ def compile_schema(schema: Any) -> GrammarMatcher:
     """Compile a schema for a vocabulary of single bytes; raises GrammarError."""
     tokens = [b"", *(bytes([byte]) for byte in range(256))]
     table = TokenTable(Vocabulary(tokens), len(tokens), [EOS])
-    return compile_grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)), table, GrammarLimits())
+    return compile_grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)), table)
 
 
 def allows(matcher: GrammarMatcher, text: str) -> bool:

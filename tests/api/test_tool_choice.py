@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from grammar_walks import EOS, LIMITS, token_table, walk
+from grammar_walks import EOS, token_table, walk
 
 from benchmarks.structured_output.features import BOOLEAN, INTEGER, NODE, PERSON, closed
 from tgis.api.openai.bodies import ChatCompletionRequest
@@ -48,7 +48,7 @@ def named(name: str) -> dict[str, Any]:
 
 def compiled(form: ToolFormat, body: ChatCompletionRequest, *, special: bool = False) -> GrammarMatcher:
     spec = ToolGrammar(form, SPECIAL.get if special else lambda _: None).spec(ToolChoice.of(body))
-    return compile_grammar(spec, TABLE, LIMITS)
+    return compile_grammar(spec, TABLE)
 
 
 def text_of(tokens: list[int]) -> str:

@@ -46,7 +46,7 @@ def test_an_existing_directory_is_left_alone(model: Path, tmp_path: Path, capsys
 
 
 def test_invalid_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--python", "/nothing"), ("--wheels", "/nothing"), ("--quantize", "int3")):
+    for option, value in (("--python", "/nothing"), ("--quantize", "int3")):
         said = refusal(model, tmp_path / "out", capsys, option, value)
         assert option in said
         assert value in said or "is not" in said
@@ -59,10 +59,13 @@ def test_missing_packages_are_named(
     assert refusal(model, tmp_path / "out", capsys) == "convert-to-onnx needs onnx_ir: pip install 'tgis[onnx]'"
 
 
-def test_packages_that_cannot_be_installed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "wheels").mkdir()
-    said = refusal(model, tmp_path / "out", capsys, "--wheels", str(tmp_path / "wheels"))
-    assert said.startswith("cannot install Optimum (--wheels and --python need no network): ")
+def test_packages_that_cannot_be_installed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    said = refusal(model, tmp_path / "out", capsys)
+    assert said.startswith("cannot install Optimum (PIP_FIND_LINKS and --python need no network): ")
     assert "No matching distribution" in said
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".optimum.lock"]
 

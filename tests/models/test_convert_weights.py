@@ -352,8 +352,8 @@ class TestInterrupted:
     def test_too_little_space(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
         path = model("tied")
         usage = shutil.disk_usage(path)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(StartError, match=r"needs [\d.]+ kB, and the file system of \S+ has 1 kB free$"):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024))
+        with pytest.raises(StartError, match=r"needs [\d.]+ KiB, and the file system of \S+ has 1 KiB free$"):
             weights.convert_weights(path)
 
 

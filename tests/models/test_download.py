@@ -1,6 +1,5 @@
 """Downloads from a fake hub; the cache written by huggingface_hub is the oracle."""
 
-import errno
 import os
 import shutil
 import time
@@ -120,31 +119,6 @@ class TestWhole:
         assert find_model(REPO, old.name, str(tmp_path / "hub")).config == {"model_type": "gpt2"}
         assert new != old
 
-    def test_equal_files_are_downloaded_once(self, hub: FakeHub, bring: Bring) -> None:
-        hub.add(REPO, {"a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS})
-        path = bring()
-        assert len(hub.downloads()) == 1
-        assert (path / "a.safetensors").read_bytes() == (path / "b.safetensors").read_bytes() == WEIGHTS
-
-    @pytest.mark.filterwarnings("ignore:.*symlinks:UserWarning")
-    def test_a_file_system_without_symlinks(
-        self, hub: FakeHub, bring: Bring, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "symlink", refuse)
-        path = bring()
-        assert {file.name: file.read_bytes() for file in path.iterdir()} == {name: FILES[name] for name in WANTED}
-        assert not any(file.is_symlink() for file in path.iterdir())
-        hub.requests.clear()
-        assert bring() == path
-        assert hub.downloads() == []
-
-    def test_a_truncated_file_is_downloaded_again(self, hub: FakeHub, bring: Bring) -> None:
-        (bring() / "model.safetensors").resolve().write_bytes(WEIGHTS[:-1])
-        assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
-
     def test_a_complete_cache_may_be_read_only(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         path = bring()
         before = {file: file.lstat().st_mtime_ns for file in tmp_path.rglob("*")}
@@ -158,10 +132,6 @@ class TestWhole:
 
 
 class TestFailed:
-    def test_a_connection_that_breaks_once(self, hub: FakeHub, bring: Bring) -> None:
-        hub.truncations["model.safetensors"] = [1_500_000]
-        assert (bring() / "model.safetensors").read_bytes() == WEIGHTS
-
     def test_a_connection_that_keeps_breaking(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         """The next run downloads this file from its begin, and no other."""
         hub.truncations["model.safetensors"] = [2_000_000] + [0] * 10
@@ -184,19 +154,9 @@ class TestFailed:
         with pytest.raises(StartError, match=message.format(hub=hub.endpoint)):
             bring()
 
-    @pytest.mark.parametrize(
-        ("file", "content", "message"),
-        [
-            ("model.safetensors", WEIGHTS[:1000], "cannot download org/name: .* be of size 3072000 but has size 1000"),
-            ("config.json", b"{}", "org/name: config.json has not the 22 bytes that the hub lists$"),
-        ],
-        ids=["shorter", "shorter and small"],
-    )
-    def test_a_file_that_is_shorter_than_listed(
-        self, hub: FakeHub, bring: Bring, tmp_path: Path, file: str, content: bytes, message: str
-    ) -> None:
-        hub.overrides[file] = content
-        with pytest.raises(StartError, match=f"^{message}"):
+    def test_a_file_that_is_shorter_than_listed(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
+        hub.overrides["model.safetensors"] = WEIGHTS[:1000]
+        with pytest.raises(StartError, match=r"^cannot download org/name: .* be of size 3072000 but has size 1000"):
             bring()
         with pytest.raises(StartError, match="is not in the cache"):
             find_model(REPO, None, str(tmp_path / "hub"))
@@ -217,7 +177,8 @@ class TestFailed:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_000_000))
         with pytest.raises(
-            StartError, match=r"^org/name needs 3.07 MB, and the file system of \S+models--org--name has 3 MB free$"
+            StartError,
+            match=r"^org/name needs 2.93 MiB, and the file system of \S+models--org--name has 2.86 MiB free$",
         ):
             bring()
         assert hub.downloads() == []
@@ -290,11 +251,6 @@ class TestLookUp:
             b"{}",
             b'{"id": "a", "sha": "../..", "siblings": []}',
             b'{"id": "a", "sha": "%s", "siblings": 3}' % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json"}]}' % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json", "size": 1, "blobId": "../x"}]}'
-            % (b"a" * 40),
-            b'{"id": "a", "sha": "%s", "siblings": [{"rfilename": "a.json", "size": -1, "blobId": "%s"}]}'
-            % (b"a" * 40, b"b" * 40),
         ],
     )
     def test_a_nonsensical_response(self, hub: FakeHub, answer: bytes) -> None:
@@ -320,9 +276,6 @@ class TestLookUp:
 
     def test_select_files(self) -> None:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
-        listing = Listing(REPO, "0" * 40, tuple(lookup.HubFile(name, 1, "0" * 40) for name in names))
-        assert [file.name for file in lookup.select_files(listing, (".bin", ".json"))] == ["a.bin"]
-        assert [file.name for file in lookup.select_files(listing, lookup.CONFIG_EXTENSIONS)] == [
-            "vocab.txt",
-            "source.spm",
-        ]
+        listing = Listing(REPO, "0" * 40, tuple(names))
+        assert lookup.select_files(listing, (".bin", ".json")) == ("a.bin",)
+        assert lookup.select_files(listing, lookup.CONFIG_EXTENSIONS) == ("vocab.txt", "source.spm")

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
-from grammar_walks import EOS, LIMITS, byte_table, compiled
+from grammar_walks import EOS, byte_table, compiled
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -185,7 +185,7 @@ def test_what_users_write(grammar: str, text: str) -> None:
 )
 def test_errors_name_the_place_and_no_text(grammar: str, problem: str) -> None:
     with pytest.raises(GrammarError) as error:
-        ebnf_to_lark(grammar, LIMITS.max_depth, LIMITS.max_repetitions)
+        ebnf_to_lark(grammar)
     assert str(error.value) == problem
 
 
@@ -194,4 +194,4 @@ def test_errors_name_the_place_and_no_text(grammar: str, problem: str) -> None:
 def test_any_text_is_a_grammar_or_an_error(text: str) -> None:
     for grammar in (text, f"root ::= {text}"):
         with suppress(GrammarError):
-            ebnf_to_lark(grammar, LIMITS.max_depth, LIMITS.max_repetitions)
+            ebnf_to_lark(grammar)

@@ -20,7 +20,6 @@ import sampling_oracle as oracle
 import torch
 from batches import engine_options, limits
 from fake_cuda_graphs import record
-from grammar_walks import LIMITS
 from onnx_exports import exported
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
@@ -104,7 +103,7 @@ class Subject:
     def _submit(self, batcher: Batcher, request: Request, pattern: str | None, rng: random.Random) -> None:
         (seq,) = batcher.submit([request], 0.0)
         if pattern is not None:
-            seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), self.table, LIMITS)
+            seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), self.table)
             seq.grammar.in_thread = self.masks is not None
         if request.adapter:
             generator = torch.Generator().manual_seed(rng.getrandbits(32))

@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from grammar_walks import LIMITS, byte_table, compiled, walk
+from grammar_walks import byte_table, compiled, walk
 
 from benchmarks.structured_output import suite
 from benchmarks.structured_output.features import FEATURES, INTEGER, STRING, closed
@@ -124,13 +124,13 @@ def test_values_and_names_may_look_like_keywords() -> None:
         "properties": {"const": {"format": "date"}, "uniqueItems": False, "oneOf": {"const": {"oneOf": [{}, {}]}}},
         "const": {"format": "time", "uniqueItems": False},
     }
-    rewritten = parse_schema(json.dumps(schema), LIMITS)
+    rewritten = parse_schema(json.dumps(schema))
     assert rewritten["const"] == schema["const"]
     assert "format" not in rewritten["properties"]["const"]
     assert rewritten["properties"]["uniqueItems"] is False
     assert rewritten["properties"]["oneOf"] == {"const": {"oneOf": [{}, {}]}}
     named = {"properties": {"format": {"const": "date"}}}
-    assert parse_schema(json.dumps(named), LIMITS) == named
+    assert parse_schema(json.dumps(named)) == named
 
 
 def tagged(tag: Any, **properties: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ HOSTILE_ONE_OF: list[dict[str, Any]] = [
 def test_references_do_not_multiply_what_is_compared(schemas: dict[str, Any]) -> None:
     text = json.dumps(schemas | {"allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500})
     started = time.process_time()
-    parse_schema(text, LIMITS)
+    parse_schema(text)
     assert time.process_time() - started < 0.3
 
 

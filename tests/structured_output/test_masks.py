@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 import regex
-from grammar_walks import EOS, LIMITS, byte_table, compiled, token_table, walk
+from grammar_walks import EOS, byte_table, compiled, token_table, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,8 +184,6 @@ HOSTILE = [
     (GrammarKind.GRAMMAR, 'root ::= "a"{' + "1" * SIZE + "}"),
     (GrammarKind.GRAMMAR, "root ::= [" + "a" * SIZE + "]"),
     (GrammarKind.GRAMMAR, 'root ::= "' + "a" * SIZE + '"'),
-    (GrammarKind.GRAMMAR, "root ::= [一] " + "".join(f'"{chr(n)}{chr(n + 1)}"' for n in range(0x4E00, 0x7000))),
-    (GrammarKind.GRAMMAR, "root ::= " + "".join(f'"{n:04x}"[{chr(n)}]' for n in range(0x4E00, 0x6A00))),
     (GrammarKind.GRAMMAR, "start: /a{" + " " * (SIZE // 2) + "," + " " * (SIZE // 2) + "x/"),
     (GrammarKind.GRAMMAR, "start: /(" + " " * SIZE + "/"),
     (GrammarKind.GRAMMAR, "start: /(" + "\n" * SIZE + "/"),
@@ -268,7 +266,7 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
     answers: list[LookedUp] = []
-    compiler, blocker = GrammarCompiler(byte_table(), LIMITS, answers.append, started_pool), threading.Event()
+    compiler, blocker = GrammarCompiler(byte_table(), answers.append, started_pool), threading.Event()
     for _ in range(2):
         compiler._pool.submit(blocker.wait)
     compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
@@ -330,7 +328,7 @@ def test_lark_grammars_are_taken_as_they_are() -> None:
 UNPRIVILEGED = """
 import os
 import queue
-from grammar_walks import LIMITS, byte_table
+from grammar_walks import byte_table
 from tgis.ipc.lookups import LookUp, GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.utils.thread_pool import started_pool
@@ -340,7 +338,7 @@ os.nice(10)
 if os.getuid() == 0:
     os.setuid(65534)
 problems = queue.Queue()
-compiler = GrammarCompiler(table, LIMITS, lambda answer: problems.put(answer.reason), started_pool)
+compiler = GrammarCompiler(table, lambda answer: problems.put(answer.reason), started_pool)
 compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
 print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
 """

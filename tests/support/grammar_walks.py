@@ -3,12 +3,11 @@
 import random
 from collections.abc import Iterable, Sequence
 
-from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
 EOS = 0
-LIMITS = GrammarLimits()
 
 
 def token_table(texts: Iterable[bytes], first: dict[int, bytes] | None = None) -> TokenTable:
@@ -22,10 +21,8 @@ def byte_table(more: Iterable[bytes] = ()) -> TokenTable:
     return token_table([*(bytes([byte]) for byte in range(256)), *more])
 
 
-def compiled(
-    kind: GrammarKind, text: str, table: TokenTable, *, choices: Sequence[str] = (), limits: GrammarLimits = LIMITS
-) -> GrammarMatcher:
-    return compile_grammar(GrammarSpec(kind, text, tuple(choices)), table, limits)
+def compiled(kind: GrammarKind, text: str, table: TokenTable, *, choices: Sequence[str] = ()) -> GrammarMatcher:
+    return compile_grammar(GrammarSpec(kind, text, tuple(choices)), table)
 
 
 def walk(matcher: GrammarMatcher, rng: random.Random, limit: int, eager: float = 0.5) -> tuple[list[int], bool]:

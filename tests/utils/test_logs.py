@@ -242,3 +242,11 @@ def test_a_reason_that_is_no_unicode_reaches_the_termination_log(tmp_path: Path)
     path.touch()
     logs.write_termination_message(path, "no token \ud800")
     assert path.read_text() == "no token \\ud800\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1 << 10, "1 KiB"), (1 << 20, "1 MiB"), (3.5 * 2**40, "3.58e+03 GiB")],
+)
+def test_sizes_are_formatted_in_binary_units(size: float, words: str) -> None:
+    assert logs.format_bytes(size) == words

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from grammar_walks import LIMITS, byte_table
+from grammar_walks import byte_table
 
 from demo.fake_model import make_fake_model
 from tgis.engine_core.core import EngineCore
@@ -79,7 +79,7 @@ def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[],
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[LookedUp]()
-    compiler = GrammarCompiler(byte_table(), LIMITS, answers.put, started_pool)
+    compiler = GrammarCompiler(byte_table(), answers.put, started_pool)
     masks = EngineCore(*cast("Any", (None, None, None))).masks
     no_more_threads()
     compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))

@@ -10,7 +10,7 @@ from tgis.models.convert.fast_tokenizer import add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.files import ModelFiles, find_model
 from tgis.models.onnx.export import OnnxOptions, convert_to_onnx
-from tgis.utils.options import DIRECTORY, PATH, TEXT, Parser, ValueType
+from tgis.utils.options import PATH, TEXT, Parser, ValueType
 
 ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
 ~/.cache/huggingface/hub, the same as for tgis serve."""
@@ -63,12 +63,9 @@ def onnx(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--python", type=ValueType("PATH", _program), metavar="PATH", help="Python interpreter with Optimum"
     )
-    parser.add_argument(
-        "--wheels", type=DIRECTORY, metavar="PATH", help="directory with Optimum's wheels, for use without a network"
-    )
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
-    wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python, options.wheels)
+    wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python)
     cache = config.cache_config()
     config.prepare_cache_dir(cache)
     convert_to_onnx(_find(options), options.out, wanted, cache.cache_dir)

@@ -94,7 +94,7 @@ def _cached_copy(options: argparse.Namespace, cache: Path, reason: StartError) -
     return path
 
 
-def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[hub.HubFile, ...]:
+def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: Path) -> tuple[str, ...]:
     """The requested files, .bin weights if there are no others, and config and tokenizer."""
     asked: tuple[str, ...] = options.extension
     bare = SAFETENSORS in asked and not hub.select_files(listing, (SAFETENSORS,)) and not _has_safetensors(snapshot)

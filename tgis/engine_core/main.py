@@ -62,7 +62,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens:
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
-        grammars = GrammarCompiler(table, options.grammar_limits, channel.send, started_pool)
+        grammars = GrammarCompiler(table, channel.send, started_pool)
 
     def look_up(lookup: LookUp) -> None:
         finder = resolver if isinstance(lookup.target, str) else grammars

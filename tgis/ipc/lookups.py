@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+MAX_GRAMMAR_DEPTH = 64  # nested schemas or brackets
+MAX_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength or {1,9}
 FIRST_TOOL_LINE = 2  # in a grammar of tools: where that of tools[0] is
 
 
@@ -57,15 +59,6 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def num_bytes(self) -> int:
         return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
-
-
-class GrammarLimits(msgspec.Struct, frozen=True):
-    """What a grammar may cost."""
-
-    max_depth: int = 64  # of nested schemas or brackets
-    max_repetitions: int = 10_000  # the largest count of anything repeated
-    max_states: int = 20_000  # of one compiled grammar, about 2 KiB each
-    cache_size: int = 64  # compiled grammars
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):

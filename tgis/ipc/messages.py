@@ -8,7 +8,7 @@ import enum
 
 import msgspec
 
-from tgis.ipc.lookups import AdapterStoreOptions, GrammarLimits, LookedUp, LookUp, Vocabulary
+from tgis.ipc.lookups import AdapterStoreOptions, LookedUp, LookUp, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
 _logprobs_encoder = msgspec.msgpack.Encoder()
@@ -42,7 +42,6 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
-    grammar_limits: GrammarLimits = GrammarLimits()
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -18,14 +18,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import ModelInfo, RepoSibling
+from huggingface_hub.hf_api import ModelInfo
 
 from tgis.errors import StartError
 
 CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # config and tokenizer
 TRAINING_FILES = re.compile("arguments|args|training")  # in the names of files about training
 COMMIT = re.compile("[0-9a-f]{40}")
-SHA256 = re.compile("[0-9a-f]{64}")
 MAX_FILES = 10_000
 
 
@@ -34,29 +33,18 @@ class HubUnreachable(StartError):
 
 
 @dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a repository; `digest` is the hash of its content, and its name in the cache."""
-
-    name: str
-    size: int  # bytes
-    digest: str  # sha256 of a large file, git's sha1 of a small one
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
-    """The files at the root of a repository at one commit."""
+    """The names of the files at the root of a repository at one commit."""
 
     repo: str
     commit: str
-    files: tuple[HubFile, ...]
+    files: tuple[str, ...]
 
 
 def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
     """Ask the hub once; StartError if the model is missing or access is denied, HubUnreachable without the hub."""
     try:
-        info = api.model_info(
-            repo, revision=revision, files_metadata=True, timeout=float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        )
+        info = api.model_info(repo, revision=revision, timeout=float(constants.HF_HUB_DOWNLOAD_TIMEOUT))
         return _listing(repo, info)
     except HFValidationError as error:
         raise StartError(f"{repo!r:.200} is no name of a model on the hub: {_one_line(error)}") from error
@@ -66,11 +54,9 @@ def fetch_listing(api: HfApi, repo: str, revision: str | None) -> Listing:
         raise StartError(f"{api.endpoint} does not answer as a hub does: {_one_line(error)}") from error
 
 
-def select_files(listing: Listing, extensions: tuple[str, ...]) -> tuple[HubFile, ...]:
+def select_files(listing: Listing, extensions: tuple[str, ...]) -> tuple[str, ...]:
     """The files with one of the extensions, except for those about training."""
-    return tuple(
-        file for file in listing.files if file.name.endswith(extensions) and not TRAINING_FILES.search(file.name)
-    )
+    return tuple(name for name in listing.files if name.endswith(extensions) and not TRAINING_FILES.search(name))
 
 
 def start_error(error: Exception, api: HfApi, repo: str, revision: str | None) -> StartError:
@@ -108,20 +94,12 @@ def _listing(repo: str, info: ModelInfo) -> Listing:
     if len(siblings) > MAX_FILES:
         raise ValueError(f"it lists {len(siblings)} files, more than {MAX_FILES}")
     assert info.sha is not None
-    return Listing(repo, info.sha, tuple(_file(sibling) for sibling in siblings if _is_root_file(sibling.rfilename)))
+    return Listing(repo, info.sha, tuple(sibling.rfilename for sibling in siblings if _is_root_file(sibling.rfilename)))
 
 
 def _is_root_file(name: object) -> bool:
     """Files in directories are mostly of other frameworks; this also rejects names that lead elsewhere."""
     return isinstance(name, str) and name.isprintable() and "/" not in name and name.strip(".") != ""
-
-
-def _file(sibling: RepoSibling) -> HubFile:
-    key, size = (sibling.lfs.sha256, sibling.lfs.size) if sibling.lfs else (sibling.blob_id, sibling.size)
-    pattern = SHA256 if sibling.lfs else COMMIT
-    if not isinstance(key, str) or not pattern.fullmatch(key) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"{sibling.rfilename!r:.100} has size {size!r:.40} and hash {key!r:.80}")
-    return HubFile(sibling.rfilename, size, key)
 
 
 def _one_line(text: object) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.utils import stop_signals
+from tgis.utils.logs import format_bytes
 
 MAX_REASON_LENGTH = 300
 STDERR = 2
@@ -64,12 +65,3 @@ def check_free_space(folder: Path, need: int, what: str) -> None:
     if need > free:
         room = f"the file system of {folder} has {format_bytes(free)} free"
         raise StartError(f"{what} needs {format_bytes(need)}, and {room}")
-
-
-def format_bytes(count: int) -> str:
-    """The size for people: 12 bytes, 34.5 MB."""
-    value, unit = float(count), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value >= 999.5:
-            value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"

@@ -65,25 +65,23 @@ class AdapterResolver:
         self._send = send
         self._pool = started_pool(_THREADS, "adapters")
         self._lock = threading.Lock()
-        self._resolved: dict[int, Adapter | None] = {}  # by lookup id; None until found
-        self._pending: dict[str, list[int]] = {}  # ids being loaded -> lookups that arrived meanwhile
+        self._held: dict[int, Future[StoreResult]] = {}  # by lookup id
+        self._loading: dict[str, Future[StoreResult]] = {}  # by adapter id
 
     def look_up(self, lookup: LookUp) -> None:
-        """Start a lookup; another thread sends the answer."""
+        """Start a lookup, or join the one of the same id; another thread sends the answer."""
         adapter_id = lookup.target
         assert isinstance(adapter_id, str)
         with self._lock:
-            self._resolved[lookup.lookup_id] = None
-            if (waiting := self._pending.get(adapter_id)) is not None:
-                waiting.append(lookup.lookup_id)
-                return
-            self._pending[adapter_id] = []
-        self._start(adapter_id, [lookup.lookup_id])
+            is_first = adapter_id not in self._loading
+            if is_first:
+                self._loading[adapter_id] = self._pool.submit(self._find, adapter_id)
+            future = self._held[lookup.lookup_id] = self._loading[adapter_id]
+        future.add_done_callback(lambda done: self._send(_answer(lookup.lookup_id, adapter_id, done, is_first)))
 
     def adapter(self, ref: AdapterRef) -> Adapter:
         """The adapter that the lookup of `ref` has found."""
-        adapter = self._resolved[ref.lookup_id]
-        assert adapter is not None
+        adapter = self._held[ref.lookup_id].result(timeout=0).adapter
         assert adapter.length == ref.length
         return adapter
 
@@ -91,34 +89,24 @@ class AdapterResolver:
         """Drop the adapters of these lookups; unknown ids are ignored."""
         with self._lock:
             for lookup_id in lookup_ids:
-                self._resolved.pop(lookup_id, None)
+                self._held.pop(lookup_id, None)
 
-    def _start(self, adapter_id: str, lookup_ids: list[int]) -> None:
-        future = self._pool.submit(self._store.find, adapter_id)
-        future.add_done_callback(lambda done: self._finish(adapter_id, lookup_ids, done))
-
-    def _finish(self, adapter_id: str, lookup_ids: list[int], done: "Future[StoreResult]") -> None:
-        answers = [_answer(lookup_id, adapter_id, done) for lookup_id in lookup_ids]
-        with self._lock:
-            for lookup_id in self._resolved.keys() & set(lookup_ids):
-                self._resolved[lookup_id] = None if done.exception() else done.result().adapter
-            late = self._pending.pop(adapter_id)
-            if late:
-                self._pending[adapter_id] = []
-        for answer in answers:
-            self._send(answer)
-        if late:  # the files may have changed since the load began: look again
-            self._start(adapter_id, late)
+    def _find(self, adapter_id: str) -> StoreResult:
+        try:
+            return self._store.find(adapter_id)
+        finally:
+            with self._lock:
+                del self._loading[adapter_id]
 
 
-def _answer(lookup_id: int, adapter_id: str, done: "Future[StoreResult]") -> LookedUp:
+def _answer(lookup_id: int, adapter_id: str, done: "Future[StoreResult]", is_first: bool) -> LookedUp:
     match done.exception():
         case None:
             found = done.result()
             adapter = found.adapter
             lengths = adapter.length, adapter.decoder_length
             ref = AdapterRef(adapter_id, *lengths, lookup_id, adapter.version, adapter.rank)
-            return LookedUp(lookup_id, adapter=ref, loaded=found.loaded)
+            return LookedUp(lookup_id, adapter=ref, loaded=found.loaded and is_first)
         case AdapterError() as error:
             return LookedUp(lookup_id, str(error), AdapterProblem(error.problem))
         case error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, LookedUp, LookUp
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
@@ -30,19 +30,21 @@ _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
 _STEP_MAX_ITEMS = 20_000  # likewise; 10,000 are too few for some outputs of objects with 300 optional properties
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
+_MAX_STATES = 20_000  # of one compiled grammar, about 2 KiB each
+_CACHE_SIZE = 64  # compiled grammars
 
 
-def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits) -> GrammarMatcher:
+def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
     """GrammarError if it cannot be used."""
     bounds = llguidance.LLParserLimits(
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
         step_max_items=_STEP_MAX_ITEMS,
-        max_lexer_states=limits.max_states,
+        max_lexer_states=_MAX_STATES,
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         verbose_errors=False,  # they would quote the grammar
     )
-    lark, kind = to_lark(spec, limits)
+    lark, kind = to_lark(spec)
     matcher = llguidance.LLMatcher(table.tokenizer, lark, log_level=0, limits=bounds)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), kind))
@@ -54,11 +56,8 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable, limits: GrammarLimits)
 class GrammarCompiler:
     """All lookups that are not released, and the cache."""
 
-    def __init__(
-        self, table: TokenTable, limits: GrammarLimits, send: Callable[[LookedUp], None], make_pool: MakePool
-    ) -> None:
+    def __init__(self, table: TokenTable, send: Callable[[LookedUp], None], make_pool: MakePool) -> None:
         self._table = table
-        self._limits = limits
         self._send = send
         self._pool = make_pool(_THREADS, "grammars", lower_priority)
         self._lock = threading.Lock()
@@ -72,9 +71,9 @@ class GrammarCompiler:
         with self._lock:
             future = self._cache.pop(spec, None)
             if future is None:
-                future = self._pool.submit(compile_grammar, spec, self._table, self._limits)
+                future = self._pool.submit(compile_grammar, spec, self._table)
             self._cache[spec] = self._held[lookup.lookup_id] = future
-            while len(self._cache) > self._limits.cache_size:
+            while len(self._cache) > _CACHE_SIZE:
                 del self._cache[next(iter(self._cache))]
         future.add_done_callback(lambda done: self._answer(lookup.lookup_id, done))
 

@@ -1,19 +1,16 @@
 """EBNF as llama.cpp (GBNF), vLLM and XGrammar write it, converted to llguidance's Lark.
 
 `root ::= "a" rule* | [0-9]{1,3}` with comments after `#`. Such a grammar describes characters, but Lark matches the
-longest terminal: where one terminal may begin another, they are written character by character here.
+longest terminal: so each character is a terminal here.
 """
 
 import json
 import re
-import sys
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from tgis.errors import GrammarError
+from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)
@@ -36,43 +33,9 @@ def is_ebnf(text: str) -> bool:
     return _RULE.search(text) is not None
 
 
-def ebnf_to_lark(text: str, max_depth: int, max_repetitions: int) -> str:
+def ebnf_to_lark(text: str) -> str:
     """GrammarError says what is wrong, and where."""
-    return _Parser(text, max_depth, max_repetitions).lark()
-
-
-@dataclass(frozen=True, slots=True)
-class _Literal:
-    """A text, which may have to be written character by character."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Chars:
-    """One character of a class."""
-
-    ranges: tuple[tuple[str, str], ...]  # first and last
-    negated: bool = False
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """The code points: first and last of each part."""
-        start = 0
-        for first, last in sorted((ord(first), ord(last)) for first, last in self.ranges):
-            if not self.negated:
-                yield first, last
-            elif start < first:
-                yield start, first - 1
-            start = max(start, last + 1)
-        if self.negated:
-            yield start, sys.maxunicode
-
-    @property
-    def regex(self) -> str:
-        if not self.ranges:
-            return "(?s:.)"
-        ranges = (f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}" for first, last in self.ranges)
-        return f"[{'^' * self.negated}{''.join(ranges)}]"
+    return _Parser(text).lark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +45,17 @@ class _Token:
     at: int
 
 
-_Piece = str | _Literal | _Chars  # a str is Lark as it stands
-
-
 @dataclass(slots=True)
 class _Parser:
     """Recursive descent: the output is the input with other words in it."""
 
     text: str
-    max_depth: int
-    max_repetitions: int
     _tokens: list[_Token] = field(init=False)
     _at: int = 0
     _depth: int = 0
     _defined: set[str] = field(default_factory=set)
     _used: dict[str, _Token] = field(default_factory=dict)
-    _pieces: list[_Piece] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._tokens = list(self._scan())
@@ -110,8 +68,7 @@ class _Parser:
         for name, token in self._used.items():
             if name not in self._defined:
                 raise self._error(f"no rule is named {name}", token)
-        unsafe = _unsafe_literals(self._pieces)
-        return "start: " + _rule_name(_ROOT) + "".join(_lark(piece, unsafe) for piece in self._pieces) + "\n"
+        return "".join(["start: ", _rule_name(_ROOT), *self._pieces, "\n"])
 
     def _scan(self) -> Iterator[_Token]:
         at = 0
@@ -159,12 +116,12 @@ class _Parser:
                 self._used.setdefault(token.text, token)
                 self._pieces.append(_rule_name(token.text))
             case "literal":
-                text = "".join(char for char, _ in self._characters(token))
-                self._pieces.append(_Literal(text) if text else '""')
+                chars = " ".join(lark_string(char) for char, _ in self._characters(token))
+                self._pieces.append(f"({chars})" if chars else '""')
             case "chars":
                 self._pieces.append(self._class(token))
             case "mark" if token.text == ".":
-                self._pieces.append(_Chars((), negated=True))
+                self._pieces.append(_regex([], negated=True))
             case "mark" if token.text == "(":
                 self._group(token)
                 return True
@@ -175,8 +132,8 @@ class _Parser:
 
     def _group(self, token: _Token) -> None:
         self._depth += 1
-        if self._depth > self.max_depth:
-            raise self._error(f"nested more than {self.max_depth} levels deep", token)
+        if self._depth > MAX_GRAMMAR_DEPTH:
+            raise self._error(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep", token)
         self._at += 1
         self._pieces.append("(")
         self._alternatives()
@@ -187,15 +144,15 @@ class _Parser:
 
     def _repeat(self, token: _Token) -> None:
         numbers = re.findall(r"\d+", token.text)
-        longest = len(str(self.max_repetitions))
-        if any(len(number) > longest or int(number) > self.max_repetitions for number in numbers):
-            raise self._error(f"more than {self.max_repetitions} repetitions", token)
+        longest = len(str(MAX_GRAMMAR_REPETITIONS))
+        if any(len(number) > longest or int(number) > MAX_GRAMMAR_REPETITIONS for number in numbers):
+            raise self._error(f"more than {MAX_GRAMMAR_REPETITIONS} repetitions", token)
         counts = [int(number) for number in numbers]
         if len(counts) == 2 and counts[0] > counts[1]:
             raise self._error(f"no number is in {token.text}", token)
         self._pieces.append(re.sub(r"\s", "", token.text))
 
-    def _class(self, token: _Token) -> _Chars:
+    def _class(self, token: _Token) -> str:
         negated = token.text.startswith("[^")
         chars = list(self._characters(token))[::-1]
         ranges = []
@@ -210,7 +167,7 @@ class _Parser:
             ranges.append((first, last))
         if not ranges and not negated:
             raise self._error("an empty class of characters", token)
-        return _Chars(tuple(ranges), negated)
+        return _regex(ranges, negated=negated)
 
     def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
         """The characters of a literal or a class, and whether they were escaped."""
@@ -252,44 +209,12 @@ def _rule_name(name: str) -> str:
     return "r_" + re.sub(r"[^a-z0-9]", lambda match: f"_{ord(match[0]):x}_", name)
 
 
-def _unsafe_literals(pieces: list[_Piece]) -> set[str]:
-    """Literals with a begin that is another terminal, until none is left whole that has one.
-
-    Each text and each character once: a grammar may have thousands of both.
-    """
-    texts = {piece.text for piece in pieces if isinstance(piece, _Literal)}
-    classes = {piece for piece in pieces if isinstance(piece, _Chars)}
-    lengths = sorted({len(text) for text in texts})
-    by_first_char = defaultdict(set)
-    for text in texts:
-        by_first_char[text[0]].add(text)
-    unsafe = {text for text in texts if any(text[:end] in texts for end in lengths[: bisect_left(lengths, len(text))])}
-    chars = [*_members(by_first_char, classes), *"".join(unsafe)]  # terminals of one character
-    while chars:
-        found = by_first_char.pop(chars.pop(), set()) - unsafe
-        unsafe |= found
-        chars += "".join(found)
-    return unsafe
-
-
-def _members(chars: Iterable[str], classes: Iterable[_Chars]) -> list[str]:
-    """The characters that are in any of the classes."""
-    spans = sorted(span for each in classes for span in each.spans())
-    firsts = [first for first, _ in spans]
-    lasts = [-1, *accumulate((last for _, last in spans), max)]  # the farthest of those before
-    return [char for char in chars if ord(char) <= lasts[bisect_right(firsts, ord(char))]]
-
-
-def _lark(piece: _Piece, unsafe: set[str]) -> str:
-    match piece:
-        case _Literal(text) if text in unsafe:
-            return f"({' '.join(map(lark_string, text))})"
-        case _Literal(text):
-            return lark_string(text)
-        case _Chars() as chars:
-            return f"/{chars.regex}/"
-        case lark:
-            return lark
+def _regex(ranges: list[tuple[str, str]], *, negated: bool) -> str:
+    """One character from these ranges, first and last, or any other one."""
+    if not ranges:
+        return "/(?s:.)/"
+    written = (f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}" for first, last in ranges)
+    return f"/[{'^' * negated}{''.join(written)}]/"
 
 
 def lark_string(text: str) -> str:

@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any
 
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import GrammarLimits
+from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 from tgis.structured_output.one_of_to_any_of import OneOfRewriter
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -44,19 +44,19 @@ _EXACT = {
 }
 
 
-def parse_schema(text: str, limits: GrammarLimits) -> dict[str, Any]:
+def parse_schema(text: str) -> dict[str, Any]:
     """A JSON schema that is safe to compile; GrammarError."""
-    schema = _parse(text, limits.max_depth)
+    schema = _parse(text)
     num_ids = 0
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
     multiple = 1
-    for name, value in _members(schema, limits.max_depth):
+    for name, value in _members(schema):
         num_ids += name == "$id"
         if name == OWN_KEYWORD:
             raise GrammarError(f"unsupported keyword {name}")
-        if name in _COUNTS and isinstance(value, int | Decimal) and value > limits.max_repetitions:
-            raise GrammarError(f"{name} {value} is more than {limits.max_repetitions}")
+        if name in _COUNTS and isinstance(value, int | Decimal) and value > MAX_GRAMMAR_REPETITIONS:
+            raise GrammarError(f"{name} {value} is more than {MAX_GRAMMAR_REPETITIONS}")
         if name == "multipleOf" and isinstance(value, int | Decimal) and value > 0:
             multiple = lcm(multiple, _coefficient(value))
     if multiple > _MAX_MULTIPLE:
@@ -87,11 +87,11 @@ def _rewritten_member(name: str, value: Any, rewrite: Callable[[dict[str, Any]],
     return _rewritten(value, rewrite)
 
 
-def _parse(text: str, max_depth: int) -> Any:
+def _parse(text: str) -> Any:
     try:
         return json.loads(text, parse_float=_number, parse_constant=_no_number)
     except RecursionError:
-        raise GrammarError(f"nested more than {max_depth} levels deep") from None
+        raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep") from None
     except ValueError as error:
         raise GrammarError(f"not JSON: {error}") from None
 
@@ -120,13 +120,13 @@ def _coefficient(value: int | Decimal) -> int:
     return coefficient
 
 
-def _members(schema: Any, max_depth: int) -> Iterator[tuple[str, Any]]:
+def _members(schema: Any) -> Iterator[tuple[str, Any]]:
     """Every name and value anywhere in a JSON value."""
     values = [(schema, 1)]
     while values:
         value, depth = values.pop()
-        if depth > max_depth:
-            raise GrammarError(f"nested more than {max_depth} levels deep")
+        if depth > MAX_GRAMMAR_DEPTH:
+            raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep")
         if isinstance(value, dict):
             yield from value.items()
             values += [(each, depth + 1) for each in value.values()]

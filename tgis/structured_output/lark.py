@@ -11,7 +11,13 @@ from typing import Any, assert_never
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarLimits, GrammarSpec
+from tgis.ipc.lookups import (
+    FIRST_TOOL_LINE,
+    MAX_GRAMMAR_DEPTH,
+    MAX_GRAMMAR_REPETITIONS,
+    GrammarKind,
+    GrammarSpec,
+)
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
 
@@ -42,27 +48,27 @@ _COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-def to_lark(spec: GrammarSpec, limits: GrammarLimits) -> tuple[str, GrammarKind | None]:
+def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
     """And the kind for `problem_of`. GrammarError if the text is none of its kind, too deep, or repeats too much."""
     if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
-        return _HEAD + ebnf_to_lark(spec.text, limits.max_depth, limits.max_repetitions), None
-    return _HEAD + _rules(spec, limits), spec.kind
+        return _HEAD + ebnf_to_lark(spec.text), None
+    return _HEAD + _rules(spec), spec.kind
 
 
-def _rules(spec: GrammarSpec, limits: GrammarLimits) -> str:
+def _rules(spec: GrammarSpec) -> str:
     match spec.kind:
         case GrammarKind.JSON_OBJECT:
             return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_bounded(parse_schema(spec.text, limits))}\n"
+            return f"start: %json {_bounded(parse_schema(spec.text))}\n"
         case GrammarKind.REGEX:
-            return f"start: /{_regex(spec.text, limits)}/\n"
+            return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
             return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
         case GrammarKind.GRAMMAR:
-            return _lark(spec.text, limits)
+            return _lark(spec.text)
         case GrammarKind.TOOLS:
-            return _with_checked_schemas(spec.text, spec.kind, limits)
+            return _with_checked_schemas(spec.text, spec.kind)
         case unknown:
             assert_never(unknown)
 
@@ -95,19 +101,19 @@ def _bounded(schema: dict[str, Any]) -> str:
     return json.dumps({**schema, OWN_KEYWORD: {"whitespace_pattern": _WHITESPACE}})
 
 
-def _regex(text: str, limits: GrammarLimits) -> str:
-    _check_costs(text, limits)
+def _regex(text: str) -> str:
+    _check_costs(text)
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise GrammarError("ends with a backslash")
     escaped: str = llguidance.regex_to_lark(text)
     return escaped
 
 
-def _lark(text: str, limits: GrammarLimits) -> str:
+def _lark(text: str) -> str:
     if _DIRECTIVE in text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    _check_costs(_without_schemas(text), limits)
-    return _with_checked_schemas(text, GrammarKind.GRAMMAR, limits)
+    _check_costs(_without_schemas(text))
+    return _with_checked_schemas(text, GrammarKind.GRAMMAR)
 
 
 def _without_schemas(text: str) -> str:
@@ -118,12 +124,12 @@ def _without_schemas(text: str) -> str:
     return "".join([*parts, text[last:]])
 
 
-def _with_checked_schemas(text: str, kind: GrammarKind, limits: GrammarLimits) -> str:
+def _with_checked_schemas(text: str, kind: GrammarKind) -> str:
     """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
     parts, last = [], 0
     for start, end in _schemas(text):
         try:
-            schema = _bounded(parse_schema(text[start:end], limits))
+            schema = _bounded(parse_schema(text[start:end]))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
             in_tool = kind is GrammarKind.TOOLS
@@ -151,14 +157,14 @@ def _end_of_json(text: str, start: int) -> int:
         return len(text)
 
 
-def _check_costs(text: str, limits: GrammarLimits) -> None:
+def _check_costs(text: str) -> None:
     depth = deepest = 0
     for char in text:
         depth += _BRACKETS.get(char, 0)
         deepest = max(deepest, depth)
-    if deepest > limits.max_depth:
-        raise GrammarError(f"nested more than {limits.max_depth} levels deep")
+    if deepest > MAX_GRAMMAR_DEPTH:
+        raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep")
     for match in _COUNTS.finditer(text):
         for count in match.groups():
-            if count and (len(count) > len(str(limits.max_repetitions)) or int(count) > limits.max_repetitions):
-                raise GrammarError(f"{match[0]} is more than {limits.max_repetitions} repetitions")
+            if count and (len(count) > len(str(MAX_GRAMMAR_REPETITIONS)) or int(count) > MAX_GRAMMAR_REPETITIONS):
+                raise GrammarError(f"{match[0]} is more than {MAX_GRAMMAR_REPETITIONS} repetitions")

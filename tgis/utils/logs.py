@@ -22,6 +22,7 @@ from tgis.utils.log_queue import LineQueue, QueuedStream, RepeatedLines
 
 _NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().items()}
 LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
+_UNITS = ("bytes", "KiB", "MiB", "GiB")
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 PROGRESS_SECONDS = 10.0
 _STDOUT, _STDERR = 1, 2
@@ -169,3 +170,11 @@ def escape(text: str) -> str:
 def _json_value(value: Any) -> Any:
     """JSON has no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in binary units, with three digits."""
+    power = 0
+    while size >= 1000 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.3g} {_UNITS[power]}"

@@ -14,7 +14,6 @@ from tgis.engines.memory import available
 from tgis.engines.memory.available import (
     PeakMeter,
     available_memory,
-    format_bytes,
     memory_for_batches,
     total_memory,
     warm_up_errors,
@@ -141,11 +140,3 @@ def test_the_meter_sees_freed_memory_in_the_peak() -> None:
     assert 63 << 20 < meter.peak() - rest < 80 << 20
     assert abs(meter.reset() - rest) < 16 << 20
     assert meter.peak() - rest < 16 << 20
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1 << 10, "1 KiB"), (1 << 20, "1 MiB"), (3.5 * 2**40, "3.58e+03 GiB")],
-)
-def test_sizes_are_formatted_in_binary_units(size: float, words: str) -> None:
-    assert format_bytes(size) == words

@@ -91,25 +91,21 @@ def wanted(count: int = 24) -> list[Request]:
     ]
 
 
-def alone(engine: PaddedEngine) -> list[list[int]]:
-    return [generate_all(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
+def alone(engine: PaddedEngine, count: int = 24) -> list[list[int]]:
+    return [generate_all(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted(count)]
 
 
 def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
     return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
-@pytest.mark.parametrize("mixed_lengths", [True, False])
 def test_changing_batches_generate_what_transformers_generates_alone(
-    graphs: Path, model: Path, mixed_lengths: bool, monkeypatch: pytest.MonkeyPatch
+    graphs: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if every length needs its own pass, and in chunks shorter than the prompts."""
+    """Also in chunks shorter than the prompts."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
     expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
-    engine = load(graphs)
-    assert inside(engine)._any_length
-    inside(engine)._any_length = mixed_lengths
-    assert joined(engine, 1 + mixed_lengths) == expected
+    assert joined(load(graphs), 2) == expected
 
 
 @pytest.mark.parametrize("name", ["glassllm"])
@@ -147,6 +143,17 @@ def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest
     blind = replace(engine._decoder.with_past.inputs["input_ids"])
     monkeypatch.setattr(engine._decoder.with_past, "inputs", {"input_ids": blind})
     assert not ignores_padding(engine._decoder, engine._probe_outputs)
+
+
+def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
+    graphs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
+    engine = load(graphs)
+    assert engine.info.max_batch_size == 1
+    assert "MAX_BATCH_SIZE is 1: the graphs see padding" in caplog.text
+    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted(3), random.Random(0))
+    assert found == alone(PaddedEngine(engine_options(model, 8, threads=1)), 3)
 
 
 def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:

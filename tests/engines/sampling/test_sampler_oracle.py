@@ -12,7 +12,7 @@ from sampling_oracle import make_row
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
-from tgis.ipc.lookups import GrammarKind, GrammarLimits, GrammarSpec, Vocabulary
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
@@ -80,7 +80,7 @@ def grammar_of(allowed: set[int], output: list[int], ends: list[int], vocab_size
     more = f"[{''.join(texts[token] for token in allowed)}]?" if allowed else ""
     pattern = "".join(texts[token] for token in output) + more
     spec = GrammarSpec(GrammarKind.REGEX, pattern)
-    return compile_grammar(spec, TokenTable(Vocabulary(tokens), vocab_size, ends), GrammarLimits())
+    return compile_grammar(spec, TokenTable(Vocabulary(tokens), vocab_size, ends))
 
 
 @pytest.fixture(params=["as it is", "lists too short"], autouse=True)

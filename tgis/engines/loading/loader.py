@@ -25,11 +25,10 @@ from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.memory.available import format_bytes, used_memory
-from tgis.engines.memory.model_size import check_model_fits
+from tgis.engines.memory.available import used_memory
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.utils.logs import log_progress
+from tgis.utils.logs import format_bytes, log_progress
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ class LoadedModelInfo:
     vocab_size: int  # width of the logits
     input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
+    max_batch_size: int | None = None  # of the model, whatever the option says
 
     def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
         """What an engine says of itself before `warm_up` has found its token capacity."""
@@ -58,7 +58,7 @@ class LoadedModelInfo:
             vocab_size=self.vocab_size,
             input_vocab_size=self.input_vocab_size,
             encoder_decoder=self.encoder_decoder,
-            max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+            max_batch_size=self.max_batch_size or options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
             token_capacity=0,
             **others,
         )
@@ -130,7 +130,6 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-    check_model_fits(auto_class, options, config, dtype, device)
     with log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     ):

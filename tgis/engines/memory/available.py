@@ -16,7 +16,6 @@ from tgis.ipc.messages import EngineOptions
 _CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
 _MEMINFO = Path("/proc/meminfo")
-_UNITS = ("bytes", "KiB", "MiB", "GiB")
 _RESET_PEAK = "5"  # see clear_refs in proc(5)
 DEFAULT_MARGIN = 20  # percent, as in TGIS
 
@@ -81,14 +80,6 @@ class PeakMeter:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self._device))
         return read_proc_bytes(PROCESS / "status", "VmHWM")
-
-
-def format_bytes(size: float) -> str:
-    """Bytes in binary units, with three digits."""
-    power = 0
-    while size >= 1000 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.3g} {_UNITS[power]}"
 
 
 def read_proc_bytes(file: Path, name: str) -> int:

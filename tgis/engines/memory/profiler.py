@@ -15,10 +15,11 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.memory.available import PeakMeter, format_bytes, memory_for_batches, safety_margin
+from tgis.engines.memory.available import PeakMeter, memory_for_batches, safety_margin
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
 

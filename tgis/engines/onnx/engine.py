@@ -1,10 +1,12 @@
 """Engine `hf_optimum_ort`: graphs exported by Optimum, run by onnxruntime in the padded batches of hf_transformers.
 
 The dtype is that of the graphs; soft prompts and LoRA adapters are not supported. Some graphs take no attention mask
-for the decoder, or count positions without it, such as the encoder-decoders that Optimum exports: their passes can only
-hold sequences of equal length.
+for the decoder, or count positions without it, such as the encoder-decoders that Optimum exports: they serve one
+sequence at a time.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from tgis.engines.loading.loader import LoadedModelInfo, load_config
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.kv_cache import PastKeyValues, SubBatch, SubBatches, group_by_length
+from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
@@ -55,7 +57,6 @@ class _OnnxModel:
     ) -> None:
         self._decoder = Decoder.load(files, device, options.num_threads)
         self._device = device
-        self._any_length = False  # whether sequences of different lengths can share a pass
         self.lora = LoraLayers(None)
         self.info = _model_info(config, self._decoder)
         self.clear()
@@ -67,35 +68,40 @@ class _OnnxModel:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._batch.allocated_bytes
+        return sum(cache.allocated_bytes for cache in self._caches)
 
     def clear(self) -> None:
-        self._batch = SubBatches()
+        self._caches: list[PastKeyValues] = []  # self-attention, then cross-attention where there is an encoder
 
     def remove(self, row: int) -> None:
-        self._batch.remove(row)
+        for cache in self._caches:
+            if row < len(cache.seq_lens):  # otherwise its prefill has failed
+                cache.remove(row)
 
     def append(self, seqs: list[Sequence]) -> None:
-        """Count new sequences; the prefill allocates their KV cache."""
-        self._batch.num_rows += len(seqs)
+        """Do nothing: the prefill allocates the KV cache of new sequences."""
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        logits = self._decoder.empty_logits(len(last_tokens))
-        for sub_batch in self._batch.regroup(self._any_length):
-            past, encoder_outputs = sub_batch.extend(), self._encoder_outputs(sub_batch.cross_attention)
-            logits[sub_batch.rows] = self._decoder.run(past, last_tokens[sub_batch.rows, None], encoder_outputs)[:, -1]
-        return logits
+        for cache in self._caches:
+            cache.trim()
+        past = self._caches[0]
+        past.seq_lens = [length + 1 for length in past.seq_lens]
+        return self._decoder.run(past, last_tokens[:, None], self._encoder_outputs())[:, -1]
 
-    def _encoder_outputs(self, past: PastKeyValues | None) -> EncoderOutputs | None:
-        """The encoder's outputs for sequences with this cross-attention cache, if there is an encoder."""
-        assert past is None
+    def _encoder_outputs(self) -> EncoderOutputs | None:
+        """What a decode takes of the encoder, if there is one."""
         return None
 
-    def _groups(self, lengths: list[int]) -> list[tuple[list[int], list[int]]]:
-        """The indices and the rows of new sequences that can share a pass, whose decoder inputs have these lengths."""
-        first_row = self._batch.num_rows - len(lengths)
-        groups = group_by_length(lengths, self._any_length)
-        return [(group, [first_row + index for index in group]) for group in groups]
+    def _join(self, *caches: PastKeyValues) -> None:
+        """Append sequences that have been computed."""
+        joined = [cache.merged(new) for cache, new in zip(self._caches, caches, strict=False)]
+        self._caches = joined or list(caches)
+
+    def _check_padding(self, options: EngineOptions, probe_outputs: Callable[[int], EncoderOutputs | None]) -> None:
+        """Serve one sequence at a time if padding would change the results."""
+        if not ignores_padding(self._decoder, probe_outputs):
+            warn(options, "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)")
+            self.info = replace(self.info, max_batch_size=1)
 
 
 class OnnxCausalLM(_OnnxModel):
@@ -109,26 +115,18 @@ class OnnxCausalLM(_OnnxModel):
         self.max_positions = options.max_sequence_length
         self.chunked_prefill = self._decoder.supports_chunked_prefill
         self.max_logprob_tokens = MAX_PREFILL_TOKENS[device.type] if self.chunked_prefill else self.max_positions
-        self._any_length = ignores_padding(self._decoder, lambda _: None)
+        self._check_padding(options, lambda _: None)
 
     def token_history(self, seq: Sequence) -> list[int]:
         return seq.tokens
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        logits = self._decoder.empty_logits(len(seqs))
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for group, rows in self._groups([seq.num_uncomputed_tokens for seq in seqs]):
-            logits[group], found = self._prefill([seqs[index] for index in group], rows)
-            prompt_logprobs |= found
-        return logits, prompt_logprobs
-
-    def _prefill(self, seqs: list[Sequence], rows: list[int]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
         past = self._decoder.empty_past([len(seq.tokens) for seq in seqs])
         width = ids.shape[1]
         chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(seqs)) if self.chunked_prefill else width
         output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
-        self._batch.sub_batches.append(SubBatch(rows, past))
+        self._join(past)
         return output
 
 
@@ -144,21 +142,18 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         EncoderDecoder.__init__(self, _generation_config(options, config), self._decoder.vocab_size, device)
         most = getattr(config, "max_position_embeddings", None)
         self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)
-        self._any_length = ignores_padding(self._decoder, self._probe_outputs)
+        self._check_padding(options, self._probe_outputs)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Encode the inputs, then decode what there is of outputs."""
         inputs = [seq.tokens[: seq.prompt_length] for seq in seqs]
-        states, mask = self._encode(*left_aligned(inputs))
         outputs = [self.token_history(seq) for seq in seqs]
-        logits = self._decoder.empty_logits(len(seqs))
-        for group, rows in self._groups([len(output) for output in outputs]):
-            ids = right_aligned([outputs[index] for index in group]).to(self._device)
-            past = self._decoder.empty_past([len(outputs[index]) for index in group])
-            cross_past = self._decoder.empty_cross_past([len(inputs[index]) for index in group])
-            encoder_outputs = EncoderOutputs(mask[group], states[group], cross_past)
-            logits[group] = self._decoder.run(past, ids, encoder_outputs)[:, -1]
-            self._batch.sub_batches.append(SubBatch(rows, past, cross_past))
+        states, mask = self._encode(*left_aligned(inputs))
+        past = self._decoder.empty_past([len(output) for output in outputs])
+        cross_past = self._decoder.empty_cross_past([len(tokens) for tokens in inputs])
+        ids = right_aligned(outputs).to(self._device)
+        logits = self._decoder.run(past, ids, EncoderOutputs(mask, states, cross_past))[:, -1]
+        self._join(past, cross_past)
         return self._prefilled(seqs, logits)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
@@ -178,8 +173,8 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         states, mask = self._encode(*left_aligned([[4, 5, 6]] * rows))
         return EncoderOutputs(mask, states, self._decoder.empty_cross_past([3] * rows))
 
-    def _encoder_outputs(self, past: PastKeyValues | None) -> EncoderOutputs:
-        assert past is not None
+    def _encoder_outputs(self) -> EncoderOutputs:
+        past = self._caches[1]
         mask = past.attention_mask(past.columns).long().to(self._device)
         return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), past)
 

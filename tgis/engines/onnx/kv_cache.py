@@ -1,7 +1,6 @@
 """The KV cache of ONNX graphs, whose passes read one tensor and write another that is longer.
 
-Tensors are rectangular: shorter sequences have padding on the side that the mask hides. Sequences that share a pass are
-a sub-batch; the model says whether sequences of different lengths can.
+Tensors are rectangular: shorter sequences have padding on the side that the mask hides.
 """
 
 from dataclasses import dataclass, field
@@ -61,95 +60,17 @@ class PastKeyValues:
             kept = slice(extra, None) if self.left_padded else slice(0, -extra)
             self.swap([_contiguous(tensor[:, :, kept]) for tensor in self.tensors])
 
-    def merge(self, others: list["PastKeyValues"]) -> None:
-        """Append the sequences of other caches."""
-        caches = [self, *others]
-        for cache in caches:
-            cache.trim()
-        columns = max(cache.columns for cache in caches)
-        parts = [cache._padded_to(columns) for cache in caches]
-        self.seq_lens = [length for cache in caches for length in cache.seq_lens]
-        self.tensors = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        self.spare = []
+    def merged(self, other: "PastKeyValues") -> "PastKeyValues":
+        """A cache with the sequences of both, those of `other` last."""
+        self.trim()
+        columns = max(self.columns, other.columns)
+        pairs = zip(self._padded_to(columns), other._padded_to(columns), strict=True)
+        return PastKeyValues(self.seq_lens + other.seq_lens, [torch.cat(pair) for pair in pairs], self.left_padded)
 
     def _padded_to(self, columns: int) -> list[Tensor]:
         extra = columns - self.columns
         padding = (0, 0, extra, 0) if self.left_padded else (0, 0, 0, extra)
         return [pad(tensor, padding) if extra else tensor for tensor in self.tensors]
-
-
-@dataclass(slots=True)
-class SubBatch:
-    """Sequences that share their passes."""
-
-    rows: list[int]  # in the batch
-    self_attention: PastKeyValues
-    cross_attention: PastKeyValues | None = None
-
-    @property
-    def caches(self) -> list[PastKeyValues]:
-        return [self.self_attention] if self.cross_attention is None else [self.self_attention, self.cross_attention]
-
-    def extend(self) -> PastKeyValues:
-        """The cache for a pass over one more token of each sequence."""
-        for cache in self.caches:
-            cache.trim()
-        self.self_attention.seq_lens = [length + 1 for length in self.self_attention.seq_lens]
-        return self.self_attention
-
-    def remove(self, row: int) -> None:
-        index = self.rows.index(row)
-        for cache in self.caches:
-            cache.remove(index)
-        self.rows[index] = self.rows[-1]
-        self.rows.pop()
-
-    def merge(self, others: list["SubBatch"]) -> None:
-        for index, cache in enumerate(self.caches):
-            cache.merge([other.caches[index] for other in others])
-        self.rows += [row for other in others for row in other.rows]
-
-
-class SubBatches:
-    """The rows of a batch, 0 to n-1 without gaps; rows that have not been computed yet are in no sub-batch."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self.sub_batches: list[SubBatch] = []
-
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(cache.allocated_bytes for sub_batch in self.sub_batches for cache in sub_batch.caches)
-
-    def remove(self, row: int) -> None:
-        """Free a row; the last one moves there."""
-        self.num_rows -= 1
-        for sub_batch in self.sub_batches:
-            if row in sub_batch.rows:
-                sub_batch.remove(row)
-            sub_batch.rows = [row if number == self.num_rows else number for number in sub_batch.rows]
-        self.sub_batches = [sub_batch for sub_batch in self.sub_batches if sub_batch.rows]
-
-    def regroup(self, any_length: bool) -> list[SubBatch]:
-        """Merge sub-batches: into one if it may have any length, else into one for each length."""
-        found = self.sub_batches
-        groups = group_by_length([sub_batch.self_attention.seq_lens[0] for sub_batch in found], any_length)
-        self.sub_batches = [_merge([found[index] for index in group]) for group in groups]
-        return self.sub_batches
-
-
-def group_by_length(seq_lens: list[int], any_length: bool) -> list[list[int]]:
-    """Indices of sequences that can share a pass: all, or those of each length."""
-    if any_length:
-        return [list(range(len(seq_lens)))]
-    return [[index for index, own in enumerate(seq_lens) if own == length] for length in sorted(set(seq_lens))]
-
-
-def _merge(group: list[SubBatch]) -> SubBatch:
-    first, *others = group
-    if others:
-        first.merge(others)
-    return first
 
 
 def _allocate(old: Tensor, like: Tensor, columns: int) -> Tensor:

@@ -102,8 +102,12 @@ class PaddedEngine:
         with self._all_or_nothing():
             self._model.append(new_seqs)
         self._seqs += new_seqs
-        with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
-            logits, prompt_logprobs = self._model.prefill(new_seqs)
+        try:
+            with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
+                logits, prompt_logprobs = self._model.prefill(new_seqs)
+        except BaseException:
+            self.release(new_seqs)
+            raise
         result = self._sampler.sample_and_wait(new_seqs, logits)
         result.prompt_logprobs = prompt_logprobs
         return result

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
-from tgis.models.staging import format_bytes
 from tgis.models.torch_file import FileTooLarge, check_archive
+from tgis.utils.logs import format_bytes
 
 Tensors = dict[str, torch.Tensor]
 

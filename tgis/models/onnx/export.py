@@ -29,7 +29,6 @@ class OnnxOptions:
     optimize: bool = False
     quantize: bool = False  # to int8
     python: Path | None = None  # an interpreter with Optimum; None: Optimum is installed into the cache directory
-    wheels: Path | None = None  # to install Optimum from, instead of a package index
 
 
 def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_dir: Path) -> None:
@@ -51,7 +50,7 @@ def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_di
 
 
 def _export(model: ModelFiles, staging: Path, options: OnnxOptions, cache_dir: Path) -> None:
-    packages = [] if options.python else [str(ensure_packages(cache_dir, options.wheels))]
+    packages = [] if options.python else [str(ensure_packages(cache_dir))]
     source = staging / "source"
     _make_export_source(model, source)
     command = [str(options.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
