@@ -26,6 +26,7 @@ from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
+from tgis.engines.memory.model_size import check_model_fits
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -130,6 +131,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
     log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+    check_model_fits(auto_class, options, config, dtype, device)
     with log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     ):

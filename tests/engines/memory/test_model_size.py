@@ -1,0 +1,123 @@
+"""A model too big for the memory is refused before it is loaded; one that fits is not."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options
+from harness import server_environment
+from repository import REPOSITORY
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from tgis.config import LIBRARY_ENVIRONMENT
+from tgis.engines.loading.loader import load_causal_lm, load_config
+from tgis.engines.memory import model_size
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SMOLLM2 = 134_515_008  # parameters; the embeddings are its head too
+LINEARS = 134_479_872  # of them in linear layers, the head being one
+OTHERS = SMOLLM2 - LINEARS + 49152 * 576  # in other layers, the embeddings being one
+
+Free = Callable[..., None]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Free:
+    """Set the available memory."""
+
+    def grant(cpu: int, cuda: int = 0) -> None:
+        monkeypatch.setattr(model_size, "available_memory", lambda device: cuda if device.type == "cuda" else cpu)
+
+    return grant
+
+
+def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, family: Any = AutoModelForCausalLM) -> None:
+    model_size.check_model_fits(family, options, load_config(options), dtype, device)
+
+
+needs_packed_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bfloat16 weights stay in mapped files on this CPU"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        pytest.param("bfloat16", 2 * SMOLLM2, marks=needs_packed_bfloat16),
+        pytest.param("float32", 4 * (LINEARS + OTHERS), marks=pytest.mark.slow),
+    ],
+)
+def test_loading_needs_the_predicted_memory(
+    smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "tests/support/loading_peak.py", str(smollm2_dir), dtype]
+    variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+    done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
+    assert 0.98 * expected < int(done.stdout) < 2 * expected  # the C library keeps some of what is given back
+    options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)
+    free(cpu=expected)
+    check(options, getattr(torch, dtype), CPU)
+    free(cpu=expected - 1)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # no weight is read
+    with pytest.raises(StartError, match=r"^/.* is too big: loading its \d+ MiB of weights .* NUM_SHARD devices$"):
+        load_causal_lm(options, CPU)
+
+
+def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.LogCaptureFixture) -> None:
+    free(cpu=1 << 29)
+    caplog.set_level(logging.INFO)
+    with pytest.raises(StartError) as refusal:
+        check(engine_options(smollm2_dir, 8, threads=1), torch.float32, CPU)
+    assert "513 MiB of weights takes 621 MiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
+    assert "  513 MiB of weights" in caplog.messages
+
+
+def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Path, free: Free) -> None:
+    options = engine_options(smollm2_dir, 8, threads=1)
+    free(cpu=0, cuda=2 * SMOLLM2)
+    check(options, torch.bfloat16, CUDA)
+    with pytest.raises(StartError, match="on cpu"):
+        check(options, torch.float16, CUDA)
+    free(cpu=2 * SMOLLM2, cuda=2 * SMOLLM2)
+    check(options, torch.float16, CUDA)
+    free(cpu=1 << 40, cuda=2 * SMOLLM2 - 1)
+    with pytest.raises(StartError, match="on cuda:0"):
+        check(options, torch.bfloat16, CUDA)
+    check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CUDA)
+
+
+def test_weights_stored_twice_or_in_another_dtype_count_as_loaded(tmp_path: Path, free: Free) -> None:
+    model = make_model("Gemma", tmp_path)  # its head is its embedding
+    options = engine_options(model, 8, threads=1)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    bytes_ = sum(tensor.nbytes for tensor in tensors.values())
+    embedding = tensors["model.embed_tokens.weight"]
+    norm = tensors["model.norm.weight"]
+    tensors |= {"lm_head.weight": embedding.clone(), "ours.nobody": torch.zeros(9999), "model.norm.weight": norm.half()}
+    save_file(tensors, file, {"format": "pt"})
+    free(cpu=norm.nbytes, cuda=bytes_)
+    check(options, torch.float32, CUDA)
+    free(cpu=norm.nbytes - 1, cuda=bytes_)
+    with pytest.raises(StartError, match="on cpu"):
+        check(options, torch.float32, CUDA)
+
+
+def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:
+    model = make_model("T5", tmp_path)
+    weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    free(cpu=1 << 40, cuda=weights)
+    check(engine_options(model, 8, threads=1), torch.float32, CUDA, AutoModelForSeq2SeqLM)
+    free(cpu=1 << 40, cuda=weights - 1)
+    with pytest.raises(StartError, match="too big"):
+        check(engine_options(model, 8, threads=1), torch.float32, CUDA, AutoModelForSeq2SeqLM)

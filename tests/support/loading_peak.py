@@ -1,0 +1,36 @@
+"""Loads a model on the CPU and prints the peak bytes of memory that this took, mapped files excluded: MODEL DTYPE.
+
+Runs as its own process, so that nothing else is counted.
+"""
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import torch
+from batches import engine_options
+
+from tgis.engines.kernels.cpu.gemm import Gemm
+from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.loading.loader import load_causal_lm
+from tgis.engines.memory.available import PROCESS, read_proc_bytes
+
+
+def main(model: Path, dtype: str) -> int:
+    options = msgspec.structs.replace(engine_options(model, 8, threads=1), dtype=dtype)
+    idle = read_proc_bytes(PROCESS / "status", "RssAnon")
+    seen = [idle]
+
+    class Watched(PackedLinear):
+        def __init__(self, linear: torch.nn.Linear, gemm: Gemm) -> None:
+            super().__init__(linear, gemm)
+            seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
+
+    with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
+        load_causal_lm(options, torch.device("cpu"))
+    return max(*seen, read_proc_bytes(PROCESS / "status", "RssAnon")) - idle
+
+
+if __name__ == "__main__":
+    print(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,78 @@
+"""Refuse a model that does not fit into memory before any weight is read.
+
+The sizes come from the model built on the meta device, and from the headers of its files, which show what will be
+converted. Where the size is unknown, as with quantized models, nothing is refused.
+"""
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tgis.engines.memory.available import available_memory
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+from tgis.utils.logs import format_bytes
+
+log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_model_fits(
+    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """StartError if loading the model as `dtype` needs more memory than is available.
+
+    `auto_class` is one of transformers' AutoModel classes.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    except (ValueError, RuntimeError):
+        return  # loading raises a better error, if any
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    log.info("  %s of weights", format_bytes(weights))
+    converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
+    for place, together in _needed_bytes(model, weights, converted, device).items():
+        needed, free = together // options.num_shards, max(available_memory(place), 0)
+        if needed > free:
+            raise StartError(
+                f"{options.model_path} is too big: loading its {format_bytes(weights)} of weights takes"
+                f" {format_bytes(needed)} of memory on {place}, and {format_bytes(free)} are free; grant more memory,"
+                " choose a smaller DTYPE or share the model among NUM_SHARD devices"
+            )
+
+
+def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
+    """The least bytes on each device, for all ranks together; weights that are not converted stay mapped files."""
+    if device.type != "cpu":
+        return {device: weights, _CPU: converted}
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKABLE_DTYPES)
+    others = (module for module in model.modules() if type(module) is not nn.Linear)  # such as tied embeddings
+    stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
+    return {device: max(weights, packed + min(converted, sum(stay.values())))}
+
+
+def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Bytes, after conversion to `dtype`, of the weights that the files hold in another floating-point type."""
+    single = path / "model.safetensors"
+    total = 0
+    for file in [single] if single.is_file() else path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+                tensor = tensors.get_slice(name)
+                if "F" in tensor.get_dtype() and tensor.get_dtype() != _SAFETENSORS_DTYPES.get(dtype):
+                    total += math.prod(tensor.get_shape()) * dtype.itemsize
+    return total
