@@ -144,7 +144,7 @@ class Server:
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         self._metrics: Metrics | None = None  # created when the engine reports its limits
         api_key = config.api_key.text if config.api_key else None
-        self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failed)
+        self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failure.inc)
         self._http_api = HttpApi(config, self._http_auth, self._clients)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store))
         self._chat_template: ChatTemplate | None = None
@@ -189,7 +189,7 @@ class Server:
             stop_signals.ignore()
 
     def _make_grpc_server(self) -> GrpcServer:
-        on_rejected = self._service_metrics.authentication_failed
+        on_rejected = self._service_metrics.authentication_failure.inc
         interceptors = [BearerAuthInterceptor(self._tokens, on_rejected)] if self._tokens else []
         return GrpcServer([self._servicer.handler()], self._config, self._calls, self._certificates, interceptors)
 
@@ -294,7 +294,7 @@ class Server:
         if healthy != (self._unhealthy_reason is None):
             log.warning("health is %s", "on again" if healthy else f"off: {unhealthy_reason}")
             grpc_server.set_serving(healthy)
-            self._service_metrics.set_engine_up(healthy)
+            self._service_metrics.engine_up.set(healthy)
         self._unhealthy_reason = unhealthy_reason
 
     async def _drain(self, grpc_server: GrpcServer, client: EngineClient, hurry: asyncio.Future[None]) -> None:
@@ -305,10 +305,10 @@ class Server:
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
         if client.died.done():
-            self._service_metrics.set_engine_up(False)
+            self._service_metrics.engine_up.set(0)
         if (generator := self._servicer.generator) is None:
             return
-        generator.stop_accepting()
+        generator.accepting = False
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)

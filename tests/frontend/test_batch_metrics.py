@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
-from engine_clients import connected_client
+from engine_clients import connected_client, outputs
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
@@ -270,9 +270,9 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], stats)
 
-    with client.submit([request(n, 10 + n) for n in range(5)], eager=True, arrived=0.0) as inbox:
+    with client.submit(outputs([request(n, 10 + n) for n in range(5)]), eager=True) as inbox:
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
-        client.cancel(inbox.queues[4])
+        client.cancel(inbox.outputs[4])
         assert queue() == (4, 46)
         client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
         assert queue() == (2, 25)
@@ -300,17 +300,17 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
         return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], joined([]))
 
     arrived = time.monotonic() - 500
-    with client.submit([request(n) for n in range(3)], eager=True, arrived=arrived) as inbox:
+    with client.submit(outputs([request(n) for n in range(3)], arrived), eager=True) as inbox:
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [2, 0, 0, 2]
         client.handle(step({0: [7, 7], 1: [7]}))  # two tokens in one step have no time between them
         assert counts() == [5, 0, 2, 2]
-        client.cancel(inbox.queues[0])
+        client.cancel(inbox.outputs[0])
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [7, 1, 3, 2]
         client.handle(step({2: []}, StopReason.TIME_LIMIT))  # expired in the queue
         assert counts() == [7, 1, 3, 2]
-        assert [queue.num_tokens for queue in inbox.queues] == [3, 3, 0]
+        assert [output.num_tokens for output in inbox.outputs] == [3, 3, 0]
     assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import msgspec
 import pytest
 from batches import EOS, limits, request
-from engine_clients import connected_client
+from engine_clients import connected_client, outputs
 from harness import run_async
 
 from tgis.batcher.batcher import Batcher
@@ -85,7 +85,7 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
             pass
 
     lookup = asyncio.create_task(look_up())
-    with client.submit([request(1)], eager=True, arrived=0.0) as inbox:
+    with client.submit(outputs([request(1)]), eager=True) as inbox:
         await asyncio.sleep(0)
         client.connection_lost(None)
         for waiting in (question, lookup, look_up()):
@@ -102,11 +102,11 @@ async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
     client, transport = connected_client()
     with contextlib.ExitStack() as calls:
         for number in range(1, 4):
-            calls.enter_context(client.submit([request(number)], eager=True, arrived=0.0))
+            calls.enter_context(client.submit(outputs([request(number)]), eager=True))
         del transport.sent[:]
     await asyncio.sleep(0)
     assert [sorted(message.ids) for message in transport.sent if isinstance(message, Cancel)] == [[1, 2, 3]]
-    with client.submit([request(4)], eager=True, arrived=0.0):
+    with client.submit(outputs([request(4)]), eager=True):
         pass
     await asyncio.sleep(0)
     assert transport.sent[-1] == Cancel([4])
@@ -117,7 +117,7 @@ async def test_answers_to_questions_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads."""
     client, _ = connected_client()
     client.handle(Ready(INFO))
-    with client.submit([request(1)], eager=True, arrived=0.0):
+    with client.submit(outputs([request(1)]), eager=True):
         client.watchdog._last_progress -= 500
         pending = await ask(client)
         client.handle(EMPTY)

@@ -2,16 +2,23 @@
 
 import itertools
 import re
+import time
+from typing import Any
 
 import msgspec
 import pytest
+from batches import request
+from engine_clients import outputs
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import Series, make_metrics, samples, value
 
-from tgis.frontend.calls import CallKind
+from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
+from tgis.frontend.output import RequestTimings
+from tgis.frontend.request_log import RequestLog
+from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
@@ -157,48 +164,49 @@ def test_counters_and_their_untyped_twins_agree(metrics: Metrics) -> None:
     assert value(metrics, "tgi_request_failure_total", err="cancelled") == 2
 
 
+def succeed(metrics: Metrics, num_tokens: int) -> None:
+    """Record a stream of 90 input tokens with an output of so many."""
+    now = time.monotonic()
+    (output,) = outputs([request(1, length=90)])
+    output.timings = RequestTimings(now - 4.0, now - 3.5, now - 3.0, now - 2.0, now)
+    output.num_tokens = output.num_generated = num_tokens
+    output.stop_reason = StopReason.EOS_TOKEN
+    account: Any = None
+    call = GenerateCall(CallKind.STREAM, ["text"], ["text"], RawParams(), account)
+    with RequestLog(call, metrics, log_text=False) as log:
+        log.submitted([output])
+        log.finish(output)
+
+
 def test_a_request_that_succeeds(metrics: Metrics) -> None:
-    metrics.request_started(CallKind.STREAM, 1)
-    metrics.request_succeeded(
-        CallKind.STREAM,
-        StopReason.EOS_TOKEN,
-        input_tokens=90,
-        generated_tokens=5,
-        duration=4.0,
-        inference=3.0,
-        decoding=2.0,
-    )
-    assert changed(metrics) == {
-        "tgi_request_count stream": 1,
-        "tgi_request_input_count": 1,
-        "tgi_request_success stream EOS_TOKEN": 1,
-        "tgi_request_generated_tokens_count": 1,
-        "tgi_request_generated_tokens_sum": 5,
-        "tgi_request_total_tokens_count": 1,
-        "tgi_request_total_tokens_sum": 95,
-        "tgi_request_duration_count": 1,
-        "tgi_request_duration_sum": 4.0,
-        "tgi_request_inference_duration_count": 1,
-        "tgi_request_inference_duration_sum": 3.0,
-        "tgi_request_mean_time_per_token_duration_count": 1,
-        "tgi_request_mean_time_per_token_duration_sum": 0.6,
-        "tgi_request_time_per_output_token_duration_count": 1,
-        "tgi_request_time_per_output_token_duration_sum": 0.5,
+    succeed(metrics, 5)
+    sums = {
+        "tgi_request_input_length": 90,
+        "tgi_request_max_new_tokens": 20,
+        "tgi_request_validation_duration": 0.5,
+        "tgi_request_generated_tokens": 5,
+        "tgi_request_total_tokens": 95,
+        "tgi_request_duration": 4.0,
+        "tgi_request_inference_duration": 3.0,
+        "tgi_request_mean_time_per_token_duration": 0.6,
+        "tgi_request_time_per_output_token_duration": 0.5,
     }
+    assert changed(metrics) == pytest.approx(
+        {
+            "tgi_request_count stream": 1,
+            "tgi_request_input_count": 1,
+            "tgi_request_success stream EOS_TOKEN": 1,
+            **{f"{name}_count": 1 for name in sums},
+            **{f"{name}_sum": number for name, number in sums.items()},
+        },
+        rel=0.1,
+    )
 
 
 @pytest.mark.parametrize("generated", [0, 1])
 def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: Metrics, generated: int) -> None:
-    metrics.request_succeeded(
-        CallKind.SINGLE,
-        StopReason.TIME_LIMIT,
-        input_tokens=1,
-        generated_tokens=generated,
-        duration=1.0,
-        inference=0.5,
-        decoding=0.0,
-    )
-    assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == 0.5 * generated
+    succeed(metrics, generated)
+    assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == pytest.approx(3.0 * generated)
     assert value(metrics, "tgi_request_mean_time_per_token_duration_count") == 1
     assert value(metrics, "tgi_request_time_per_output_token_duration_count") == 0
 

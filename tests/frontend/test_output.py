@@ -1,22 +1,29 @@
-"""tgis.frontend.output: unary calls and streams give the same output, however tokens are grouped into steps."""
+"""tgis.frontend.output: unary calls and streams give the same output, however tokens are grouped into steps.
 
+And when a call is woken, by which of its outputs.
+"""
+
+import asyncio
 import itertools
 import math
 from collections.abc import Iterator
 
 import pytest
+from batches import request
+from engine_clients import outputs
+from harness import run_async
 from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
-from tgis.frontend.output import OutputBuilder, RequestOutput, TokenInfo, best_first
-from tgis.frontend.output_queue import Inbox, RequestTimings
+from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings, TokenInfo, best_first
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
+NOT_FINISHED, MAX_TOKENS = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS
 ALPHABET = "ab\né"
 Steps = list[list[int]]
 
@@ -34,24 +41,25 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParam
     return raw.with_defaults(20).resolve(include_stop_sequence=True, fill_context=False)
 
 
-def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> OutputBuilder:
+def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> Output:
     minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
     request = Request(1, [5, 6], 99, False, minimum, wanted.given.logprob_options)
-    (queue,) = Inbox([request], eager=True, arrived=0.0).queues
-    queue.timings = RequestTimings(arrived=0.0, submitted=0.0)
-    return OutputBuilder(queue, "prompt", wanted, decoder, separator="")
+    output = Output(request, 0, "prompt", wanted, decoder, arrived=0.0, separator="")
+    Inbox([output], eager=True)
+    output.timings = RequestTimings(arrived=0.0, submitted=0.0)
+    return output
 
 
 def ids(decoder: TokenDecoder, text: str) -> list[int]:
     return decoder.tokenizer.encode_without_special_tokens(text)
 
 
-def deliver(output: OutputBuilder, steps: Steps) -> Iterator[None]:
+def deliver(output: Output, steps: Steps) -> Iterator[None]:
     """Put these steps into its queue, the last of which ends the request; yield after each until the output ends."""
     logprobs = output.params.given.logprob_options.logprobs
     for number, tokens in enumerate(steps, 1):
         reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
-        output.queue.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason)
+        output.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason, 0.0)
         if not output.stop_reason:
             yield
 
@@ -159,11 +167,11 @@ def test_the_stop_reason_of_a_step_is_that_of_its_last_token(
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, late: bool) -> None:
     output, chunks = builder(decoder, params([], tokens=True)), list[RequestOutput]()
-    output.queue.put(ids(decoder, "ab"), [], StopReason.NOT_FINISHED)
+    output.put(ids(decoder, "ab"), [], StopReason.NOT_FINISHED, 0.0)
     if not late:
         chunks += output.chunks()
-        output.queue.put(ids(decoder, "c"), [], StopReason.NOT_FINISHED)
-    output.queue.fail(Unavailable("it is gone"))
+        output.put(ids(decoder, "c"), [], StopReason.NOT_FINISHED, 0.0)
+    output.fail(Unavailable("it is gone"))
     with pytest.raises(Unavailable, match="it is gone"):
         chunks.extend(output.chunks())
     assert [chunk.tokens[0].text for chunk in chunks] == list("ab" if late else "abc")
@@ -174,13 +182,13 @@ def test_the_best_has_the_highest_mean_logprob() -> None:
     def output(index: int, *logprobs: float) -> RequestOutput:
         return RequestOutput(index, tokens=[TokenInfo(5, "a", logprob, 0, []) for logprob in logprobs])
 
-    outputs = [output(0, -4.0), output(1, math.nan), output(2, -1.0, -2.0), output(3, -1.5), output(4), output(5, -3.0)]
-    assert [one.index for one in best_first(outputs)] == [2, 3, 5, 0, 1, 4]
+    made = [output(0, -4.0), output(1, math.nan), output(2, -1.0, -2.0), output(3, -1.5), output(4), output(5, -3.0)]
+    assert [one.index for one in best_first(made)] == [2, 3, 5, 0, 1, 4]
 
 
 def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:
     output = builder(decoder, params([], tokens=True))
-    output.queue.put([], [], StopReason.TIME_LIMIT)
+    output.put([], [], StopReason.TIME_LIMIT, 0.0)
     (chunk,) = output.chunks()
     assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT, tokens=[])
     assert output.final() == RequestOutput(stop_reason=StopReason.TIME_LIMIT, input_token_count=2)
@@ -193,3 +201,54 @@ def test_an_end_without_a_token_gives_what_is_held_back(decoder: TokenDecoder, l
     assert "".join(chunk.text for chunk in chunks) == "xab"
     assert (chunks[-1].generated_token_count, chunks[-1].stop_reason) == (3, StopReason.MAX_TOKENS)
     assert unary(decoder, params(["bc"], tokens=False), steps).text == "xab"
+
+
+def make_inbox(num_outputs: int, *, eager: bool = True) -> Inbox:
+    return Inbox(outputs(request(n) for n in range(num_outputs)), eager=eager)
+
+
+async def pending(inbox: Inbox) -> "asyncio.Task[Output]":
+    """A call that already waits."""
+    task = asyncio.create_task(inbox.get())
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+@run_async
+async def test_an_eager_call_wakes_at_every_step_of_any_output() -> None:
+    inbox = make_inbox(3)
+    for index in (1, 1, 0):
+        call = await pending(inbox)
+        inbox.outputs[index].put([1, 2], [], NOT_FINISHED, 0.0)
+        assert await call is inbox.outputs[index]
+    for index in (2, 0, 2, 1):  # while it does not wait
+        inbox.outputs[index].put([1], [], NOT_FINISHED, 0.0)
+    assert [(await inbox.get()).index for _ in range(3)] == [2, 0, 1]
+    await pending(inbox)
+
+
+@run_async
+async def test_any_other_call_wakes_at_the_ends() -> None:
+    inbox = make_inbox(2, eager=False)
+    call = await pending(inbox)
+    for output in inbox.outputs:
+        output.put([1], [], NOT_FINISHED, 0.0)
+    await asyncio.sleep(0)
+    assert not call.done()
+    inbox.outputs[1].put([2], [], MAX_TOKENS, 0.0)
+    assert await call is inbox.outputs[1]
+    assert inbox.outputs[1].new_tokens == [1, 2]
+    await pending(inbox)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_is_told_once_the_engine_is_done_with_all_outputs(fails: bool) -> None:
+    inbox, ends = make_inbox(2), list[list[bool]]()
+    inbox.on_end = lambda: ends.append([output.ended for output in inbox.outputs])
+    first, second = inbox.outputs
+    first.put([1], [], NOT_FINISHED, 0.0)
+    first.put([2], [], MAX_TOKENS, 0.0)
+    assert ends == []
+    second.fail(Unavailable("it is gone")) if fails else second.put([], [], MAX_TOKENS, 0.0)
+    assert ends == [[True, True]]

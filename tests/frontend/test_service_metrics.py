@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from batches import request
 from config_parsing import read
-from engine_clients import connected_client
+from engine_clients import connected_client, outputs
 from harness import run_async
 from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import samples, value
@@ -110,7 +110,7 @@ def test_the_engine_is_up_from_ready_to_death(metrics: ServiceMetrics) -> None:
     assert value(metrics, "tgi_engine_up") == 0
     metrics.engine_ready(msgspec.structs.replace(INFO, block_size=0), 1.0)
     assert (value(metrics, "tgi_engine_up"), value(metrics, "tgi_kv_cache_blocks")) == (1, 0)
-    metrics.set_engine_up(False)
+    metrics.engine_up.set(0)
     assert value(metrics, "tgi_engine_up") == 0
 
 
@@ -155,7 +155,7 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
         with_adapter(3, "prompt", 2),
         request(4),
     ]
-    with client.submit(requests, eager=True, arrived=0.0):
+    with client.submit(outputs(requests), eager=True):
         assert client.lora_adapters() == (set(), {"a", "b"})
         stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, [0.1] * 3, [1, 3, 4])
         client.handle(Step([], [], [], [], stats))

@@ -70,7 +70,7 @@ def test_many_calls_at_once(families: Families) -> None:
     texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
 
     async def run() -> list[list[Encoding]]:
-        return await asyncio.gather(*(tokenizer.encode([text]) for text in texts))
+        return await asyncio.gather(*(tokenizer.encode([text], Wanted()) for text in texts))
 
     assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
 
@@ -88,9 +88,9 @@ def test_a_short_text_waits_for_no_thread(families: Families, monkeypatch: pytes
     monkeypatch.setattr(Tokenizer, "_encode", in_thread)
 
     async def run() -> list[Encoding]:
-        long = [asyncio.create_task(tokenizer.encode(["word " * 1000])) for _ in range(100)]
+        long = [asyncio.create_task(tokenizer.encode(["word " * 1000], Wanted())) for _ in range(100)]
         await asyncio.sleep(0)
-        short = await tokenizer.encode(["a short text"])
+        short = await tokenizer.encode(["a short text"], Wanted())
         assert not any(task.done() for task in long)
         threads_may_go_on.set()
         await asyncio.gather(*long)
@@ -175,13 +175,6 @@ def test_special_tokens_can_be_left_out(families: Families, family: str, cache_d
     for offsets in (False, True):
         assert encode(tokenizer, zoo.SAMPLES[0], offsets=offsets)[0].ids == plain
     assert tokenizer.truncate(plain, 3) == plain[-3:]  # no BOS is put back
-
-
-def test_truncation_for_tokenize_is_slicing(families: Families) -> None:
-    encoded = encode(families("byte_fallback")[1], "The first", offsets=True)[0]
-    last = encoded.keep_last(2)
-    assert (last.ids, list(last.offsets), last.num_tokens) == (encoded.ids[-2:], list(encoded.offsets)[-2:], 2)
-    assert encoded.keep_last(0) == encoded.keep_last(1000) == encoded
 
 
 def test_token_texts_are_raw_vocabulary(families: Families) -> None:

@@ -1,8 +1,18 @@
-"""An EngineClient without an engine process."""
+"""An EngineClient without an engine process, and outputs of calls that nobody makes text of."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.output import Output
+from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.channel import FrameReader
 from tgis.ipc.messages import ToEngine
+from tgis.ipc.request import Request
+
+_DECODER: Any = SimpleNamespace(tokenizer=None, splits_graphemes=False, replaces_each_byte=False)
+_PARAMS = RawParams().with_defaults(20).resolve(include_stop_sequence=True, fill_context=False)
 
 
 class FakeTransport:
@@ -28,3 +38,10 @@ def connected_client() -> tuple[EngineClient, FakeTransport]:
     client._transport = transport  # type: ignore[assignment]
     client._process = ExitedProcess()  # type: ignore[assignment]
     return client, transport
+
+
+def outputs(requests: Iterable[Request], arrived: float = 0.0) -> list[Output]:
+    return [
+        Output(request, index, "", _PARAMS, _DECODER, arrived=arrived, separator="")
+        for index, request in enumerate(requests)
+    ]

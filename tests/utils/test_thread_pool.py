@@ -12,7 +12,7 @@ from grammar_walks import byte_table
 
 from demo.fake_model import make_fake_model
 from tgis.engine_core.core import EngineCore
-from tgis.frontend.tokenizer import Tokenizer
+from tgis.frontend.tokenizer import Tokenizer, Wanted
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
@@ -96,7 +96,7 @@ def test_texts_are_tokenized_without_another_thread(tmp_path: Path, no_more_thre
     no_more_threads()
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*(tokenizer.encode(["a" * 1000]) for _ in range(5)))
+        return await asyncio.gather(*(tokenizer.encode(["a" * 1000], Wanted()) for _ in range(5)))
 
     assert [one.num_tokens for (one,) in asyncio.run(run())] == [1000] * 5
     tokenizer.close()

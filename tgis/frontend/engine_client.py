@@ -5,14 +5,15 @@ Knows no text and no gRPC. When the engine process ends, everything open fails a
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_process import EngineProcess
-from tgis.frontend.output_queue import Inbox, OutputQueue
+from tgis.frontend.output import Inbox, Output
 from tgis.ipc import messages
 from tgis.ipc.lookups import LookedUp, LookUp
 from tgis.ipc.messages import BatchState
@@ -30,8 +31,8 @@ class EngineClient(EngineProcess):
     def __init__(self) -> None:
         super().__init__()
         self.metrics: Metrics | None = None  # needs to know the engine first
-        self._queues: dict[int, OutputQueue] = {}
-        self._last_id = 0
+        self._open: dict[int, Output] = {}
+        self.next_id = itertools.count(1).__next__  # of a request or a lookup
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
         self._lookups: dict[int, asyncio.Future[LookedUp | None]] = {}
@@ -40,25 +41,20 @@ class EngineClient(EngineProcess):
 
     def queued(self) -> list[Request]:
         """The open requests that have never been scheduled."""
-        return [queue.request for queue in self._queues.values() if not queue.timings.scheduled]
+        return [output.request for output in self._open.values() if not output.timings.scheduled]
 
     def lora_adapters(self) -> tuple[set[str], set[str]]:
         """Ids of the LoRA adapters of running requests, and of those that only queued requests use."""
         running: set[str] = set()
         waiting: set[str] = set()
-        for queue in self._queues.values():
-            if (adapter := queue.request.adapter) and not adapter.length:
-                (running if queue.timings.scheduled else waiting).add(adapter.id)
+        for output in self._open.values():
+            if (adapter := output.request.adapter) and not adapter.length:
+                (running if output.timings.scheduled else waiting).add(adapter.id)
         return running, waiting - running
 
     def seconds_stalled(self) -> float:
         """Seconds since the engine last made progress, while requests are open; else 0."""
-        return self.watchdog.seconds_stalled(time.monotonic()) if self._queues else 0.0
-
-    def next_id(self) -> int:
-        """A new id for a request or a lookup."""
-        self._last_id += 1
-        return self._last_id
+        return self.watchdog.seconds_stalled(time.monotonic()) if self._open else 0.0
 
     async def batch_state(self) -> BatchState:
         """What runs and waits; Unavailable before the engine is ready, after its death, or if it hangs."""
@@ -93,25 +89,25 @@ class EngineClient(EngineProcess):
             self._cancel(lookup.lookup_id)
 
     @contextlib.contextmanager
-    def submit(self, requests: list[Request], *, eager: bool, arrived: float) -> Iterator[Inbox]:
-        """Queue the inputs of one call; whatever is still open on leaving the block is cancelled."""
+    def submit(self, outputs: Sequence[Output], *, eager: bool) -> Iterator[Inbox]:
+        """Queue the requests of one call; whatever is still open on leaving the block is cancelled."""
         self._check_alive()
-        inbox = Inbox(requests, eager=eager, arrived=arrived)
-        if not self._queues:
+        inbox = Inbox(outputs, eager=eager)
+        if not self._open:
             self.watchdog.progress(time.monotonic())
-        self._queues |= {queue.request.id: queue for queue in inbox.queues}
-        self.send(messages.Submit(requests, time.monotonic()))
+        self._open |= {output.request.id: output for output in outputs}
+        self.send(messages.Submit([output.request for output in outputs], time.monotonic()))
         try:
             yield inbox
         finally:
-            for queue in inbox.queues:
-                self.cancel(queue)
+            for output in outputs:
+                self.cancel(output)
             inbox.close()
 
-    def cancel(self, queue: OutputQueue) -> None:
+    def cancel(self, output: Output) -> None:
         """Cancel the request unless it has ended."""
-        if self._remove(queue):
-            self._cancel(queue.request.id)
+        if self._remove(output):
+            self._cancel(output.request.id)
 
     def handle(self, message: messages.FromEngine) -> None:
         """Handle one message from the engine process."""
@@ -121,8 +117,8 @@ class EngineClient(EngineProcess):
                 self._deliver(message)
             case messages.PromptLogprobs():
                 self.watchdog.progress(time.monotonic())
-                if queue := self._queues.get(message.id):
-                    queue.prompt_logprobs.append(message)
+                if output := self._open.get(message.id):
+                    output.prompt_logprobs.append(message)
             case messages.Failed():
                 self.watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
@@ -140,7 +136,7 @@ class EngineClient(EngineProcess):
         _answer(self._batch_state, None)
         for lookup in self._lookups.values():
             _answer(lookup, None)
-        for request_id in list(self._queues):
+        for request_id in list(self._open):
             self._fail(request_id, Unavailable(self._death_cause))
 
     def _check_alive(self) -> None:
@@ -157,23 +153,22 @@ class EngineClient(EngineProcess):
         for request_id, tokens, logprobs, stop_reason in zip(
             step.ids, step.tokens, all_logprobs, step.stop_reasons, strict=True
         ):
-            queue = self._queues.get(request_id)
-            if queue is None:  # cancelled meanwhile
+            output = self._open.get(request_id)
+            if output is None:  # cancelled meanwhile
                 num_discarded += len(tokens)
                 continue
-            if tokens and queue.timings.first_token:
-                latencies[now - queue.timings.last_token] += 1
-            elif tokens:
-                self._record_first_token(queue, now)
-            queue.timings.last_token = now
-            queue.put(tokens, logprobs, stop_reason)
+            if tokens and output.timings.first_token:
+                latencies[now - output.timings.last_token] += 1
+            elif tokens and self.metrics:
+                self.metrics.requests.time_to_first_token.observe(now - output.timings.arrived)
+            output.put(tokens, logprobs, stop_reason, now)
             if stop_reason:
-                self._remove(queue)
+                self._remove(output)
         if self.metrics and step.stats:
             self.metrics.batches.discarded_tokens.inc(num_discarded)
             num_tokens = sum(map(len, step.tokens))
             self.metrics.step_succeeded(step.stats, num_tokens, time.monotonic() - now, latencies)
-            if not self._queues:  # the step was in flight when the last request was cancelled
+            if not self._open:  # the step was in flight when the last request was cancelled
                 self.metrics.last_step = None
 
     def _deliver_failure(self, failed: messages.Failed) -> None:
@@ -184,23 +179,18 @@ class EngineClient(EngineProcess):
 
     def _record_scheduled(self, stats: messages.StepStats) -> None:
         for request_id, seconds in zip(stats.first_scheduled, stats.queue_durations, strict=True):
-            if queue := self._queues.get(request_id):
-                queue.timings.scheduled = queue.timings.submitted + seconds
-
-    def _record_first_token(self, queue: OutputQueue, now: float) -> None:
-        queue.timings.first_token = now
-        if self.metrics:
-            self.metrics.requests.time_to_first_token.observe(now - queue.timings.arrived)
+            if output := self._open.get(request_id):
+                output.timings.scheduled = output.timings.submitted + seconds
 
     def _fail(self, request_id: int, error: RequestError) -> None:
-        if queue := self._queues.get(request_id):
-            self._remove(queue)
-            queue.fail(error)
+        if output := self._open.get(request_id):
+            self._remove(output)
+            output.fail(error)
 
-    def _remove(self, queue: OutputQueue) -> bool:
+    def _remove(self, output: Output) -> bool:
         """Forget an open request; return whether it was one."""
-        known = self._queues.pop(queue.request.id, None) is not None
-        if known and not self._queues and self.metrics:
+        known = self._open.pop(output.request.id, None) is not None
+        if known and not self._open and self.metrics:
             self.metrics.last_step = None
         return known
 

@@ -17,8 +17,7 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import OutputBuilder, RequestOutput
-from tgis.frontend.output_queue import Inbox, OutputQueue
+from tgis.frontend.output import Inbox, Output, RequestOutput
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Encoding, Wanted
@@ -85,30 +84,25 @@ class Generator:
         self._seeds = random.Random(server_info.random_seed)
         self.num_inputs = 0  # of open calls
         self.num_cancelled = 0  # ever, by clients or by the end of the server
-        self._accepting = True
-
-    def stop_accepting(self) -> None:
-        """Reject new calls from now on."""
-        self._accepting = False
+        self.accepting = True  # else reject new calls
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         if not call.texts:
             return []
-        async with self._running(call, log) as (inbox, outputs):
-            num_open = len(outputs)
+        async with self._running(call, log) as inbox:
+            num_open = len(inbox.outputs)
             while num_open:
-                queue = await inbox.get()
-                output = outputs[queue.index]
+                output = await inbox.get()
                 # Before the end, tokens may come while a thread takes them; until then there are few, if any.
-                cost = _MICROSECONDS_PER_TOKEN * len(queue.new_tokens) if queue.ended else 0
+                cost = _MICROSECONDS_PER_TOKEN * len(output.new_tokens) if output.ended else 0
                 await self.pool.run(cost, output.collect)
                 if output.stop_reason:
-                    self._client.cancel(queue)
+                    self._client.cancel(output)
                     log.finish(output)
                     num_open -= 1
-            return [output.final() for output in outputs]
+            return [output.final() for output in inbox.outputs]
 
     def refused(self, kind: CallKind) -> None:
         """Count a call of one input that breaks a rule of its API."""
@@ -121,14 +115,13 @@ class Generator:
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
-        async with self._running(call, log) as (inbox, outputs):
-            inbox.on_end = lambda: call.account.output_complete(sum(output.unread_bytes for output in outputs))
-            for output in outputs:
+        async with self._running(call, log) as inbox:
+            inbox.on_end = lambda: call.account.output_complete(sum(output.unread_bytes for output in inbox.outputs))
+            for output in inbox.outputs:
                 yield output.first_chunk()
-            num_open = len(outputs)
+            num_open = len(inbox.outputs)
             while num_open:
-                queue = await inbox.get()
-                output = outputs[queue.index]
+                output = await inbox.get()
                 if not output.stop_reason:  # else the engine goes on behind a stop sequence
                     for chunk in output.chunks():
                         yield chunk
@@ -147,21 +140,21 @@ class Generator:
             keep = limit if call.return_tokens or call.return_offsets else 0
             wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
             encodings = await self._tokenizer.encode(call.texts, wanted)
-        results = [self._tokenize_result(one.keep_last(call.truncate_input_tokens), call) for one in encodings]
+        results = [self._tokenize_result(encoding, call) for encoding in encodings]
         self._metrics.tokenize.tokens.observe(sum(result.token_count for result in results))
         self._metrics.tokenize.duration.observe(time.monotonic() - started)
         return results
 
     def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
         return TokenizeResult(
-            token_count=encoding.num_tokens,
+            token_count=min(encoding.num_tokens, call.truncate_input_tokens or encoding.num_tokens),
             ids=encoding.packed_ids,
             tokens=map(self._tokenizer.token_text, encoding.packed_ids if call.return_tokens else ()),
             offsets=encoding.offsets,
         )
 
     @asynccontextmanager
-    async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[tuple[Inbox, list[OutputBuilder]]]:
+    async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[Inbox]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         with log, self._admission(call):
             if len(call.texts) < len(call.fields):
@@ -173,21 +166,25 @@ class Generator:
                 spec = params.given.grammar
                 grammar = await kept.enter_async_context(self._lookups.grammar(spec)) if spec else None
                 requests = await self._prepare(call, params, adapter, grammar)
-                with self._client.submit(requests, eager=eager, arrived=log.started) as inbox:
-                    outputs = [self._output_builder(queue, call, params) for queue in inbox.queues]
-                    log.submitted(outputs)
-                    yield inbox, outputs
+                with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
+                    log.submitted(inbox.outputs)
+                    yield inbox
 
-    def _output_builder(self, queue: OutputQueue, call: GenerateCall, params: ResolvedParams) -> OutputBuilder:
-        separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
+    def _outputs(
+        self, call: GenerateCall, params: ResolvedParams, requests: list[Request], arrived: float
+    ) -> list[Output]:
         decoder = self._decoders[params.given.skip_special_tokens]
-        return OutputBuilder(queue, call.texts[queue.index // call.n], params, decoder, separator=separator)
+        separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
+        return [
+            Output(request, index, call.texts[index // call.n], params, decoder, arrived=arrived, separator=separator)
+            for index, request in enumerate(requests)
+        ]
 
     @contextmanager
     def _admission(self, call: GenerateCall) -> Iterator[None]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
         num_inputs = call.num_outputs
-        if not self._accepting:
+        if not self.accepting:
             raise Unavailable("the server is shutting down")
         _check_num_inputs(num_inputs, call.account.max_inputs)
         call.account.charge(_INPUT_BYTES * num_inputs)
@@ -238,20 +235,18 @@ class Generator:
         return requests  # nobody else can queue until the caller has
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
-        limits = self.server_info.limits
+        """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
+        limits, limit, special_tokens = self.server_info.limits, params.truncate_input_tokens, params.add_special_tokens
+        max_length = limits.max_sequence_length
         if call.token_ids is not None:
-            return [Encoding.of_ids(ids, limits.max_sequence_length) for ids in call.token_ids]
-        if not params.truncate_input_tokens:
-            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        return await self._tokenizer.encode(call.texts, _wanted(limits.max_sequence_length, params))
-
-
-def _wanted(max_length: int, params: RawParams) -> Wanted:
-    """The tokens of an input: all that may fit, or the last ones, and one more to know whether any are cut off."""
-    limit, special_tokens = params.truncate_input_tokens, params.add_special_tokens
-    if not limit:
-        return Wanted(keep=max_length, special_tokens=special_tokens)
-    return Wanted(keep=min(limit, max_length) + 1, enough=max(limit, max_length), special_tokens=special_tokens)
+            return [Encoding.of_ids(ids, max_length) for ids in call.token_ids]
+        if limit:
+            keep, enough = min(limit, max_length) + 1, max(limit, max_length)
+            return await self._tokenizer.encode(
+                call.texts, Wanted(keep=keep, enough=enough, special_tokens=special_tokens)
+            )
+        check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
+        return await self._tokenizer.encode(call.texts, Wanted(keep=max_length, special_tokens=special_tokens))
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import HistogramMetricFamily
@@ -28,12 +29,12 @@ DURATION_BUCKETS = [float(f"{0.0001 * 1.5**k:.6g}") for k in range(1, 36)]  # 0.
 Wrapper = TypeVar("Wrapper", bound=MetricWrapperBase)
 
 
-class CountedHistogram(Collector):
-    """Takes a value that was observed many times at once, not one by one as prometheus_client's own."""
+class CountedDuration(Collector):
+    """A histogram of seconds that takes a value observed many times at once, not one by one as prometheus_client's."""
 
-    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+    def __init__(self, name: str, documentation: str) -> None:
         self._name, self._documentation = name, documentation
-        self._bounds = [*buckets, math.inf]
+        self._bounds = [*DURATION_BUCKETS, math.inf]
         self._counts = [0] * len(self._bounds)
         self._sum = 0.0
 
@@ -46,55 +47,47 @@ class CountedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, [*buckets], self._sum)
 
 
-class MetricFamilies(Collector):
-    """A set of families in which every counter is exported twice: as `x_total` and, untyped, as `x`."""
+class MetricFamilies:
+    """Makes a set of families, and exports every counter twice: as `x_total` and, untyped, as `x`."""
 
     def __init__(self) -> None:
-        self._metrics: list[Collector] = []
         self.registry = CollectorRegistry()
-        self.registry.register(self)
 
     def scrape(self) -> Iterator[bytes]:
-        """The text format of Prometheus, version 0.0.4; one family after the other, since all take 25 ms."""
+        """The text format of Prometheus, version 0.0.4; one family after the other, since all take 25 ms.
+
+        `_created` samples, which TGIS does not have, are dropped.
+        """
         for family in self.registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield generate_latest(_OneFamily(family))
+            if family.type == "counter" and family.name.startswith("tgi_"):
+                yield generate_latest(_OneFamily(_untyped(family)))
 
     def counter(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Counter:
-        return self._add(Counter(name, documentation, [*labels], registry=None), labels)
+        return _from_the_start(Counter(name, documentation, [*labels], registry=self.registry), labels)
 
     def gauge(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Gauge:
-        return self._add(Gauge(name, documentation, [*labels], registry=None), labels)
+        return _from_the_start(Gauge(name, documentation, [*labels], registry=self.registry), labels)
 
     def histogram(
         self, name: str, documentation: str, buckets: Sequence[float], labels: Labels = NO_LABELS
     ) -> Histogram:
-        return self._add(Histogram(name, documentation, [*labels], buckets=buckets, registry=None), labels)
+        return _from_the_start(
+            Histogram(name, documentation, [*labels], buckets=buckets, registry=self.registry), labels
+        )
 
     def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
         """A histogram of seconds."""
         return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
 
-    def counted_duration(self, name: str, documentation: str) -> CountedHistogram:
-        """A histogram of seconds that many observe at once."""
-        histogram = CountedHistogram(name, f"Seconds. {documentation}", DURATION_BUCKETS)
-        self._metrics.append(histogram)
-        return histogram
 
-    def _add(self, metric: Wrapper, labels: Labels) -> Wrapper:
-        if labels:
-            for values in itertools.product(*labels.values()):
-                metric.labels(*values)  # exported from the start, at 0, as rates need it
-        self._metrics.append(metric)
-        return metric
-
-    def collect(self) -> Iterator[Metric]:
-        """Drop the `_created` samples, which TGIS does not have, and add the untyped twins."""
-        for metric in self._metrics:
-            for family in metric.collect():
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
-                if family.type == "counter":
-                    yield _untyped(family)
+def _from_the_start(metric: Wrapper, labels: Labels) -> Wrapper:
+    """Export the series of all labels at 0, as rates need it."""
+    if labels:
+        for values in itertools.product(*labels.values()):
+            metric.labels(*values)
+    return metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +184,11 @@ class RequestFamilies:
             "tgi_request_time_to_first_token_duration",
             "From arrival to the first token, whatever becomes of the input.",
         )
-        self.inter_token_latency = add.counted_duration(
+        self.inter_token_latency = CountedDuration(
             "tgi_request_inter_token_latency_duration",
-            "Between two steps that gave an input tokens, whatever becomes of it.",
+            "Seconds. Between two steps that gave an input tokens, whatever becomes of it.",
         )
+        add.registry.register(self.inter_token_latency)
         self.time_per_output_token = add.duration(
             "tgi_request_time_per_output_token_duration", "Mean time between the tokens of an input that succeeded."
         )
@@ -209,10 +203,15 @@ class BatchFamilies:
         self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
-        self.queue_jumps = add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit.")
-        self.granular = add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time.")
-        self.prefill_weight = add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large.")
-        self.prefill_padding = add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding.")
+        self.admissions = [  # in the order of BatcherCounters
+            add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),
+            add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time."),
+            add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large."),
+            add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding."),
+            add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks."),
+            add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache."),
+            add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache."),
+        ]
 
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
@@ -238,19 +237,11 @@ class BatchFamilies:
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
 
-        self.preemptions = add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks.")
-        self.prefix_queries = add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache.")
-        self.prefix_hits = add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache.")
         self.prefill, self.next_token = (StepFamilies(self, method_of(prefill)) for prefill in (True, False))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
-        self.queue_jumps.inc(counts.queue_jumps)
-        self.granular.inc(counts.granular_additions)
-        self.prefill_weight.inc(counts.prefill_weight_exceeded)
-        self.prefill_padding.inc(counts.prefill_padding_exceeded)
-        self.preemptions.inc(counts.preemptions)
-        self.prefix_queries.inc(counts.prefix_cache_queries)
-        self.prefix_hits.inc(counts.prefix_cache_hits)
+        for counter, count in zip(self.admissions, msgspec.structs.astuple(counts), strict=True):
+            counter.inc(count)
 
 
 class StepFamilies:

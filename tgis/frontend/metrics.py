@@ -20,7 +20,6 @@ from tgis.frontend.metric_families import (
     method_of,
 )
 from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
-from tgis.ipc.request import StopReason
 
 _NO_COUNTS = BatcherCounters()
 
@@ -58,28 +57,6 @@ class Metrics:
     def request_failed(self, failure: FailureReason, count: int = 1) -> None:
         """Count a failed call, or `count` inputs that were cancelled or expired in the queue."""
         self.requests.failure.labels(failure).inc(count)
-
-    def request_succeeded(
-        self,
-        kind: CallKind,
-        reason: StopReason,
-        *,
-        input_tokens: int,
-        generated_tokens: int,
-        duration: float,
-        inference: float,
-        decoding: float,
-    ) -> None:
-        """Record the end of an input, in seconds from the arrival of its call, its first step and its first token."""
-        requests = self.requests
-        requests.success.labels(reason.name, kind).inc()
-        requests.generated_tokens.observe(generated_tokens)
-        requests.total_tokens.observe(input_tokens + generated_tokens)
-        requests.duration.observe(duration)
-        requests.inference.observe(inference)
-        requests.mean_time_per_token.observe(inference / generated_tokens if generated_tokens else 0.0)
-        if generated_tokens > 1:
-            requests.time_per_output_token.observe(decoding / (generated_tokens - 1))
 
     def step_succeeded(
         self, stats: StepStats, generated_tokens: int, processing: float, latencies: Mapping[float, int]
@@ -123,64 +100,58 @@ class Metrics:
         return value
 
 
-class ServiceMetrics:
+class ServiceMetrics(ServiceFamilies):
     """The metrics of the service itself and of both processes, from the first second. Not thread-safe."""
 
     def __init__(self, version: str, commit: str, model: str) -> None:
         families = MetricFamilies()
-        self._families = ServiceFamilies(families)
+        super().__init__(families)
         self._registry = families.registry
         self.scrape = families.scrape
         self._identity = {"version": version, "commit": commit, "model": model}
         self._max_adapters = 0  # in a batch
         self._num_log_lines_dropped = 0
-        self._families.info.labels(**self._identity, engine="", dtype="", device="").set(1)
+        self.info.labels(**self._identity, engine="", dtype="", device="").set(1)
         self.set_state(ServiceState.LOADING)
         ProcessCollector(registry=self._registry)
 
     def set_state(self, state: ServiceState) -> None:
         for each in ServiceState:
-            self._families.state.labels(each).set(each is state)
+            self.state.labels(each).set(each is state)
 
     def engine_started(self, pid: int) -> None:
         ProcessCollector("tgi_engine", lambda: pid, registry=self._registry)
 
     def engine_ready(self, info: EngineInfo, load_duration: float) -> None:
-        self._families.info.clear()
-        self._families.info.labels(**self._identity, engine=info.engine, dtype=info.dtype, device=info.device).set(1)
-        self._families.engine_up.set(1)
-        self._families.load_duration.set(load_duration)
-        self._families.block_size.set(info.block_size)
-        self._families.num_blocks.set(info.token_capacity // info.block_size if info.block_size else 0)
+        self.info.clear()
+        self.info.labels(**self._identity, engine=info.engine, dtype=info.dtype, device=info.device).set(1)
+        self.engine_up.set(1)
+        self.load_duration.set(load_duration)
+        self.block_size.set(info.block_size)
+        self.num_blocks.set(info.token_capacity // info.block_size if info.block_size else 0)
         self._max_adapters = info.max_batch_size if info.lora_targets else 0
-
-    def set_engine_up(self, up: bool) -> None:
-        self._families.engine_up.set(up)
 
     def set_certificate_expiry(self, times: Mapping[str, float]) -> None:
         """Set when each certificate expires, in seconds since 1970."""
         for name, seconds in times.items():
-            self._families.certificate_expiry.labels(name).set(seconds)
+            self.certificate_expiry.labels(name).set(seconds)
 
     async def watch_event_loop(self, interval: float = 0.02) -> None:
         """Wake up every `interval` seconds, and observe how late: every call and probe waits as long. Never returns."""
         while True:
             due = time.monotonic() + interval
             await asyncio.sleep(interval)
-            self._families.loop_lag.observe(time.monotonic() - due)
-
-    def authentication_failed(self) -> None:
-        self._families.authentication_failure.inc()
+            self.loop_lag.observe(time.monotonic() - due)
 
     def set_log_lines_dropped(self, total: int) -> None:
-        self._families.log_lines_dropped.inc(total - self._num_log_lines_dropped)
+        self.log_lines_dropped.inc(total - self._num_log_lines_dropped)
         self._num_log_lines_dropped = total
 
     def set_lora_adapters(self, running: Collection[str], waiting: Collection[str]) -> None:
         """Set the ids of adapters that requests use; only queued ones those of `waiting`."""
-        self._families.running_adapters.set(len(running))
-        self._families.waiting_adapters.set(len(waiting))
-        self._families.lora_requests.clear()
+        self.running_adapters.set(len(running))
+        self.waiting_adapters.set(len(waiting))
+        self.lora_requests.clear()
         if self._max_adapters:  # as the Gateway API inference extension reads it
             names = ",".join(sorted(running)), ",".join(sorted(waiting))
-            self._families.lora_requests.labels(self._max_adapters, *names).set(time.time())
+            self.lora_requests.labels(self._max_adapters, *names).set(time.time())

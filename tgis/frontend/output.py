@@ -1,24 +1,45 @@
-"""From generated tokens to response messages: text, stop sequences, counts and token details of one input.
+"""The output of one input, from the engine's tokens to response messages: text, stop sequences, counts, token details.
 
 A unary call collects tokens and builds one message at the end; a stream builds messages as tokens come. Both append
 tokens in the same way, so that both say the same.
 """
 
+import asyncio
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from tgis.errors import RequestError
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.output_queue import OutputQueue, RequestTimings
 from tgis.frontend.sampling_params import ResolvedParams
 from tgis.frontend.stop_strings import StopStringMatcher
-from tgis.ipc.request import StopReason, TokenLogprobs
+from tgis.ipc.request import Request, StopReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from tgis.ipc.messages import PromptLogprobs
 
 BYTES_PER_DETAIL = 128
 MICROSECONDS_PER_DETAIL = 2
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """When things happened to a request, as seen here: `time.monotonic()` values, 0 for not yet."""
+
+    arrived: float  # the call
+    submitted: float
+    scheduled: float = 0.0  # for its first step
+    first_token: float = 0.0
+    last_token: float = 0.0  # or the end, if it came without one
+
+    @property
+    def inference(self) -> float:
+        """Seconds from the first step to the last token."""
+        return max(self.last_token - self.scheduled, 0.0) if self.scheduled else 0.0
 
 
 class TokenInfo(NamedTuple):
@@ -64,23 +85,37 @@ def _mean_logprob(output: RequestOutput) -> float:
     return -math.inf if math.isnan(mean) else mean
 
 
-class OutputBuilder:
-    """The output of one input while it grows."""
+class Output:
+    """One output while it grows: the tokens that the engine has sent, and the text that is made of them."""
 
     def __init__(
         self,
-        queue: OutputQueue,
+        request: Request,
+        index: int,
         input_text: str,
         params: ResolvedParams,
         decoder: TokenDecoder,
         *,
+        arrived: float,
         separator: str,
     ) -> None:
         """`separator` goes between echoed input and output in the response of a unary call."""
-        self.queue = queue
-        self.index = queue.index
+        self.request = request
+        self.index = index  # among the outputs of the call
         self.input_text = input_text
         self.params = params
+        self.timings = RequestTimings(arrived, submitted=time.monotonic())
+        self.inbox: Inbox  # that it is in, which sets this
+        # What the engine has sent:
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.num_tokens = 0
+        self.new_tokens: list[int] = []  # not taken yet
+        self._new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
+        self._num_new_steps = 0  # that the new tokens are from
+        self._end = StopReason.NOT_FINISHED  # after the last new token
+        self.error: RequestError | None = None  # after the last new token; None once the call has ended
+        self.failed: type[RequestError] | None = None  # in the engine
+        # What has been made of it:
         self.num_generated = 0
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
@@ -95,10 +130,31 @@ class OutputBuilder:
         self._sent_text = ""  # the beginning of what is in messages
         self._text: list[str] = []  # in no message yet
         self._tokens: list[TokenInfo] = []
-        self._min_new_tokens = queue.request.sampling_params.min_new_tokens
         self._wants_tokens = params.given.logprob_options.generated_tokens
         self._wants_input_tokens = params.given.logprob_options.input_tokens
-        self.details_per_token = params.given.logprob_options.details_per_token
+        self._details_per_token = params.given.logprob_options.details_per_token
+
+    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason, now: float) -> None:
+        """Add what a step gave."""
+        if token_ids:
+            self.timings.first_token = self.timings.first_token or now
+        self.timings.last_token = now
+        self.new_tokens += token_ids
+        self._new_logprobs += logprobs
+        self.num_tokens += len(token_ids)
+        self._num_new_steps += 1
+        self._end = stop_reason
+        self.inbox.add(self)
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error, raised once the tokens so far have been taken."""
+        self.error, self.failed = error, type(error)
+        self.inbox.add(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with the request."""
+        return bool(self._end) or self.failed is not None
 
     @property
     def logged_text(self) -> str:
@@ -108,15 +164,14 @@ class OutputBuilder:
     @property
     def unread_bytes(self) -> int:
         """About how much memory the output takes that is in no message yet, with its input."""
-        num_tokens = self.queue.num_tokens - self.num_generated + len(self.queue.prompt_logprobs)
-        return len(self.input_text) + num_tokens * self.details_per_token * BYTES_PER_DETAIL
+        num_tokens = self.num_tokens - self.num_generated + len(self.prompt_logprobs)
+        return len(self.input_text) + num_tokens * self._details_per_token * BYTES_PER_DETAIL
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
-        request = self.queue.request
         echoed = self.input_text if self.params.given.input_text else ""
-        seed = request.sampling_params.seed
-        return RequestOutput(self.index, text=echoed, input_token_count=request.input_length, seed=seed)
+        seed = self.request.sampling_params.seed
+        return RequestOutput(self.index, text=echoed, input_token_count=self.request.input_length, seed=seed)
 
     def chunks(self) -> Iterator[RequestOutput]:
         """The next messages of a stream: one for each new token, but none without text or token before the end.
@@ -128,10 +183,10 @@ class OutputBuilder:
             yield RequestOutput(
                 self.index,
                 input_tokens=input_tokens,
-                input_token_count=self.queue.request.input_length,
-                details_per_token=self.details_per_token,
+                input_token_count=self.request.input_length,
+                details_per_token=self._details_per_token,
             )
-        in_one = self.queue.num_steps > 1 and not self._wants_tokens
+        in_one = self._num_new_steps > 1 and not self._wants_tokens
         for num_left in self._take_tokens():
             if not (in_one and num_left) and (self._text or self._tokens or self.stop_reason):
                 yield self._chunk()
@@ -143,14 +198,14 @@ class OutputBuilder:
 
     def final(self) -> RequestOutput:
         """The response of a unary call."""
-        num_input_tokens = self.queue.request.input_length
+        num_input_tokens = self.request.input_length
         if self.expired_in_queue:
             return RequestOutput(self.index, input_token_count=num_input_tokens, stop_reason=self.stop_reason)
         whole = self._chunk()
         if self.params.given.input_text:
             whole.text = self.input_text + self._separator + whole.text
         whole.input_token_count, whole.input_tokens = num_input_tokens, self._input_tokens()
-        whole.timings = self.queue.timings
+        whole.timings = self.timings
         return whole
 
     def _chunk(self) -> RequestOutput:
@@ -159,11 +214,11 @@ class OutputBuilder:
         if len(self._sent_text) < LOGGED_CHARACTERS:
             self._sent_text += text[:LOGGED_CHARACTERS]
         chunk = RequestOutput(self.index, text, 0, self.num_generated)
-        chunk.tokens, chunk.details_per_token = self._tokens, self.details_per_token
+        chunk.tokens, chunk.details_per_token = self._tokens, self._details_per_token
         self._text, self._tokens = [], []
         if self.stop_reason:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
-            chunk.seed = 0 if self.expired_in_queue else self.queue.request.sampling_params.seed
+            chunk.seed = 0 if self.expired_in_queue else self.request.sampling_params.seed
         return chunk
 
     def _take_tokens(self) -> Iterator[int]:
@@ -171,8 +226,9 @@ class OutputBuilder:
 
         The error of the request comes after its last token.
         """
-        stop_reason = self.queue.stop_reason  # after the last of them
-        token_ids, logprobs = self.queue.take()
+        stop_reason = self._end  # after the last of them
+        token_ids, logprobs = self.new_tokens, self._new_logprobs
+        self.new_tokens, self._new_logprobs, self._num_new_steps = [], [], 0
         if not token_ids and stop_reason:
             self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
             self._text.append(self._stop_matcher.flush())
@@ -186,12 +242,12 @@ class OutputBuilder:
                 yield 0
                 return
             yield num_left
-        if self.queue.error is not None and not self.queue.new_tokens:
-            raise self.queue.error  # in no variable: its traceback has this frame
+        if self.error is not None and not self.new_tokens:
+            raise self.error  # in no variable: its traceback has this frame
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
-        minimum_reached = self.num_generated >= self._min_new_tokens
+        minimum_reached = self.num_generated >= self.request.sampling_params.min_new_tokens
         text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
         if self.stop_reason:
@@ -201,8 +257,8 @@ class OutputBuilder:
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""
-        parts = self.queue.prompt_logprobs  # of an encoder-decoder, those of its input only
-        tokens = self.queue.request.tokens[-sum(part.num_tokens for part in parts) :]
+        parts = self.prompt_logprobs  # of an encoder-decoder, those of its input only
+        tokens = self.request.tokens[-sum(part.num_tokens for part in parts) :]
         return map(self._token_info, tokens, chain.from_iterable(part.decode() for part in parts)) if parts else ()
 
     def _token_info(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenInfo:
@@ -211,3 +267,43 @@ class OutputBuilder:
             return TokenInfo(token_id, text(token_id), 0.0, 0, [])
         top_tokens = [(candidate, text(candidate), logprob) for candidate, logprob in logprobs.top_logprobs]
         return TokenInfo(token_id, text(token_id), logprobs.logprob, logprobs.rank, top_tokens)
+
+
+class Inbox:
+    """The outputs of one call, and which of them have something new for it."""
+
+    def __init__(self, outputs: Sequence[Output], *, eager: bool) -> None:
+        """An eager call wants the tokens of every step at once, any other wants all of them at the end."""
+        self.outputs = outputs
+        self.on_end: Callable[[], None] | None = None  # called when the engine is done with all outputs
+        self._eager = eager
+        self._new: dict[Output, None] = {}  # a set that keeps their order
+        self._waiter: asyncio.Future[None] | None = None
+        for output in outputs:
+            output.inbox = self
+
+    def add(self, output: Output) -> None:
+        """The engine has sent something for this output, or is done with it."""
+        ended = output.ended
+        if self._eager or ended:
+            self._new[output] = None
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        if ended and self.on_end is not None and all(each.ended for each in self.outputs):
+            self.on_end()
+
+    async def get(self) -> Output:
+        """Wait for an output with new tokens, the end of its request or its error."""
+        if not self._new:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output = next(iter(self._new))
+        del self._new[output]
+        return output
+
+    def close(self) -> None:
+        """Let go of what leads back here, by a traceback or by the outputs: else all of them are garbage cycles."""
+        for output in self.outputs:
+            output.error = None
+        self.outputs, self.on_end = (), None
+        self._new.clear()

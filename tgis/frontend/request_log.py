@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Una
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import LOGGED_CHARACTERS, OutputBuilder
+from tgis.frontend.output import LOGGED_CHARACTERS, Output
 from tgis.ipc.request import SamplingParams, StopReason
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,8 @@ class RequestLog:
         self._metrics = metrics
         self.started = time.monotonic()
         self._log_text = log_text
-        self._outputs: list[OutputBuilder] = []
-        self._open: list[OutputBuilder] = []
-        self._num_unsubmitted = call.num_outputs
+        self._outputs: Sequence[Output] = ()
+        self._open: list[Output] = []
         metrics.request_started(call.kind, call.num_outputs)
 
     def __enter__(self) -> Self:
@@ -45,94 +45,82 @@ class RequestLog:
     ) -> None:
         if isinstance(error, RequestError):
             self._metrics.request_failed(_failure_reason(error))
-            level = logging.INFO if self._num_unsubmitted else _level(type(error))
+            level = _level(type(error)) if self._outputs else logging.INFO
             log.log(level, "%s call failed: %s", self._call.kind, error.logged)
-        elif error is not None and self._num_unsubmitted:  # cancelled before its inputs were queued
-            self._metrics.request_failed(FailureReason.CANCELLED, self._num_unsubmitted)
+        elif error is not None and not self._outputs:  # cancelled before its inputs were queued
+            self._metrics.request_failed(FailureReason.CANCELLED, self._call.num_outputs)
         for output in list(self._open):
             self.finish(output)
         for output in self._outputs:
             answered = 0 if error and self._call.kind is not CallKind.STREAM else output.num_generated
-            self._metrics.batches.discarded_tokens.inc(output.queue.num_tokens - answered)
+            self._metrics.batches.discarded_tokens.inc(output.num_tokens - answered)
 
-    def submitted(self, outputs: list[OutputBuilder]) -> None:
+    def submitted(self, outputs: Sequence[Output]) -> None:
         """Take note of the outputs of a valid call."""
-        self._outputs, self._open, self._num_unsubmitted = outputs, list(outputs), 0
-        requests, timings = self._metrics.requests, outputs[0].queue.timings
+        self._outputs, self._open = outputs, list(outputs)
+        requests, timings = self._metrics.requests, outputs[0].timings
         requests.validation.observe(timings.submitted - timings.arrived)
         for output in outputs:
-            requests.input_length.observe(output.queue.request.input_length)
+            requests.input_length.observe(output.request.input_length)
             requests.max_new_tokens.observe(output.params.given.max_new_tokens)
 
-    def finish(self, output: OutputBuilder) -> None:
+    def finish(self, output: Output) -> None:
         """Record the end of one input: finished, failed, or cancelled by its client or a failed sibling."""
         self._open.remove(output)
         if output.stop_reason:
             self._count_success(output)
-        elif not output.queue.failed:
+        elif not output.failed:
             self._metrics.request_failed(FailureReason.CANCELLED)
-        ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.queue.failed else "CANCELLED"
+        ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.failed else "CANCELLED"
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
         as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
+        num_tokens = output.num_generated if output.stop_reason else output.num_tokens  # of the answer, or of no answer
         log.log(
-            _level(output.queue.failed) if output.queue.failed else logging.INFO if as_asked else logging.WARNING,
+            _level(output.failed) if output.failed else logging.INFO if as_asked else logging.WARNING,
             "%s request%s: %d tokens, %s",
             self._call.kind,
             f" {output.index + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
-            _num_generated(output),
+            num_tokens,
             ended,
-            extra=self._fields(output),
+            extra=self._fields(output, num_tokens),
         )
 
-    def _count_success(self, output: OutputBuilder) -> None:
+    def _count_success(self, output: Output) -> None:
+        requests, timings, num_tokens = self._metrics.requests, output.timings, output.num_generated
         if output.expired_in_queue:
             self._metrics.request_failed(FailureReason.TIMEOUT)
-        timings = output.queue.timings
-        self._metrics.request_succeeded(
-            self._call.kind,
-            output.stop_reason,
-            input_tokens=output.queue.request.input_length,
-            generated_tokens=output.num_generated,
-            duration=time.monotonic() - self.started,
-            inference=timings.last_token - timings.scheduled if timings.scheduled else 0.0,
-            decoding=timings.last_token - timings.first_token,
-        )
+        requests.success.labels(output.stop_reason.name, self._call.kind).inc()
+        requests.generated_tokens.observe(num_tokens)
+        requests.total_tokens.observe(output.request.input_length + num_tokens)
+        requests.duration.observe(time.monotonic() - timings.arrived)
+        requests.inference.observe(timings.inference)
+        requests.mean_time_per_token.observe(timings.inference / num_tokens if num_tokens else 0.0)
+        if num_tokens > 1:
+            requests.time_per_output_token.observe((timings.last_token - timings.first_token) / (num_tokens - 1))
 
-    def _request_id(self, output: OutputBuilder) -> str | int:
-        """The correlation id with the index of the output, as in vllm-tgis-adapter; else the engine's id."""
-        if self._call.correlation_id is None:
-            return output.queue.request.id
+    def _fields(self, output: Output, num_tokens: int) -> dict[str, Any]:
+        timings, now, request = output.timings, time.monotonic(), output.request
         alone = self._call.kind is CallKind.STREAM and len(self._outputs) == 1
-        return self._call.correlation_id + ("" if alone else f"-{output.index}")
-
-    def _fields(self, output: OutputBuilder) -> dict[str, Any]:
-        timings, now, request = output.queue.timings, time.monotonic(), output.queue.request
-        scheduled = timings.scheduled or now
-        inference = timings.last_token - scheduled if timings.last_token else 0.0
+        correlation_id, index = self._call.correlation_id, "" if alone else f"-{output.index}"
         return {
-            "request_id": self._request_id(output),
+            "request_id": request.id if correlation_id is None else correlation_id + index,  # as in vllm-tgis-adapter
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
-            "generated_tokens": _num_generated(output),
+            "generated_tokens": num_tokens,
             "validation_seconds": round(timings.submitted - timings.arrived, 4),
-            "queue_seconds": round(scheduled - timings.submitted, 4),
-            "inference_seconds": round(inference, 4),
-            "seconds_per_token": round(inference / max(_num_generated(output), 1), 4),
-            "total_seconds": round(now - self.started, 4),
+            "queue_seconds": round((timings.scheduled or now) - timings.submitted, 4),
+            "inference_seconds": round(timings.inference, 4),
+            "seconds_per_token": round(timings.inference / max(num_tokens, 1), 4),
+            "total_seconds": round(now - timings.arrived, 4),
             "parameters": _describe_params(output),
             "input": output.input_text[:LOGGED_CHARACTERS] if self._log_text else None,
             "output": output.logged_text if self._log_text else None,
         }
 
 
-def _num_generated(output: OutputBuilder) -> int:
-    """Tokens of the answer, or those generated until the call was cancelled or failed."""
-    return output.num_generated if output.stop_reason else output.queue.num_tokens
-
-
-def _describe_params(output: OutputBuilder) -> str:
+def _describe_params(output: Output) -> str:
     """Parameters other than the defaults: numbers and flags, never text."""
-    request, options = output.queue.request, output.params.given.logprob_options
+    request, options = output.request, output.params.given.logprob_options
     values = msgspec.structs.asdict(request.sampling_params) | {
         "logit_bias": len(request.sampling_params.logit_bias or ()),
         "max_new_tokens": request.max_new_tokens,

@@ -12,6 +12,8 @@ import msgspec
 from tgis.ipc.lookups import GrammarSpec
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
+WATERMARK = 0.5, 2.0  # share of the vocabulary that it prefers, and what it adds to the logits of that share
+
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
@@ -68,9 +70,7 @@ class RawParams:
         temperature = 1.0 if self.temperature is None else self.temperature
         return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
 
-    def resolve(
-        self, *, include_stop_sequence: bool, fill_context: bool, watermark: tuple[float, float] = (0.5, 2.0)
-    ) -> "ResolvedParams":
+    def resolve(self, *, include_stop_sequence: bool, fill_context: bool) -> "ResolvedParams":
         """Turn validated parameters with defaults into what the inputs run with. The deadline starts now."""
         assert self.temperature is not None
         greedy = self.temperature == 0.0
@@ -89,7 +89,7 @@ class RawParams:
                 frequency_penalty=self.frequency_penalty,
                 presence_penalty=self.presence_penalty,
                 logit_bias=dict(self.logit_bias) or None,
-                watermark=watermark if self.watermark else None,
+                watermark=WATERMARK if self.watermark else None,
                 ignore_eos=self.ignore_eos,
             ),
             fill_context=fill_context,

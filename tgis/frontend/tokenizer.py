@@ -8,7 +8,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Final
 import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer_properties import cut_rule, max_bytes_per_token
+from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json
 from tgis.utils.thread_pool import WorkPool, leave_gil
 
@@ -59,12 +59,6 @@ class Encoding:
         numbers = iter(self.packed_offsets)
         return zip(numbers, numbers, strict=True)
 
-    def keep_last(self, limit: int) -> "Encoding":
-        """Truncate by plain slicing, as the Tokenize RPC does; 0 keeps all."""
-        if not limit:
-            return self
-        return Encoding(self.packed_ids[-limit:], self.packed_offsets[-2 * limit :], min(self.num_tokens, limit))
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -75,9 +69,6 @@ class Wanted:
     enough: int | None = None  # the end of a text is enough if it has more tokens than this
     special_tokens: bool = True  # add those that the tokenizer adds
     max_tokens: int | None = None  # of which ids and offsets are kept, of all texts
-
-
-EVERYTHING = Wanted()
 
 
 class Tokenizer:
@@ -116,23 +107,20 @@ class Tokenizer:
         """Stop the worker threads; queued texts are dropped."""
         self.pool.close()
 
-    async def encode(self, texts: Sequence[str], wanted: Wanted = EVERYTHING) -> list[Encoding]:
+    async def encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         cost = sum(map(len, texts)) / CHARS_PER_MICROSECOND
         groups = [self.pool.run(cost, partial(self._encode, group, wanted)) for group in _groups(texts)]
-        if len(groups) == 1:
-            return await groups[0]
-        encodings = list(chain.from_iterable(await asyncio.gather(*groups)))
+        found = [await groups[0]] if len(groups) == 1 else await asyncio.gather(*groups)
+        encodings = list(chain.from_iterable(found))
         _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted)
         return encodings
 
     def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
-        if len(texts[0]) > 2 * PART and self._can_cut(wanted):
-            if wanted.max_tokens is not None and len(texts[0]) > wanted.max_tokens:
-                self._encode_in_parts(texts[0], replace(wanted, offsets=False, keep=0))  # only to count the tokens
-            return [self._encode_in_parts(texts[0], wanted)]
+        rule = self._cut_rule
+        if len(texts[0]) > 2 * PART and rule is not None and (rule.keeps_offsets or not wanted.offsets):
+            return [self._encode_in_parts(texts[0], rule, wanted)]
         found = self._encode_batch(texts, wanted, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
-        _check_num_tokens(sum(_num_kept(one, wanted.keep) for one in found), wanted)
         return [_packed_encoding(text, one, wanted) for text, one in zip(texts, found, strict=True)]
 
     def _encode_batch(
@@ -145,22 +133,18 @@ class Tokenizer:
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
 
-    def _can_cut(self, wanted: Wanted) -> bool:
-        return self._cut_rule is not None and (self._cut_rule.keeps_offsets or not wanted.offsets)
-
-    def _encode_in_parts(self, text: str, wanted: Wanted) -> Encoding:
+    def _encode_in_parts(self, text: str, rule: CutRule, wanted: Wanted) -> Encoding:
         """Tokenize a long text from its end, which may be enough.
 
         The library's encoding of the whole would take a hundred bytes for each token, and the GIL to be freed.
         """
         assert self._added is not None
-        assert self._cut_rule is not None
         before, after = self._added if wanted.special_tokens else ([], [])
         parts = [Encoding(_packed(after), _packed([0, 0] * len(after)), len(after))]  # the last one first
         num_tokens, first_byte = len(after), len(text.encode())
         for start, end in _parts_from_end(text, _PART_WITH_OFFSETS if wanted.offsets else PART):
             first_byte -= len(text[start:end].encode())
-            part = text[start + (self._cut_rule.drops_space and start > 0) : end]
+            part = text[start + (rule.drops_space and start > 0) : end]
             (found,) = self._encode_batch([part], wanted, add_special_tokens=False)
             parts.append(_packed_encoding(part, found, wanted, first_byte))
             num_tokens += len(found)
@@ -223,11 +207,6 @@ class Tokenizer:
         return text
 
 
-def too_many_tokens(max_tokens: int) -> InvalidRequest:
-    """The error for texts with more tokens than a reply has room for."""
-    return InvalidRequest("", f"the text has more than {max_tokens} tokens: send less, or ask for less about it")
-
-
 def reply_too_large(max_bytes: int) -> InvalidRequest:
     """The error for texts whose tokens do not fit into a reply."""
     return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
@@ -270,18 +249,16 @@ def _is_ascii_alnum(char: str) -> bool:
     return char.isascii() and char.isalnum()
 
 
-def _num_kept(encoding: tokenizers.Encoding, keep: int | None) -> int:
-    return len(encoding) if keep is None else min(keep, len(encoding))
-
-
 def _check_num_tokens(num_tokens: int, wanted: Wanted) -> None:
-    if wanted.max_tokens is not None and num_tokens > wanted.max_tokens:
-        raise too_many_tokens(wanted.max_tokens)
+    """InvalidRequest if there are more tokens than a reply has room for."""
+    if (most := wanted.max_tokens) is not None and num_tokens > most:
+        raise InvalidRequest("", f"the text has more than {most} tokens: send less, or ask for less about it")
 
 
 def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted, first_byte: int = 0) -> Encoding:
     """The encoding of a text, or of a part that begins at this byte."""
-    num_tokens, kept = len(encoding), _num_kept(encoding, wanted.keep)
+    num_tokens = len(encoding)
+    kept = num_tokens if wanted.keep is None else min(wanted.keep, num_tokens)
     ids = _packed(encoding.ids[num_tokens - kept :] if kept else ())
     offsets = _byte_offsets(text, encoding, num_tokens - kept, first_byte) if wanted.offsets else ()
     return Encoding(ids, _packed(offsets), num_tokens)

@@ -7,7 +7,7 @@ maps them to its own paths.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, TooLong
 from tgis.frontend.sampling_params import RawParams, ResolvedParams
@@ -36,7 +36,6 @@ class RequestLimits:
     input_vocab_size: int = 1 << 40  # of the model; its tokenizer may have more ids
     vocab_size: int = 1 << 40  # width of the logits
     max_input_tokens: int | None = None  # None: one less than the maximum sequence length
-    watermark: tuple[float, float] = (0.5, 2.0)  # gamma and delta of requests that want one
 
 
 _Rule = tuple[str, bool, str, float | str]
@@ -44,8 +43,6 @@ _Rule = tuple[str, bool, str, float | str]
 
 def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
-    if raw.constraints.max_top_n_tokens is not None:
-        limits = replace(limits, max_top_n_tokens=raw.constraints.max_top_n_tokens)
     default = None if raw.fill_context else limits.default_max_new_tokens
     params = raw.with_defaults(default or limits.max_new_tokens)
     for field, violated, message, value in _rules(params, limits):
@@ -56,9 +53,7 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     if params.grammar:
         _check_grammar(params.grammar, limits.max_grammar_bytes)
     fill_context = not raw.max_new_tokens and default is None
-    return params.resolve(
-        include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context, watermark=limits.watermark
-    )
+    return params.resolve(include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context)
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) -> None:
@@ -186,6 +181,7 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
     no_tokens = not (options.generated_tokens or options.input_tokens)
     no_details = "must request input and/or generated tokens to request extra token detail"
     penalty_range = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
+    max_top_n_tokens = limits.max_top_n_tokens if constraints.max_top_n_tokens is None else constraints.max_top_n_tokens
     wrong_length = [s for s in p.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
     floats = {
         "temperature": temperature,
@@ -229,8 +225,8 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
         ("typical_p", p.typical_p < 0.0, "typical_p must be >= 0.0", p.typical_p),
         (
             "top_n_tokens",
-            options.top_n_tokens > limits.max_top_n_tokens,
-            f"top_n_tokens must be <= {limits.max_top_n_tokens}",
+            options.top_n_tokens > max_top_n_tokens,
+            f"top_n_tokens must be <= {max_top_n_tokens}",
             options.top_n_tokens,
         ),
         # TGIS has no such parameters.

@@ -20,7 +20,6 @@ from tgis.ipc.messages import Fatal, Heartbeat
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 1 << 30  # far above any real message: a corrupt length must not allocate all memory
 _LENGTH = struct.Struct("<I")
 _RECV_BYTES = 1 << 18
 _HEARTBEAT_SECONDS = 1.0
@@ -30,7 +29,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode_frame(message: msgspec.Struct) -> bytes:
     body = _encoder.encode(message)
-    assert len(body) <= MAX_FRAME_BYTES
     return _LENGTH.pack(len(body)) + body
 
 
@@ -47,7 +45,6 @@ class FrameReader:
         messages, start = [], 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            assert length <= MAX_FRAME_BYTES
             end = start + _LENGTH.size + length
             if end > len(self._buffer):
                 break
