@@ -1,7 +1,7 @@
 """When prefills interrupt decodes, and how the budget of a step is split, in simulated time."""
 
 import pytest
-from batches import EOS, busy, limits, request
+from batches import EOS, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +11,6 @@ from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
-from tgis.ipc.request import StopReason
 
 
 def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
@@ -71,19 +70,6 @@ def test_until_decodes_have_been_measured_prompts_fill_the_steps() -> None:
     assert [prompt_tokens_of_step() for _ in range(4)] == [799, 799, 402, 0]  # the last one is measured
     batcher.submit([request(3, 2000, max_new=99)], 0.0)
     assert prompt_tokens_of_step() == 100
-
-
-def test_a_prompt_past_its_deadline_finishes_its_prefill_and_gets_one_token() -> None:
-    batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
-    (seq,) = batcher.submit([request(1, 10, deadline=5.0)], 0.0)
-    chunks = []
-    while busy(batcher):
-        assert batcher.expire(6.0) == []
-        plan = batcher.plan(6.0)
-        chunks += plan.num_scheduled_tokens
-        batcher.commit(plan, [[7, 8]] * len(plan.sampled), 6.0)
-    assert chunks == [4, 4, 2]
-    assert (seq.tokens[10:], seq.stop_reason) == ([7], StopReason.TIME_LIMIT)
 
 
 def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:

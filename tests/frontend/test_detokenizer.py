@@ -95,19 +95,6 @@ def test_text_survives_a_round_trip(families: Families, family: str, sample: str
     assert text == (sample if family == "gpt2" else " " + sample)
 
 
-def test_first_word_keeps_its_space_only_in_decoder_only_models(families: Families) -> None:
-    backend, tokenizer = families("byte_fallback")
-    ids = backend.encode("The first").ids
-    assert "".join(pieces(decoder(tokenizer), ids)) == " The first"
-    assert "".join(pieces(decoder(tokenizer, encoder_decoder=True), ids)) == "The first"
-
-
-def test_words_of_a_suffix_vocabulary_stay_apart(families: Families) -> None:
-    backend, tokenizer = families("word_suffix_sequence")
-    ids = backend.encode("The first word").ids
-    assert "".join(pieces(decoder(tokenizer, encoder_decoder=True), ids)) == "The first word"
-
-
 def test_a_character_of_several_tokens_arrives_with_the_last(families: Families) -> None:
     backend, tokenizer = families("byte_fallback")
     assert pieces(decoder(tokenizer), byte_ids(backend, "é😀".encode())) == ["", "é", "", "", "", "😀"]

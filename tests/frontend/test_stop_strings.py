@@ -89,29 +89,26 @@ def test_never_splits_a_grapheme_cluster(pieces: list[str], include: bool) -> No
         assert place in starts
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+FAMILY = "👨\u200d👩\u200d👧\u200d👦"
+
+
+@pytest.mark.parametrize("sample", [*SAMPLES, f"x{FAMILY}y🇩🇪a\u0308\u0323\u1112\u1161\u11ab\r\nक्षि"])
 def test_graphemes_arrive_whole_when_every_code_point_is_a_token(sample: str) -> None:
     deltas, _ = assemble(list(sample), [], include=True, hold=True)
     assert [delta for delta in deltas if delta] == CLUSTERS.findall(sample)
 
 
-@pytest.mark.parametrize("whole", ["👨‍👩‍👧‍👦", "🇩🇪", "👩🏽‍🚒", "a\u0308\u0323", "\u1112\u1161\u11ab", "\r\n", "क्षि"])
-def test_a_grapheme_cluster_is_one_delta(whole: str) -> None:
-    deltas, _ = assemble([*f"x{whole}y"], [], include=True, hold=True)
-    assert [delta for delta in deltas if delta] == ["x", whole, "y"]
-
-
-def test_example_of_tgis() -> None:
-    assert assemble(["The", " first"], [], include=True, hold=True)[0] == ["Th", "e firs", "t"]
-
-
-def test_other_decoders_release_text_at_once() -> None:
-    assert assemble(["The", " first"], ["x"], include=False, hold=False)[0] == ["The", " first", ""]
-
-
-def test_a_partial_match_is_held_back_only_if_stop_sequences_are_excluded() -> None:
-    assert assemble(["x st", "ay"], ["stop"], include=False, hold=False)[0] == ["x ", "stay", ""]
-    assert assemble(["x st", "ay"], ["stop"], include=True, hold=False)[0] == ["x st", "ay", ""]
+@pytest.mark.parametrize(
+    ("pieces", "stops", "include", "hold", "deltas"),
+    [
+        (["The", " first"], [], True, True, ["Th", "e firs", "t"]),  # the example of TGIS
+        (["The", " first"], ["x"], False, False, ["The", " first", ""]),  # other decoders
+        (["x st", "ay"], ["stop"], False, False, ["x ", "stay", ""]),  # what may become one that is not part of it
+        (["x st", "ay"], ["stop"], True, False, ["x st", "ay", ""]),
+    ],
+)
+def test_what_is_held_back(pieces: list[str], stops: list[str], include: bool, hold: bool, deltas: list[str]) -> None:
+    assert assemble(pieces, stops, include, hold)[0] == deltas
 
 
 @pytest.mark.parametrize(
