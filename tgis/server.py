@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
-from tgis.ipc.lookups import LookUp
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.limits import (
     GRAMMAR_TIMEOUT_SECONDS,
@@ -219,8 +219,8 @@ class Server:
         if self._config.lora_modules and not info.supports_adapters:
             raise StartError(f"LORA_MODULES: {info.model_class} takes no adapters")
         for name in self._config.lora_modules or {}:
-            lookup = LookUp(client.next_id(), name)
-            async with client.look_up(lookup, ADAPTER_TIMEOUT) as found:
+            with ExitStack() as kept:
+                found = await client.look_up(name, ADAPTER_TIMEOUT, kept)
                 if found is not None and found.reason:
                     raise StartError(f"LORA_MODULES: {name}: {found.reason}")
 

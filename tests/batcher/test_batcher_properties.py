@@ -96,7 +96,7 @@ class World:
     def _check(self, plan: StepPlan, batcher: Batcher, queue: list[RequestState]) -> None:
         """What an engine can rely on in a plan, and clients in the order."""
         self.trace.append([(seq.id, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)])
-        assert 0 < batcher.num_running <= self.bounds.max_batch_size
+        assert 0 < len(batcher.running) <= self.bounds.max_batch_size
         assert all(
             0 < count <= seq.num_uncomputed_tokens
             for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
@@ -125,7 +125,7 @@ class World:
         assert batcher._block_manager is not None
         check_pool(batcher._block_manager.pool)
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
-        oldest = batcher.running_seqs[0]
+        oldest = batcher.running[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
         lost = [seq for seq in preempted(plan) if seq.id not in self.rolled_back]
         mine = [(one, seq) for one in lost for seq in plan.seqs if one.request.client == seq.request.client]
@@ -200,7 +200,7 @@ class World:
         """All sequences that have left the batch are named, and no others are held."""
         for seq in plan.to_release:
             self.held.pop(seq.id, None)  # it may not have been in a step yet
-        assert self.held.keys() <= {seq.id for seq in batcher.running_seqs}
+        assert self.held.keys() <= {seq.id for seq in batcher.running}
 
     def _end(self, seqs: list[Sequence]) -> None:
         for seq in seqs:

@@ -94,7 +94,7 @@ def metrics() -> Metrics:
     return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, token_capacity=1000)
 
 
-STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_requeued=0, queue_durations=[])
+STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_requeued=0, first_scheduled={})
 
 
 def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) -> None:

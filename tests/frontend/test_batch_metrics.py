@@ -96,21 +96,16 @@ TWO_THEN_ONE: list[Turn] = [
 ]
 
 
-def test_steps_of_a_padded_engine(tmp_path: Path) -> None:
-    assert run(tmp_path, TWO_THEN_ONE, padded=True).seen == [
-        After(2, 2 * 6, 3 + 1, num_prefills=2, prefill_tokens=2 * 5, scheduled=2),
-        After(1, 5, 2, num_decodes=2),  # the second has ended
-        After(2, 2 * 5, 2 + 8, num_prefills=1, prefill_tokens=2, concatenated=1, scheduled=1),
-        After(2, 2 * 6, 1 + 7, num_decodes=2),
-    ]
-
-
-def test_steps_of_an_engine_without_padding(tmp_path: Path) -> None:
-    assert run(tmp_path, TWO_THEN_ONE, padded=False).seen == [
-        After(2, 4 + 6, 3 + 1, num_prefills=2, prefill_tokens=3 + 5, scheduled=2),
-        After(1, 5, 2, num_decodes=2),
-        After(2, 5 + 3, 2 + 8, num_prefills=1, prefill_tokens=2, concatenated=1, scheduled=1),
-        After(2, 6 + 4, 1 + 7, num_decodes=2),
+@pytest.mark.parametrize(
+    ("padded", "prefill_tokens", "contexts"),
+    [(True, 2 * 5, [2 * 6, 5, 2 * 5, 2 * 6]), (False, 3 + 5, [4 + 6, 5, 5 + 3, 6 + 4])],
+)
+def test_steps_of_whole_prompts(tmp_path: Path, padded: bool, prefill_tokens: int, contexts: list[int]) -> None:
+    assert run(tmp_path, TWO_THEN_ONE, padded=padded).seen == [
+        After(2, contexts[0], 3 + 1, num_prefills=2, prefill_tokens=prefill_tokens, scheduled=2),
+        After(1, contexts[1], 2, num_decodes=2),  # the second has ended
+        After(2, contexts[2], 2 + 8, num_prefills=1, prefill_tokens=2, concatenated=1, scheduled=1),
+        After(2, contexts[3], 1 + 7, num_decodes=2),
     ]
 
 
@@ -139,7 +134,7 @@ def test_a_running_request_without_scheduled_tokens_is_not_queued(tmp_path: Path
         After(3, 50 + 3 + 9, 4 + 3 + 4, num_prefills=2, prefill_tokens=2 + 2, scheduled=3),
         After(3, 50 + 4 + 9, 4 + 2 + 4, num_prefills=2, num_decodes=1, prefill_tokens=2 + 1, concatenated=1),
     ]
-    assert [stats.first_scheduled for stats in script.stats] == [[1, 2, 3], []]
+    assert [[*stats.first_scheduled] for stats in script.stats] == [[1, 2, 3], []]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +170,7 @@ def test_sequences_that_fail_in_a_step_count_as_part_of_it(tmp_path: Path) -> No
 def test_queue_time_starts_at_arrival_even_during_a_long_step(tmp_path: Path) -> None:
     now = time.monotonic()
     script = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
-    assert [int(seconds) // 100 for stats in script.stats for seconds in stats.queue_durations] == [5, 2]
+    assert [int(seconds) // 100 for stats in script.stats for seconds in stats.first_scheduled.values()] == [5, 2]
 
 
 def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
@@ -315,4 +310,4 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
 
 
 def joined(ids: list[int], returned: int = 0) -> StepStats:
-    return StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, returned, [0.1 for _ in ids], ids)
+    return StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, returned, dict.fromkeys(ids, 0.1))

@@ -81,8 +81,8 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
     question = await ask(client)
 
     async def look_up() -> None:
-        async with client.look_up(LookUp(5, "x"), timeout=1e6):
-            pass
+        with contextlib.ExitStack() as kept:
+            await client.look_up("x", 1e6, kept)
 
     lookup = asyncio.create_task(look_up())
     with client.submit(outputs([request(1)]), eager=True) as inbox:
@@ -130,8 +130,8 @@ async def test_answers_to_questions_are_not_progress() -> None:
 @run_async
 async def test_a_lookup_times_out_and_is_cancelled() -> None:
     client, transport = connected_client()
-    async with client.look_up(LookUp(5, "x"), timeout=0.01) as found:
-        assert found is None
+    with contextlib.ExitStack() as kept:
+        assert await client.look_up("x", 0.01, kept) is None
     await asyncio.sleep(0)
-    assert transport.sent == [LookUp(5, "x"), Cancel([5])]
-    client.handle(LookedUp(5))  # late: ignored
+    assert transport.sent == [LookUp(1, "x"), Cancel([1])]
+    client.handle(LookedUp(1))  # late: ignored

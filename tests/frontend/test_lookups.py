@@ -1,7 +1,6 @@
 """tgis.frontend.lookups: what a call that names an adapter or a grammar gets, without an engine."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, S
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec, LookedUp, LookUp
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec, LookedUp
 
 Answer = LookedUp | None
 
@@ -24,18 +23,12 @@ class FakeEngineClient:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.open: list[LookUp] = []
+        self.open: list[str | GrammarSpec] = []
 
-    def next_id(self) -> int:
-        return 7
-
-    @asynccontextmanager
-    async def look_up(self, lookup: LookUp, _timeout: float) -> AsyncIterator[Answer]:
-        self.open.append(lookup)
-        try:
-            yield self.answer
-        finally:
-            self.open.remove(lookup)
+    async def look_up(self, target: str | GrammarSpec, _timeout: float, kept: ExitStack) -> Answer:
+        self.open.append(target)
+        kept.callback(self.open.remove, target)
+        return self.answer
 
 
 def make_client(answer: Answer, reason: str | None = None) -> tuple[Lookups, FakeEngineClient, Metrics]:
@@ -51,18 +44,20 @@ def failures_and_loads(metrics: Metrics) -> tuple[float, float]:
 @run_async
 async def test_an_adapter_is_kept_until_the_call_ends() -> None:
     adapters, engine, metrics = make_client(LookedUp(7, adapter=AdapterRef("a/b", 5, 2, 7, 3, 16), loaded=True))
-    async with adapters.adapter(("adapter_id", "a/b")) as adapter:
-        assert adapter == AdapterRef("a/b", 5, 2, 7, 3, 16)
-        assert engine.open == [LookUp(7, "a/b")]
+    with ExitStack() as kept:
+        assert await adapters.adapter(("adapter_id", "a/b"), kept) == AdapterRef("a/b", 5, 2, 7, 3, 16)
+        assert engine.open == ["a/b"]
     assert engine.open == []
     assert failures_and_loads(metrics) == (0, 1)
     engine.answer = LookedUp(8, adapter=AdapterRef("a/b", 5, 0, 8, 3))
-    async with adapters.adapter(("prefix_id", "a/b")):
-        pass
+    with ExitStack() as kept:
+        await adapters.adapter(("prefix_id", "a/b"), kept)
     assert failures_and_loads(metrics) == (0, 1)
 
 
+NO_STORE = "FakeEngine takes no soft prompts"
 CASES: dict[str, tuple[str, LookedUp | None, str]] = {
+    "no store": ("prefix_id", None, f"prefix_id supplied but {NO_STORE}"),
     "prefix not found": (
         "prefix_id",
         LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
@@ -103,24 +98,14 @@ def test_errors_use_the_words_of_tgis(case: str) -> None:
 
     @run_async
     async def ask() -> None:
-        adapters, engine, metrics = make_client(answer)
-        with pytest.raises(InvalidRequest) as caught:
-            async with adapters.adapter((field, "x")):
-                pass
+        adapters, engine, metrics = make_client(answer, NO_STORE if case == "no store" else None)
+        with pytest.raises(InvalidRequest) as caught, ExitStack() as kept:
+            await adapters.adapter((field, "x"), kept)
         assert (str(caught.value), caught.value.field) == (text, field)
         assert failures_and_loads(metrics) == (1, 0)
         assert engine.open == []
 
     ask()
-
-
-@run_async
-async def test_without_a_store_every_id_is_an_error() -> None:
-    adapters, _, metrics = make_client(None, reason="FakeEngine takes no soft prompts")
-    with pytest.raises(InvalidRequest, match="prefix_id supplied but FakeEngine takes no soft prompts"):
-        async with adapters.adapter(("prefix_id", "x")):
-            pass
-    assert failures_and_loads(metrics) == (1, 0)
 
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
@@ -138,9 +123,8 @@ def test_a_grammar_that_cannot_be_used(case: str) -> None:
     @run_async
     async def ask() -> None:
         lookups, engine, _ = make_client(answer, reason)
-        with pytest.raises(type(expected)) as caught:
-            async with lookups.grammar(SCHEMA):
-                pass
+        with pytest.raises(type(expected)) as caught, ExitStack() as kept:
+            await lookups.grammar(SCHEMA, kept)
         assert (str(caught.value), vars(caught.value).get("field")) == (str(expected), vars(expected).get("field"))
         assert engine.open == []
 
@@ -150,9 +134,9 @@ def test_a_grammar_that_cannot_be_used(case: str) -> None:
 @run_async
 async def test_a_grammar_is_kept_until_the_call_ends() -> None:
     lookups, engine, _ = make_client(LookedUp(7))
-    async with lookups.grammar(SCHEMA) as grammar:
-        assert grammar == 7
-        assert engine.open == [LookUp(7, SCHEMA)]
+    with ExitStack() as kept:
+        assert await lookups.grammar(SCHEMA, kept) == 7
+        assert engine.open == [SCHEMA]
     assert engine.open == []
 
 

@@ -245,7 +245,7 @@ async def test_any_other_call_wakes_at_the_ends() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_end_is_told_once_the_engine_is_done_with_all_outputs(fails: bool) -> None:
     inbox, ends = make_inbox(2), list[list[bool]]()
-    inbox.on_end = lambda: ends.append([output.ended for output in inbox.outputs])
+    inbox.on_end = lambda _unread: ends.append([output.ended for output in inbox.outputs])
     first, second = inbox.outputs
     first.put([1], [], NOT_FINISHED, 0.0)
     first.put([2], [], MAX_TOKENS, 0.0)

@@ -82,7 +82,7 @@ def next_plan(batcher: Batcher, now: float = 0.0) -> StepPlan:
 
 def busy(batcher: Batcher) -> bool:
     """Whether any request waits or runs."""
-    return batcher.num_waiting + batcher.num_running > 0
+    return len(batcher.waiting) + len(batcher.running) > 0
 
 
 def preempted(plan: StepPlan) -> list[Sequence]:

@@ -29,8 +29,8 @@ class Batcher:
     def __init__(self, limits: BatchLimits, eos_ids: Collection[int]) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
-        self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # in the order of their turns
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # in the order of their turns; callers must not change the list
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
         self._num_generated_tokens = 0
@@ -46,32 +46,14 @@ class Batcher:
         self._last_wait_reason: tuple[WaitReason, float] | None = None  # and when
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_requeued(self) -> int:
-        """Waiting requests that have been in a step before."""
-        return self._waiting.num_requeued
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
     def idle(self) -> bool:
         """Whether there is nothing to do, or to release, until the next message."""
-        return not (self._waiting or self._running or self._to_release)
-
-    @property
-    def running_seqs(self) -> list[Sequence]:
-        """The running sequences; callers must not change the list."""
-        return self._running
+        return not (self.waiting or self.running or self._to_release)
 
     @property
     def context_tokens(self) -> int:
         """Tokens of context of the running sequences, padding included."""
-        return self._context_of(self._running)
+        return self._context_of(self.running)
 
     @property
     def context_limit(self) -> int:
@@ -81,13 +63,13 @@ class Batcher:
     def submit(self, requests: Iterable[Request], arrival_time: float) -> list[Sequence]:
         """Queue the inputs of one call, in order; they arrived no earlier than those before them."""
         seqs = [Sequence(request, arrival_time, self._num_steps) for request in requests]
-        self._waiting.append(seqs, self._running)
+        self.waiting.append(seqs, self.running)
         return seqs
 
     def cancel(self, ids: Collection[int]) -> None:
         """Drop requests, waiting or running. Ids of finished requests are ignored."""
         gone = frozenset(ids)
-        waiting = self._waiting.remove(gone)
+        waiting = self.waiting.remove(gone)
         if waiting:
             self._wait_reason = None  # it may have been one of theirs
         for seq in [*waiting, *self._remove_running(lambda seq: seq.id in gone)]:
@@ -99,7 +81,7 @@ class Batcher:
 
         Requests that have just arrived may be in one step, and a prefill under way goes on: both end with a token.
         """
-        expired = self._waiting.expire(now, self._next_answer(now), self._num_steps)
+        expired = self.waiting.expire(now, self._next_answer(now), self._num_steps)
         if expired:
             self._wait_reason = None  # it may have been one of theirs
         for seq in expired:
@@ -130,7 +112,7 @@ class Batcher:
                 self._block_manager.cache_full_blocks(seq)
         for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
             self._append(seq, new_tokens, now)
-        for seq in self._running:
+        for seq in self.running:
             seq.was_scheduled = True
         self._capacity.step_succeeded()
         self._interleaving.step_succeeded(plan, now, self._step_seconds)
@@ -150,7 +132,7 @@ class Batcher:
         self._interleaving.step_failed(plan)
         if out_of_memory:
             self._shrink_capacity(plan)
-            failed = plan.seqs if len(self._running) == 1 else []
+            failed = plan.seqs if len(self.running) == 1 else []
         else:
             failed = self._isolate_fault(plan.seqs)
         self.drop(failed)
@@ -158,7 +140,7 @@ class Batcher:
         self._remove_running(set(requeued).__contains__)
         for seq in requeued:
             seq.num_computed_tokens, seq.queued_at_step = 0, self._num_steps
-        self._waiting.requeue_front(requeued)
+        self.waiting.requeue_front(requeued)
         self._wait_reason = None  # it was of those behind them
         return failed
 
@@ -172,8 +154,8 @@ class Batcher:
         limits, capacity = self._limits, self._capacity
         last, when = self._last_wait_reason or (None, now)
         return BatchState(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
             wait_reason=self._wait_reason,
             last_wait_reason=last,
             seconds_since_last_wait=round(now - when, 3) if last else None,
@@ -189,29 +171,29 @@ class Batcher:
             max_waiting_tokens=limits.max_waiting_tokens,
             padded=limits.padded,
             chunked_prefill=limits.block_size > 0,
-            running_requests=[_state(seq, now) for seq in islice(self._running, max_seqs)],
-            waiting_requests=[_state(seq, now) for seq in islice(self._waiting, max_seqs)],
+            running_requests=[_state(seq, now) for seq in islice(self.running, max_seqs)],
+            waiting_requests=[_state(seq, now) for seq in islice(self.waiting, max_seqs)],
         )
 
     def _schedule_padded(self, now: float) -> list[Scheduled]:
         """A prefill of the sequences that can join now, else one token for each running sequence."""
-        seqs = self._running
-        if self._waiting:
+        seqs = self.running
+        if self.waiting:
             if not self._free_slots():
                 self._wait_reason = WaitReason.BATCH_SIZE
-            elif not self._interleaving.may_prefill(len(self._running), now):
+            elif not self._interleaving.may_prefill(len(self.running), now):
                 self._wait_reason = self._wait_reason or WaitReason.DECODES_FIRST  # keep a weightier reason
             else:
-                admission = PaddedAdmission(self._limits, self._capacity, self._running, self._counters)
-                seqs = self._admit(admission) or self._running
+                admission = PaddedAdmission(self._limits, self._capacity, self.running, self._counters)
+                seqs = self._admit(admission) or self.running
         return [(seq, seq.num_uncomputed_tokens) for seq in seqs]
 
     def _schedule_paged(self, block_manager: BlockManager) -> list[Scheduled]:
         """One token for each sequence that decodes, and chunks of the prompts of others within the step's budget."""
         retry_group = self._active_retry_group()
-        seqs = [seq for seq in self._running if seq.retry_group == retry_group]  # who is not ready waits for the step
+        seqs = [seq for seq in self.running if seq.retry_group == retry_group]  # who is not ready waits for the step
         budget = self._prefill_budget.budget(seqs, self._capacity.prefill_tokens)
-        if self._waiting:
+        if self.waiting:
             self._admit_paged(block_manager, retry_group, budget)
         scheduled = self._allocate_blocks(block_manager, self._ready(retry_group), budget)
         if not scheduled:  # a sequence that is retried waits for blocks that the others hold
@@ -221,24 +203,24 @@ class Batcher:
 
     def _ready(self, retry_group: int | None = None) -> list[Sequence]:
         """The running sequences, of all groups or of one."""
-        return [seq for seq in self._running if seq.ready and retry_group in (None, seq.retry_group)]
+        return [seq for seq in self.running if seq.ready and retry_group in (None, seq.retry_group)]
 
     def _admit_paged(self, block_manager: BlockManager, retry_group: int, budget: int) -> None:
         if not self._free_slots():
             self._wait_reason = WaitReason.BATCH_SIZE
-        elif self._waiting.first.retry_group != retry_group:
+        elif self.waiting.first.retry_group != retry_group:
             self._wait_reason = WaitReason.RETRY
         else:
             max_blocks = self._capacity.context_tokens // block_manager.block_size
-            self._admit(PagedAdmission(block_manager, max_blocks, self._running, budget, self._counters))
+            self._admit(PagedAdmission(block_manager, max_blocks, self.running, budget, self._counters))
 
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
         """The sequences that get the blocks they need, in the order of their turns; the last ones may be preempted."""
         scheduled: list[Scheduled] = []
         for seq, count in split_budget(seqs, budget):
-            if seq.turn > self._running[-1].turn:
+            if seq.turn > self.running[-1].turn:
                 break  # preempted, and the turns of all that follow are later still
-            while not (allocated := block_manager.allocate(seq, count)) and seq is not self._running[-1]:
+            while not (allocated := block_manager.allocate(seq, count)) and seq is not self.running[-1]:
                 self._preempt()
             if not allocated:
                 break
@@ -247,18 +229,18 @@ class Batcher:
 
     def _preempt(self) -> None:
         """Requeue the running sequence whose turn is last, where its turn is."""
-        seq = self._running[-1]
+        seq = self.running[-1]
         self._counters.preemptions += 1
         self._remove_running(lambda other: other is seq)
         seq.queued_at_step = self._num_steps
-        self._waiting.requeue_in_order(seq)
-        if self._waiting.first is seq:
+        self.waiting.requeue_in_order(seq)
+        if self.waiting.first is seq:
             self._wait_reason = WaitReason.MEMORY
 
     def _active_retry_group(self) -> int:
         """The group that runs now, apart from all others; 0 is that of sequences in no failed step."""
-        running = next((seq.retry_group for seq in self._running if seq.retry_group), 0)
-        return running or (self._waiting.first.retry_group if self._waiting else 0)
+        running = next((seq.retry_group for seq in self.running if seq.retry_group), 0)
+        return running or (self.waiting.first.retry_group if self.waiting else 0)
 
     def _isolate_fault(self, seqs: list[Sequence]) -> list[Sequence]:
         """A step of these sequences failed: retry them in halves, down to the one that breaks steps alone, which is
@@ -275,15 +257,15 @@ class Batcher:
         return seqs if seqs[0].solo_failures >= _MAX_SOLO_FAILURES else []
 
     def _free_slots(self) -> int:
-        return self._limits.max_batch_size - len(self._running)
+        return self._limits.max_batch_size - len(self.running)
 
     def _admit(self, admission: PaddedAdmission | PagedAdmission) -> list[Sequence]:
         admitted, self._wait_reason = select_waiting(
-            self._waiting, self._running, admission, self._free_slots(), self._counters
+            self.waiting, self.running, admission, self._free_slots(), self._counters
         )
         if admitted:
-            self._waiting.remove({seq.id for seq in admitted})
-            self._running = sorted(self._running + admitted, key=lambda seq: seq.turn)
+            self.waiting.remove({seq.id for seq in admitted})
+            self.running = sorted(self.running + admitted, key=lambda seq: seq.turn)
         return admitted
 
     def _shrink_capacity(self, plan: StepPlan) -> None:
@@ -328,9 +310,9 @@ class Batcher:
         return now + max(MIN_ANSWER_SECONDS, 2 * self._step_seconds)
 
     def _remove_running(self, predicate: Callable[[Sequence], bool]) -> list[Sequence]:
-        removed = [seq for seq in self._running if predicate(seq)]
+        removed = [seq for seq in self.running if predicate(seq)]
         if removed:
-            self._running = [seq for seq in self._running if not predicate(seq)]
+            self.running = [seq for seq in self.running if not predicate(seq)]
             self._to_release += removed
             if self._block_manager:
                 self._block_manager.free(removed)
@@ -341,8 +323,8 @@ class Batcher:
 
     def _peak_context_tokens(self) -> int:
         """The most tokens of context that the running sequences will have; those being prefilled count in full."""
-        prefilling = sum(seq.max_length for seq in self._running if not seq.decoding)
-        decoding = [(len(seq.tokens), seq.num_remaining_tokens) for seq in self._running if seq.decoding]
+        prefilling = sum(seq.max_length for seq in self.running if not seq.decoding)
+        decoding = [(len(seq.tokens), seq.num_remaining_tokens) for seq in self.running if seq.decoding]
         return prefilling + PeakEstimator(decoding, self._limits.padded, 0).peak()
 
 

@@ -49,12 +49,13 @@ class EngineCore:
         """Serve until Shutdown."""
         while self._handle(self.channel.receive(wait=self.batcher.idle)):
             if expired := self.batcher.expire(time.monotonic()):
-                self._send_step(expired, [[]] * len(expired), StepResult([], []), None)
+                ids, stop_reasons = [seq.id for seq in expired], [seq.stop_reason for seq in expired]
+                self.channel.send(Step(ids, [[]] * len(expired), stop_reasons, [], None))
             plan = self.batcher.plan(time.monotonic())
             self._release(plan.to_release)
             if plan.seqs:
                 self._step(plan)
-            elif self.batcher.num_running:  # all wait for the tokens that their grammars allow
+            elif self.batcher.running:  # all wait for the tokens that their grammars allow
                 self.masks.wait()
         self.masks.close()
 
@@ -120,7 +121,9 @@ class EngineCore:
         self.batcher.commit(plan, result.tokens, computed_at)
         tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
         stats = record.stats(computed_at=computed_at, now=time.monotonic())
-        self._send_step(plan.sampled, tokens, result, stats)
+        self._send_prompt_logprobs(plan.sampled, result.prompt_logprobs)
+        ids, stop_reasons = [seq.id for seq in plan.sampled], [seq.stop_reason for seq in plan.sampled]
+        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
         self.masks.prepare(
             (seq.grammar, seq.tokens[seq.prompt_length :])
             for seq in plan.sampled
@@ -134,14 +137,6 @@ class EngineCore:
             self.channel.send(Failed([request_id], kind, reason))
         rest = plan.without(result.failed)
         return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
-
-    def _send_step(
-        self, seqs: list[Sequence], tokens: list[list[int]], result: StepResult, stats: StepStats | None
-    ) -> None:
-        self._send_prompt_logprobs(seqs, result.prompt_logprobs)
-        stop_reasons = [seq.stop_reason for seq in seqs]
-        ids = [seq.id for seq in seqs]
-        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
 
     def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
         """Send prompt logprobs in messages of a bounded size, since the front end handles one message at a time."""
@@ -170,8 +165,8 @@ class StepRecord:
             if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
         )
         self._started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
-        self._first_scheduled = [seq for seq in batcher.running_seqs if not seq.was_scheduled]
-        self._had_running = any(seq.num_computed_tokens for seq in batcher.running_seqs)
+        self._first_scheduled = [seq for seq in batcher.running if not seq.was_scheduled]
+        self._had_running = any(seq.num_computed_tokens for seq in batcher.running)
 
     def stats(self, *, computed_at: float, now: float) -> StepStats:
         """The statistics, to be taken once and after the commit; the engine returned at `computed_at`."""
@@ -183,13 +178,12 @@ class StepRecord:
             prefill_tokens=self._prefill_tokens,
             duration=now - self._started_at,
             forward_duration=computed_at - self._started_at,
-            num_running=batcher.num_running,
+            num_running=len(batcher.running),
             context_tokens=batcher.context_tokens,
-            remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running_seqs),
+            remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running),
             concatenated=self._had_running and not all(seq.finished for seq in self._started_seqs),
-            num_requeued=batcher.num_requeued,
-            queue_durations=[self._started_at - seq.arrival_time for seq in self._first_scheduled],
-            first_scheduled=[seq.id for seq in self._first_scheduled],
+            num_requeued=batcher.waiting.num_requeued,
+            first_scheduled={seq.id: self._started_at - seq.arrival_time for seq in self._first_scheduled},
             prompt_tokens=self._prompt_tokens,
             counters=batcher.take_counters(),
             token_capacity=batcher.context_limit,

@@ -8,14 +8,14 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.output import Inbox, Output
 from tgis.ipc import messages
-from tgis.ipc.lookups import LookedUp, LookUp
+from tgis.ipc.lookups import GrammarSpec, LookedUp, LookUp
 from tgis.ipc.messages import BatchState
 from tgis.ipc.request import Request
 
@@ -37,7 +37,6 @@ class EngineClient(EngineProcess):
         # The engine's answers; None if it has died.
         self._lookups: dict[int, asyncio.Future[LookedUp | None]] = {}
         self._batch_state: asyncio.Future[BatchState | None] | None = None
-        self._batch_state_asked = 0.0
 
     def queued(self) -> list[Request]:
         """The open requests that have never been scheduled."""
@@ -63,30 +62,30 @@ class EngineClient(EngineProcess):
             raise Unavailable("the model is still loading")
         if self._batch_state is None:  # one question for all who ask before its answer
             self._batch_state = asyncio.get_running_loop().create_future()
-            self._batch_state_asked = time.monotonic()
             self.send(messages.GetBatchState())
         answer = self._batch_state
         await asyncio.wait([answer], timeout=BATCH_STATE_TIMEOUT)
         if not answer.done():
-            seconds = time.monotonic() - self._batch_state_asked
+            seconds = self.watchdog.seconds_stalled(time.monotonic())
             raise Unavailable(f"the engine is in a step that has taken {seconds:.0f} s by now, or it hangs")
         if (state := answer.result()) is None:
             raise Unavailable(self._death_cause)
         return state
 
-    @contextlib.asynccontextmanager
-    async def look_up(self, lookup: LookUp, timeout: float) -> AsyncIterator[LookedUp | None]:
-        """Have the engine process find something, and keep it until the block is left; None if that takes too long."""
+    async def look_up(self, target: str | GrammarSpec, timeout: float, kept: contextlib.ExitStack) -> LookedUp | None:
+        """Have the engine process find something, and keep it as long as `kept`; None if that takes too long."""
         self._check_alive()
+        lookup = LookUp(self.next_id(), target)
         answer = self._lookups[lookup.lookup_id] = asyncio.get_running_loop().create_future()
         self.send(lookup)
-        try:
-            await asyncio.wait([answer], timeout=timeout)
-            self._check_alive()
-            yield answer.result() if answer.done() else None
-        finally:
-            del self._lookups[lookup.lookup_id]
-            self._cancel(lookup.lookup_id)
+        kept.callback(self._let_go, lookup.lookup_id)
+        await asyncio.wait([answer], timeout=timeout)
+        self._check_alive()
+        return answer.result() if answer.done() else None
+
+    def _let_go(self, lookup_id: int) -> None:
+        del self._lookups[lookup_id]
+        self._cancel(lookup_id)
 
     @contextlib.contextmanager
     def submit(self, outputs: Sequence[Output], *, eager: bool) -> Iterator[Inbox]:
@@ -145,8 +144,9 @@ class EngineClient(EngineProcess):
 
     def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
-        if step.stats is not None and step.stats.first_scheduled:
-            self._record_scheduled(step.stats)
+        for request_id, seconds in step.stats.first_scheduled.items() if step.stats else ():
+            if output := self._open.get(request_id):
+                output.timings.scheduled = output.timings.submitted + seconds
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
         latencies = defaultdict[float, int](int)  # few keys: most requests got their last tokens from the same step
@@ -176,11 +176,6 @@ class EngineClient(EngineProcess):
             self._fail(request_id, _request_error(failed.kind, failed.message))
         if self.metrics and failed.prefill is not None:
             self.metrics.step_failed(failed.kind, prefill=failed.prefill)
-
-    def _record_scheduled(self, stats: messages.StepStats) -> None:
-        for request_id, seconds in zip(stats.first_scheduled, stats.queue_durations, strict=True):
-            if output := self._open.get(request_id):
-                output.timings.scheduled = output.timings.submitted + seconds
 
     def _fail(self, request_id: int, error: RequestError) -> None:
         if output := self._open.get(request_id):

@@ -5,9 +5,10 @@ Knows neither proto nor socket: APIs hand over a `GenerateCall` and get `Request
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, QueueFull, Unavailable
@@ -116,7 +117,7 @@ class Generator:
         """
         log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
         async with self._running(call, log) as inbox:
-            inbox.on_end = lambda: call.account.output_complete(sum(output.unread_bytes for output in inbox.outputs))
+            inbox.on_end = call.account.output_complete
             for output in inbox.outputs:
                 yield output.first_chunk()
             num_open = len(inbox.outputs)
@@ -135,11 +136,13 @@ class Generator:
         _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
         per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
-        async with self._lookups.adapter(call.adapter) if call.adapter else nullcontext():
-            limit = call.truncate_input_tokens or None
-            keep = limit if call.return_tokens or call.return_offsets else 0
-            wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
-            encodings = await self._tokenizer.encode(call.texts, wanted)
+        if call.adapter:
+            with ExitStack() as kept:
+                await self._lookups.adapter(call.adapter, kept)
+        limit = call.truncate_input_tokens or sys.maxsize
+        keep = limit if call.return_tokens or call.return_offsets else 0
+        wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
+        encodings = await self._tokenizer.encode(call.texts, wanted)
         results = [self._tokenize_result(encoding, call) for encoding in encodings]
         self._metrics.tokenize.tokens.observe(sum(result.token_count for result in results))
         self._metrics.tokenize.duration.observe(time.monotonic() - started)
@@ -156,19 +159,17 @@ class Generator:
     @asynccontextmanager
     async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[Inbox]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
-        with log, self._admission(call):
+        with log, self._admission(call), ExitStack() as kept:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = validate(call.params, self.server_info.limits)
             eager = call.kind is CallKind.STREAM or bool(params.given.stop_sequences)
-            async with AsyncExitStack() as kept:  # by the engine process
-                adapter = await kept.enter_async_context(self._lookups.adapter(call.adapter)) if call.adapter else None
-                spec = params.given.grammar
-                grammar = await kept.enter_async_context(self._lookups.grammar(spec)) if spec else None
-                requests = await self._prepare(call, params, adapter, grammar)
-                with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
-                    log.submitted(inbox.outputs)
-                    yield inbox
+            adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
+            grammar = await self._lookups.grammar(params.given.grammar, kept) if params.given.grammar else None
+            requests = await self._prepare(call, params, adapter, grammar)
+            with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
+                log.submitted(inbox.outputs)
+                yield inbox
 
     def _outputs(
         self, call: GenerateCall, params: ResolvedParams, requests: list[Request], arrived: float

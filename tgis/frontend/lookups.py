@@ -4,20 +4,19 @@ Nothing is cached here: the engine process checks an adapter's files for each ca
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 
 from tgis.errors import InvalidRequest, Overloaded
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp, LookUp
+from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp
 
 ADAPTER_TIMEOUT = 5.0
 _SHOWN_ID_CHARACTERS = 100  # in an error message
 
 
 class Lookups:
-    """Finds adapters and grammars for calls; the engine process keeps them until the block is left."""
+    """Finds adapters and grammars for calls; the engine process keeps them as long as `kept`."""
 
     def __init__(
         self,
@@ -34,35 +33,30 @@ class Lookups:
         self._grammar_timeout = grammar_timeout
         self._why_no_adapters, self._why_no_grammars = why_no_adapters, why_no_grammars
 
-    @asynccontextmanager
-    async def adapter(self, named: tuple[str, str]) -> AsyncIterator[AdapterRef]:
+    async def adapter(self, named: tuple[str, str], kept: ExitStack) -> AdapterRef:
         """Load the adapter that a field and an id name; InvalidRequest if it cannot be used."""
         field, adapter_id = named
         if self._why_no_adapters is not None:
             raise self._adapter_error(field, f"{field} supplied but {self._why_no_adapters}")
         started = time.monotonic()
-        lookup = LookUp(self._client.next_id(), adapter_id)
-        async with self._client.look_up(lookup, ADAPTER_TIMEOUT) as found:
-            if found is None or found.reason:
-                raise self._adapter_error(field, _error_text(field, adapter_id, found))
-            if found.loaded:
-                self._metrics.adapters.duration.observe(time.monotonic() - started)
-            assert found.adapter is not None
-            yield found.adapter
+        found = await self._client.look_up(adapter_id, ADAPTER_TIMEOUT, kept)
+        if found is None or found.adapter is None:
+            raise self._adapter_error(field, _error_text(field, adapter_id, found))
+        if found.loaded:
+            self._metrics.adapters.duration.observe(time.monotonic() - started)
+        return found.adapter
 
-    @asynccontextmanager
-    async def grammar(self, spec: GrammarSpec) -> AsyncIterator[int]:
+    async def grammar(self, spec: GrammarSpec, kept: ExitStack) -> int:
         """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        lookup = LookUp(self._client.next_id(), spec)
-        async with self._client.look_up(lookup, self._grammar_timeout) as compiled:
-            if compiled is None:
-                raise Overloaded(f"no grammar was compiled within {self._grammar_timeout:g} s")
-            if compiled.reason:
-                text = f"{spec.kind}: {compiled.reason}"
-                raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
-            yield compiled.lookup_id
+        compiled = await self._client.look_up(spec, self._grammar_timeout, kept)
+        if compiled is None:
+            raise Overloaded(f"no grammar was compiled within {self._grammar_timeout:g} s")
+        if compiled.reason:
+            text = f"{spec.kind}: {compiled.reason}"
+            raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
+        return compiled.lookup_id
 
     def _adapter_error(self, field: str, text: str) -> InvalidRequest:
         self._metrics.adapters.failure.inc()

@@ -237,23 +237,9 @@ class BatchFamilies:
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
 
-        self.prefill, self.next_token = (StepFamilies(self, method_of(prefill)) for prefill in (True, False))
-
     def count_admissions(self, counts: BatcherCounters) -> None:
         for counter, count in zip(self.admissions, msgspec.structs.astuple(counts), strict=True):
             counter.inc(count)
-
-
-class StepFamilies:
-    """The series of one kind of steps, looked up once: finding them by their labels takes as long as counting."""
-
-    def __init__(self, batches: BatchFamilies, method: str) -> None:
-        self.count = batches.count.labels(method)
-        self.success = batches.success.labels(method)
-        self.size = batches.size.labels(method)
-        labels = (method, "single_only")
-        self.duration, self.forward = batches.duration.labels(*labels), batches.forward.labels(*labels)
-        self.tokproc = batches.tokproc.labels(*labels)
 
 
 class AdapterFamilies:

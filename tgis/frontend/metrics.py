@@ -66,22 +66,21 @@ class Metrics:
         `processing`: the seconds that the front end spent on its tokens; `latencies`: seconds since the step that gave
         an input tokens before -> how many inputs got tokens now.
         """
-        batches, self.last_step = self.batches, stats
-        steps = batches.prefill if stats.prefill else batches.next_token
-        steps.count.inc()
-        steps.success.inc()
-        steps.duration.observe(stats.duration)
-        steps.forward.observe(stats.forward_duration)
-        steps.tokproc.observe(processing)
+        batches, self.last_step, method = self.batches, stats, method_of(stats.prefill)
+        batches.count.labels(method).inc()
+        batches.success.labels(method).inc()
+        batches.duration.labels(method, "single_only").observe(stats.duration)
+        batches.forward.labels(method, "single_only").observe(stats.forward_duration)
+        batches.tokproc.labels(method, "single_only").observe(processing)
         batches.prompt_tokens.inc(stats.prompt_tokens)
         batches.generated_tokens.inc(generated_tokens)
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
-            batches.prefill.size.observe(stats.num_prefills)
+            batches.size.labels("prefill").observe(stats.num_prefills)
         if stats.num_decodes:  # in a prefill too, where the engine mixes them
-            batches.next_token.size.observe(stats.num_decodes)
+            batches.size.labels("next_token").observe(stats.num_decodes)
         batches.concatenation.inc(stats.concatenated)
-        for seconds in stats.queue_durations:
+        for seconds in stats.first_scheduled.values():
             self.requests.queue.observe(seconds)
         for seconds, count in latencies.items():
             self.requests.inter_token_latency.observe(seconds, count)

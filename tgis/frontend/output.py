@@ -113,6 +113,7 @@ class Output:
         self._new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
         self._num_new_steps = 0  # that the new tokens are from
         self._end = StopReason.NOT_FINISHED  # after the last new token
+        self.ended = False  # the engine is done with the request
         self.error: RequestError | None = None  # after the last new token; None once the call has ended
         self.failed: type[RequestError] | None = None  # in the engine
         # What has been made of it:
@@ -143,18 +144,13 @@ class Output:
         self._new_logprobs += logprobs
         self.num_tokens += len(token_ids)
         self._num_new_steps += 1
-        self._end = stop_reason
+        self._end, self.ended = stop_reason, bool(stop_reason)
         self.inbox.add(self)
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
-        self.error, self.failed = error, type(error)
+        self.error, self.failed, self.ended = error, type(error), True
         self.inbox.add(self)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the engine is done with the request."""
-        return bool(self._end) or self.failed is not None
 
     @property
     def logged_text(self) -> str:
@@ -275,8 +271,9 @@ class Inbox:
     def __init__(self, outputs: Sequence[Output], *, eager: bool) -> None:
         """An eager call wants the tokens of every step at once, any other wants all of them at the end."""
         self.outputs = outputs
-        self.on_end: Callable[[], None] | None = None  # called when the engine is done with all outputs
+        self.on_end: Callable[[int], None] | None = None  # called with the unread bytes of all when all have ended
         self._eager = eager
+        self._num_open = len(outputs)
         self._new: dict[Output, None] = {}  # a set that keeps their order
         self._waiter: asyncio.Future[None] | None = None
         for output in outputs:
@@ -284,13 +281,13 @@ class Inbox:
 
     def add(self, output: Output) -> None:
         """The engine has sent something for this output, or is done with it."""
-        ended = output.ended
-        if self._eager or ended:
+        if self._eager or output.ended:
             self._new[output] = None
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
-        if ended and self.on_end is not None and all(each.ended for each in self.outputs):
-            self.on_end()
+        self._num_open -= output.ended
+        if not self._num_open and self.on_end is not None:
+            self.on_end(sum(each.unread_bytes for each in self.outputs))
 
     async def get(self) -> Output:
         """Wait for an output with new tokens, the end of its request or its error."""

@@ -6,6 +6,7 @@ that file are switched off, since each request decides them. Ids to text is `det
 
 import asyncio
 import json
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ class Wanted:
     """What a call needs to know about its texts."""
 
     offsets: bool = False
-    keep: int | None = None  # ids and offsets of the last so many tokens; None: of all
-    enough: int | None = None  # the end of a text is enough if it has more tokens than this
+    keep: int = sys.maxsize  # ids and offsets of the last so many tokens
+    enough: int = sys.maxsize  # the end of a text is enough if it has more tokens than this
     special_tokens: bool = True  # add those that the tokenizer adds
     max_tokens: int | None = None  # of which ids and offsets are kept, of all texts
 
@@ -113,7 +114,8 @@ class Tokenizer:
         groups = [self.pool.run(cost, partial(self._encode, group, wanted)) for group in _groups(texts)]
         found = [await groups[0]] if len(groups) == 1 else await asyncio.gather(*groups)
         encodings = list(chain.from_iterable(found))
-        _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted)
+        if wanted.max_tokens is not None:
+            _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted.max_tokens)
         return encodings
 
     def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
@@ -148,8 +150,9 @@ class Tokenizer:
             (found,) = self._encode_batch([part], wanted, add_special_tokens=False)
             parts.append(_packed_encoding(part, found, wanted, first_byte))
             num_tokens += len(found)
-            _check_num_tokens(num_tokens if wanted.keep is None else min(num_tokens, wanted.keep), wanted)
-            if wanted.enough is not None and num_tokens > wanted.enough:
+            if wanted.max_tokens is not None:
+                _check_num_tokens(min(num_tokens, wanted.keep), wanted.max_tokens)
+            if num_tokens > wanted.enough:
                 break
             if wanted.offsets:
                 leave_gil()
@@ -249,16 +252,16 @@ def _is_ascii_alnum(char: str) -> bool:
     return char.isascii() and char.isalnum()
 
 
-def _check_num_tokens(num_tokens: int, wanted: Wanted) -> None:
+def _check_num_tokens(num_tokens: int, most: int) -> None:
     """InvalidRequest if there are more tokens than a reply has room for."""
-    if (most := wanted.max_tokens) is not None and num_tokens > most:
+    if num_tokens > most:
         raise InvalidRequest("", f"the text has more than {most} tokens: send less, or ask for less about it")
 
 
 def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted, first_byte: int = 0) -> Encoding:
     """The encoding of a text, or of a part that begins at this byte."""
     num_tokens = len(encoding)
-    kept = num_tokens if wanted.keep is None else min(wanted.keep, num_tokens)
+    kept = min(wanted.keep, num_tokens)
     ids = _packed(encoding.ids[num_tokens - kept :] if kept else ())
     offsets = _byte_offsets(text, encoding, num_tokens - kept, first_byte) if wanted.offsets else ()
     return Encoding(ids, _packed(offsets), num_tokens)
@@ -270,7 +273,7 @@ def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
         ids.frombytes(part.packed_ids.cast("B"))
         if wanted.offsets:
             offsets.frombytes(part.packed_offsets.cast("B"))
-    first = 0 if wanted.keep is None else max(len(ids) - wanted.keep, 0)
+    first = max(len(ids) - wanted.keep, 0)
     return Encoding(memoryview(ids)[first:], memoryview(offsets)[2 * first :], num_tokens)
 
 

@@ -180,7 +180,8 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
     )
     no_tokens = not (options.generated_tokens or options.input_tokens)
     no_details = "must request input and/or generated tokens to request extra token detail"
-    penalty_range = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
+    penalty = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
+    penalties = {"frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty}
     max_top_n_tokens = limits.max_top_n_tokens if constraints.max_top_n_tokens is None else constraints.max_top_n_tokens
     wrong_length = [s for s in p.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
     floats = {
@@ -230,17 +231,6 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
             options.top_n_tokens,
         ),
         # TGIS has no such parameters.
-        (
-            "frequency_penalty",
-            not abs(p.frequency_penalty) <= MAX_OUTPUT_PENALTY,
-            f"frequency_penalty {penalty_range}",
-            p.frequency_penalty,
-        ),
-        (
-            "presence_penalty",
-            not abs(p.presence_penalty) <= MAX_OUTPUT_PENALTY,
-            f"presence_penalty {penalty_range}",
-            p.presence_penalty,
-        ),
-        *((name, not math.isfinite(number), f"{name} must be finite", number) for name, number in floats.items()),
+        *[(name, not abs(one) <= MAX_OUTPUT_PENALTY, f"{name} {penalty}", one) for name, one in penalties.items()],
+        *[(name, not math.isfinite(number), f"{name} must be finite", number) for name, number in floats.items()],
     )

@@ -126,8 +126,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     remaining_tokens: int  # that the running sequences may still generate
     concatenated: bool  # sequences joined a running batch, and stayed
     num_requeued: int  # requests that wait again after a failed step
-    queue_durations: list[float]  # seconds in the queue, one per sequence scheduled for the first time
-    first_scheduled: list[int] = []  # ids of those sequences
+    first_scheduled: dict[int, float]  # sequences scheduled for the first time -> seconds in the queue
     prompt_tokens: int = 0  # of inputs, computed in this step or found in the prefix cache for it; each counts once
     counters: BatcherCounters = msgspec.field(default_factory=BatcherCounters)
     token_capacity: int = 0  # less than at the start after running out of memory

@@ -141,7 +141,7 @@ class Run:
 
     def cancel(self, number: int) -> int:
         """1 if the request was running."""
-        cancelled = [row for row in self.batcher.running_seqs if row.id == number]
+        cancelled = [row for row in self.batcher.running if row.id == number]
         self.batcher.cancel([number])
         for row in cancelled:
             self.subject.check(row, self.facts.pop(row.id, None))
@@ -254,8 +254,8 @@ def _run_squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int]
     run.batcher.submit([Request(n, prompt, 5) for n, prompt in enumerate(prompts)], 0.0)
     assert run.batcher._block_manager is not None
     pool, steps = run.batcher._block_manager.pool, 0
-    while run.batcher.num_running or run.batcher.num_waiting:
-        running = run.batcher.running_seqs
+    while len(run.batcher.running) or len(run.batcher.waiting):
+        running = run.batcher.running
         others = pool.num_used - len(running[0].block_table) if running else 0
         squeezed = others > 0 and squeezes(steps)
         taken = pool.allocate(pool.num_available) if squeezed else []
