@@ -140,10 +140,6 @@ _INFO_LABELS: Labels = dict.fromkeys(("version", "commit", "engine", "model", "d
 _LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
 
 
-def method_of(prefill: bool) -> str:
-    return "prefill" if prefill else "next_token"
-
-
 def linear_buckets(limit: int) -> list[float]:
     return [limit / 64 * k for k in range(1, 65)]
 

@@ -17,7 +17,6 @@ from tgis.frontend.metric_families import (
     ServiceState,
     TokenizeFamilies,
     linear_buckets,
-    method_of,
 )
 from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
 
@@ -66,7 +65,7 @@ class Metrics:
         `processing`: the seconds that the front end spent on its tokens; `latencies`: seconds since the step that gave
         an input tokens before -> how many inputs got tokens now.
         """
-        batches, self.last_step, method = self.batches, stats, method_of(stats.prefill)
+        batches, self.last_step, method = self.batches, stats, "prefill" if stats.prefill else "next_token"
         batches.count.labels(method).inc()
         batches.success.labels(method).inc()
         batches.duration.labels(method, "single_only").observe(stats.duration)
@@ -90,8 +89,9 @@ class Metrics:
 
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """Count a step that failed as a whole."""
-        self.batches.count.labels(method_of(prefill)).inc()
-        self.batches.failure.labels(method_of(prefill), kind).inc()
+        method = "prefill" if prefill else "next_token"
+        self.batches.count.labels(method).inc()
+        self.batches.failure.labels(method, kind).inc()
 
     def _left(self, field: str) -> int:
         """What a field of the last step says of the batch and the queue."""
