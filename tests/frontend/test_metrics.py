@@ -255,9 +255,9 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
         stats = msgspec.structs.replace(PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7), token_capacity=900)
         metrics.step_succeeded(stats, 3, 0.0, {})
     assert value(metrics, "tgi_batch_context_limit") == 900
-    admissions = ("queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded")
-    names = (*admissions, "prefill_padding_limit_exceeded", "batch_preemption")
-    names += ("prefix_cache_query_tokens", "prefix_cache_hit_tokens")
+    names = ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
+    names += ["prefill_padding_limit_exceeded", "batch_preemption"]
+    names += ["prefix_cache_query_tokens", "prefix_cache_hit_tokens"]
     assert [value(metrics, f"tgi_{name}") for name in names] == [2, 4, 6, 8, 10, 12, 14]
 
 
