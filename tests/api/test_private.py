@@ -63,6 +63,18 @@ def test_without_a_private_name_calls_start_in_the_order_of_their_arrival(
     assert caplog.messages == [line]
 
 
+def test_a_call_that_cannot_be_queued_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Queue):
+        def add(self, connection: str, call: Any) -> None:
+            super().add(connection, call)
+            if self.num_added == 1:
+                raise RuntimeError("once")
+
+    queue = Broken()
+    assert run(call_works(queue))
+    assert caplog.messages == ["one call fewer at a time is taken from C-core"]
+
+
 def test_calls_go_through_the_queue(caplog: pytest.LogCaptureFixture) -> None:
     queue = Queue()
     assert run(call_works(queue))

@@ -89,6 +89,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
         super().__init__(self._event_loop, None, handlers, interceptors, options, None)
         self._queue = queue
         self._accepts: list[asyncio.Task[None]] = []
+        self._stopped = False
         self._next: _NextCall | None = None  # while grpc.aio waits for it
         self._retry: asyncio.TimerHandle | None = None
         queue.on_ready = self._offer
@@ -108,7 +109,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
         """Give grpc.aio the call that it waits for, if one may start."""
         if self._next is None or self._next.done():
             return
-        if self._accepts[0].done():
+        if self._stopped:
             self._next.finish(None, cygrpc._RequestCallError())  # what grpc.aio expects of a server that stops
         elif (call := self._queue.take()) is not None:
             waiting, self._next = self._next, None  # who holds a call keeps it open
@@ -124,7 +125,8 @@ class FairServer(_AioServer):  # type: ignore[misc]
         try:
             while True:
                 self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
-        except cygrpc._RequestCallError:  # the server stops
+        except cygrpc._RequestCallError:
+            self._stopped = True
             self._queue.clear()
             self._event_loop.call_soon(self._offer)
         except Exception:
