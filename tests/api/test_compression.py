@@ -52,10 +52,16 @@ def test_streams_within_the_limit(size: int) -> None:
             assert decompress(compressed, LIMIT) == data
 
 
+def _lying(data: bytes) -> bytes:
+    """A gzip stream that announces one byte."""
+    return data[:-4] + (1).to_bytes(4, "little")
+
+
 BAD = {
     "one byte too many": (gzip.compress(bytes(LIMIT + 1)), "has more than 65536 bytes, decompressed"),
     "deflate, too many": (zlib.compress(bytes(LIMIT + 1)), "has more than 65536 bytes, decompressed"),
     "a bomb": (gzip.compress(bytes(64 << 20)), "has more than 65536 bytes, decompressed"),
+    "a bomb that lies": (_lying(gzip.compress(bytes(64 << 20))), "has more than 65536 bytes, decompressed"),
     "cut off": (zlib.compress(TEXT)[:-9], "it is not one whole stream"),
     "two streams": (gzip.compress(b"a") * 2, "it is not one whole stream"),
     "no gzip": (b"\x1f\x8b" + bytes(100), "cannot be decompressed: Error"),

@@ -23,7 +23,8 @@ from tgis.errors import InvalidRequest, RequestError
 T = TypeVar("T")
 
 # gRPC does not say which messages are compressed: no protobuf begins like gzip, and no message of ours like deflate.
-_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+_GZIP = b"\x1f\x8b"
+_COMPRESSED = (_GZIP, b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _EITHER = zlib.MAX_WBITS | 32
 _SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 
@@ -140,13 +141,16 @@ class GrpcCalls:
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
     """The message of a gzip or deflate stream; InvalidRequest if it is none, or has more bytes."""
+    too_large = InvalidRequest("", f"the message has more than {max_bytes} bytes, decompressed")
+    if data.startswith(_GZIP) and int.from_bytes(data[-4:], "little") > max_bytes:  # as it says: a bomb costs nothing
+        raise too_large
     stream = zlib.decompressobj(_EITHER)
     try:
         message = stream.decompress(data, max_bytes + 1)
     except zlib.error as error:
         raise InvalidRequest("", f"the message cannot be decompressed: {error}") from None
     if len(message) > max_bytes:
-        raise InvalidRequest("", f"the message has more than {max_bytes} bytes, decompressed")
+        raise too_large
     if not stream.eof or stream.unused_data:
         raise InvalidRequest("", "the message cannot be decompressed: it is not one whole stream")
     return message
