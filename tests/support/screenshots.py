@@ -5,16 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from browser import BrowserPage, open_page, running_chromium
 from harness import Server, running_server
 from repository import REPOSITORY, TEST_CACHE
 
-from demo.fake_model import make_fake_model
 from demo.fetch import ensure
 
 IMAGES = REPOSITORY / "docs/images"
-PROMPT_TOKENS = (40, 180, 25, 320, 60, 90, 220, 15, 130, 300, 70, 400, 30, 500, 20)
 
 
 async def ask(page: BrowserPage, text: str) -> None:
@@ -47,26 +44,6 @@ async def show_docs(server: Server, chromium: int) -> None:
         await page.screenshot(IMAGES / "docs.png")
 
 
-async def show_batch(server: Server, chromium: int) -> None:
-    """A batch of ten, with five requests in the queue."""
-    url = f"http://localhost:{server.http_port}"
-
-    async def generate(client: aiohttp.ClientSession, count: int) -> None:
-        body = {"inputs": "x" * count, "parameters": {"max_new_tokens": 600 - count}}
-        async with client.post(f"{url}/generate", json=body):
-            pass
-
-    async with aiohttp.ClientSession() as client, open_page(chromium, "about:blank", 1000, 990) as page:
-        calls = []
-        for count in PROMPT_TOKENS:
-            calls.append(asyncio.create_task(generate(client, count)))
-            await asyncio.sleep(0.5)
-        await page.go(f"{url}/debug/batch")
-        await page.screenshot(IMAGES / "debug-batch.png")
-        for call in calls:
-            call.cancel()
-
-
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made, running_chromium(Path(made)) as chromium:
@@ -75,11 +52,6 @@ def main() -> None:
         with running_server(directory, ensure("smollm2", TEST_CACHE), **options) as server:
             asyncio.run(show_ui(server, chromium))
             asyncio.run(show_docs(server, chromium))
-        steps: dict[str, Any] = {"block_size": 16, "weight_limit": 8192, "prefill_tokens": 512, "step_seconds": 0.05}
-        model = make_fake_model(directory / "model", **steps)
-        options = {"DEBUG_BATCH": "true", "DEPLOYMENT_FRAMEWORK": "fake", "MAX_BATCH_SIZE": 10}
-        with running_server(directory, model, **options) as server:
-            asyncio.run(show_batch(server, chromium))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tgis.api.http.pages.page import NO_STORE
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState
 
+_BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser asks again
 SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in some 60 parts
 
 
@@ -75,17 +76,14 @@ class Probes:
         return b"".join(parts)
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
-        """HTML for browsers, JSON for other clients."""
+        """HTML for browsers, JSON for other clients; errors are JSON."""
         assert self._batch_state is not None
-        page = "text/html" in request.headers.get("Accept", "")
         try:
             self._auth.check(request)
             state = await self._batch_state()
         except (Unavailable, HttpError) as error:
             status = 503 if isinstance(error, Unavailable) else error.status
-            if page:
-                return batch.render_error(str(error)).response(status)
-            return web.json_response({"error": str(error)}, status=status, headers=NO_STORE)
-        if page:
-            return batch.render_page(state).response()
-        return web.Response(text=batch.render_json(state), content_type="application/json", headers=NO_STORE)
+            return web.json_response({"error": str(error)}, status=status, headers=_BATCH_HEADERS)
+        if "text/html" in request.headers.get("Accept", ""):
+            return batch.render_page(state).response(_BATCH_HEADERS)
+        return web.Response(text=batch.render_json(state), content_type="application/json", headers=_BATCH_HEADERS)

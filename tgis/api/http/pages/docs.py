@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.api.http.pages.page import Page, make_page
+from tgis.api.http.pages.page import Page, make_page, table
 
 _STYLE = """
 body { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
@@ -18,11 +18,6 @@ h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
 .operations { list-style: none; margin: 1rem 0; padding: 0; columns: 20rem; }
 .operations a { text-decoration: none; }
 :target { background: var(--panel); }
-.wide { overflow-x: auto; margin-top: 0.5rem; }
-table { border-collapse: collapse; }
-th, td { padding: 0.25rem 1.5rem 0.25rem 0; border-bottom: 1px solid var(--line); }
-th, td { text-align: left; vertical-align: top; }
-th { color: var(--muted); font-weight: normal; }
 """
 _BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "minItems": "items ≥"}
 
@@ -72,12 +67,18 @@ def _schemas(document: Json) -> Iterator[str]:
     for name, schema in document["components"]["schemas"].items():
         yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(schema.get("description", ""))}</p>'
         if properties := schema.get("properties"):
-            yield '<div class="wide" tabindex="0"><table><tr><th>Field<th>Type<th>Default</tr>'
             required = schema.get("required", ())
-            for field, of_field in properties.items():
-                default = "required" if field in required else f"<code>{escape(_json(of_field.get('default')))}</code>"
-                yield f"<tr><td><code>{escape(field)}</code><td>{_type(of_field)}<td>{default}</tr>"
-            yield "</table></div>"
+            yield table(
+                ("Field", "Type", "Default"),
+                (
+                    (f"<code>{escape(name)}</code>", _type(field), _default(field, required=name in required))
+                    for name, field in properties.items()
+                ),
+            )
+
+
+def _default(field: Json, *, required: bool) -> str:
+    return "required" if required else f"<code>{escape(_json(field.get('default')))}</code>"
 
 
 def _type(schema: Json) -> str:
