@@ -8,12 +8,31 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from tgis.errors import Overloaded, RequestError
+from tgis.errors import (
+    ClientTimeout,
+    EngineFailure,
+    InvalidRequest,
+    OutOfMemory,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    Unimplemented,
+)
 
 if TYPE_CHECKING:
     from tgis.api.http.calls import HttpCall
 
 Handle = Callable[["HttpCall"], Awaitable[web.StreamResponse]]
+
+_STATUSES: dict[type[RequestError], int] = {
+    InvalidRequest: 422,
+    Unimplemented: 422,
+    OutOfMemory: 424,
+    EngineFailure: 424,
+    Overloaded: 429,
+    ClientTimeout: 408,
+    Unavailable: 503,
+}
 
 
 class HttpError(RequestError):
@@ -22,6 +41,13 @@ class HttpError(RequestError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def http_status(error: RequestError) -> int:
+    """The status as in TGI."""
+    if isinstance(error, HttpError):
+        return error.status
+    return next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,9 @@
 """Errors in OpenAI's shape, with TGI's name of the kind of error beside it."""
 
-from tgis.api.http.operations import ErrorFormat, HttpError
+from tgis.api.http.operations import ErrorFormat, http_status
 from tgis.api.openai.bodies import ErrorBody, ErrorDetail
 from tgis.api.openai.params import FIELDS
-from tgis.errors import (
-    ClientTimeout,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    TooLong,
-    Unavailable,
-    Unimplemented,
-)
+from tgis.errors import InvalidRequest, RequestError, TooLong
 
 # Status -> the type of OpenAI's error, and TGI's.
 _TYPES = {
@@ -26,11 +18,12 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 _SERVER_ERROR = ("server_error", "generation")
-_UNPROCESSABLE = 422
+_STATUSES = {422: 400, 424: 500}  # of TGI, which OpenAI does not have
 
 
 def _convert(error: RequestError) -> tuple[int, ErrorBody]:
-    status = _status(error)
+    status = http_status(error)
+    status = _STATUSES.get(status, status)
     kind, tgi_kind = _TYPES.get(status, _SERVER_ERROR)
     message, param, code = error.detail, None, _CODES.get(status)
     if isinstance(error, InvalidRequest):
@@ -40,21 +33,6 @@ def _convert(error: RequestError) -> tuple[int, ErrorBody]:
     if isinstance(error, TooLong):
         code = "context_length_exceeded"  # at which agents shorten their history
     return status, ErrorBody(ErrorDetail(message, kind, param, code, status), tgi_kind)
-
-
-def _status(error: RequestError) -> int:
-    match error:
-        case HttpError(status=status):
-            return 400 if status == _UNPROCESSABLE else status  # OpenAI has one status for both
-        case InvalidRequest() | Unimplemented():
-            return 400
-        case ClientTimeout():
-            return 408
-        case Overloaded():
-            return 429
-        case Unavailable():
-            return 503
-    return 500
 
 
 ERRORS = ErrorFormat(ErrorBody, _convert, b"[DONE]")
