@@ -3,7 +3,6 @@
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +19,7 @@ from tgis.api.tgi.schema import (
     StreamDetails,
     Token,
 )
+from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
@@ -41,19 +41,10 @@ _FINISH_REASONS: dict[StopReason, FinishReason] = {
 D = TypeVar("D", Details, BestOfSequence)
 
 
-@dataclass(frozen=True, slots=True)
-class TgiLimits:
-    """The limits of the server for requests of this API."""
-
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_tokens: int
-
-
-def check(given: GenerateParameters, limits: TgiLimits, *, streams: bool) -> None:
+def check(given: GenerateParameters, config: Config, max_input: int, *, streams: bool) -> None:
     """InvalidRequest for the first violation of what only TGI demands, in its order; see also `schema.py`."""
     best_of, stops = given.best_of or 1, len(given.stop) + len(given.stop_sequences)
-    most, max_stops, max_input = limits.max_best_of, limits.max_stop_sequences, limits.max_input_tokens
+    most, max_stops = config.max_best_of, config.max_stop_sequences
     for field, violated, message in (
         (
             "best_of",

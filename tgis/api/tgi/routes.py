@@ -115,13 +115,13 @@ class TgiApi:
     def _generate_call(
         self, call: HttpCall, request: GenerateRequest, kind: CallKind, *, details: bool
     ) -> GenerateCall:
-        given, limits, streams = request.parameters, self._limits(call.generator), kind is CallKind.STREAM
+        given, config, streams = request.parameters, self._config, kind is CallKind.STREAM
         try:
-            convert.check(given, limits, streams=streams)
+            convert.check(given, config, self._max_input_tokens(call.generator), streams=streams)
         except InvalidRequest:
             call.generator.refused(kind)
             raise
-        params = convert.raw_params(given, details=details, max_stop_sequences=limits.max_stop_sequences)
+        params = convert.raw_params(given, details=details, max_stop_sequences=config.max_stop_sequences)
         return call.generate_call(
             params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
         )
@@ -169,7 +169,7 @@ class TgiApi:
 
     async def _info(self, call: HttpCall) -> web.StreamResponse:
         server, config = call.generator.server_info, self._config
-        limits, engine = self._limits(call.generator), server.engine
+        max_input_tokens, engine = self._max_input_tokens(call.generator), server.engine
         return json_response(
             Info(
                 model_id=config.shown_model,
@@ -178,10 +178,10 @@ class TgiApi:
                 model_dtype=engine.dtype,
                 model_device_type=engine.device,
                 max_concurrent_requests=config.max_concurrent_requests,
-                max_best_of=limits.max_best_of,
-                max_stop_sequences=limits.max_stop_sequences,
-                max_input_length=limits.max_input_tokens,
-                max_input_tokens=limits.max_input_tokens,
+                max_best_of=config.max_best_of,
+                max_stop_sequences=config.max_stop_sequences,
+                max_input_length=max_input_tokens,
+                max_input_tokens=max_input_tokens,
                 max_total_tokens=server.limits.max_sequence_length,
                 validation_workers=config.tokenization_workers,
                 max_client_batch_size=config.max_client_batch_size,
@@ -195,9 +195,8 @@ class TgiApi:
             )
         )
 
-    def _limits(self, generator: Generator) -> convert.TgiLimits:
-        config, length = self._config, generator.server_info.limits.max_sequence_length
-        return convert.TgiLimits(config.max_best_of, config.max_stop_sequences, config.max_input_tokens or length - 1)
+    def _max_input_tokens(self, generator: Generator) -> int:
+        return self._config.max_input_tokens or generator.server_info.limits.max_sequence_length - 1
 
 
 def _detailed_answer(outputs: list[RequestOutput], request: GenerateRequest, generator: Generator) -> bytes:
