@@ -1,6 +1,7 @@
 """Server-sent events: the answer to one request, written as it grows."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -24,10 +25,8 @@ class EventStream:
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
-        self._loop = asyncio.get_running_loop()
-        self._written_at = self._loop.time()
-        self._comment: asyncio.Task[None] | None = None  # being written
-        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
+        self._written_at = time.monotonic()
+        self._comments = asyncio.create_task(self._keep_alive())
 
     async def send(self, data: bytes) -> None:
         """Send an event; waits until the client reads, if much is unread."""
@@ -43,21 +42,20 @@ class EventStream:
 
     def close(self) -> None:
         """Write nothing any more."""
-        self._timer.cancel()
+        self._comments.cancel()
+        del self._comments  # it keeps the CancelledError, whose frames have this stream
 
     async def _write(self, data: bytes) -> None:
-        self._written_at = self._loop.time()
+        self._written_at = time.monotonic()
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await self.response.write(data)
 
-    def _keep_alive(self) -> None:
-        now = self._loop.time()
-        if now >= self._written_at + KEEP_ALIVE_SECONDS:
-            self._comment = self._loop.create_task(self._write_comment())
-            self._written_at = now
-        self._timer = self._loop.call_at(self._written_at + KEEP_ALIVE_SECONDS, self._keep_alive)
-
-    async def _write_comment(self) -> None:
+    async def _keep_alive(self) -> None:
         with suppress(ConnectionError):  # the call itself will notice
-            await self._write(b":\n\n")
+            while True:
+                silence = time.monotonic() - self._written_at
+                if silence >= KEEP_ALIVE_SECONDS:
+                    await self._write(b":\n\n")
+                else:
+                    await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
