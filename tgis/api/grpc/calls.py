@@ -42,6 +42,7 @@ class GrpcCall:
         self._refusal: asyncio.Task[None] | None = None
         self._creator = grpc_task() if grpc_task else None
         self._calls = calls
+        task.add_done_callback(functools.partial(calls.clients.forget, self))
 
     async def receive(self, max_bytes: int | None = None) -> bytes:
         """The message of a call that has only one."""
@@ -117,9 +118,6 @@ class GrpcCalls:
         """What a handler does before its client only has to read the rest."""
         async with error_boundary(context):
             call = GrpcCall(context, self)
-            task = asyncio.current_task()
-            assert task is not None
-            task.add_done_callback(functools.partial(self.clients.forget, call))
             try:
                 yield call
             finally:

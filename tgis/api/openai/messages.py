@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from tgis.api.openai.bodies import ChatMessage, ContentPart, Tool, ToolCall
 from tgis.errors import InvalidRequest
 
@@ -27,14 +29,9 @@ def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
-    found = {
-        "role": message.role,
-        "content": _text(message.content, path),
-        "name": message.name,
-        "reasoning_content": message.reasoning_content,
-        "tool_call_id": message.tool_call_id,
-        "tool_calls": [_tool_call(call) for call in message.tool_calls or ()] or None,
-    }
+    calls = [_tool_call(call) for call in message.tool_calls or ()]
+    changed = {"content": _text(message.content, path), "tool_calls": calls or None}
+    found = msgspec.structs.asdict(message) | changed
     return {name: value for name, value in found.items() if value is not None}
 
 
