@@ -1,6 +1,5 @@
 """Who sends a request, and whether it may: bearer tokens, API_KEY and client certificates."""
 
-import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from tgis.api.http.operations import HttpError
-from tgis.security.bearer import TokenFile, bearer_token, identity_of
+from tgis.security.bearer import TokenFile, bearer_token, digest, identity_of
 
 _NAMES = ("DNS", "URI", "email")  # of the subject's alternative names
 
@@ -19,7 +18,7 @@ class HttpAuth:
 
     def __init__(self, tokens: TokenFile | None, api_key: str | None, on_rejected: Callable[[], None]) -> None:
         self._tokens = tokens
-        self._api_key = None if api_key is None else _digest(api_key)
+        self._api_key = None if api_key is None else digest(api_key)
         self._on_rejected = on_rejected
 
     @property
@@ -39,7 +38,7 @@ class HttpAuth:
         return identity_of(token, _certificate_names(certificate or {}))
 
     def _accepts(self, token: str) -> bool:
-        is_key = self._api_key is not None and hmac.compare_digest(_digest(token), self._api_key)
+        is_key = self._api_key is not None and hmac.compare_digest(digest(token), self._api_key)
         return is_key or (self._tokens is not None and self._tokens.accepts(token))
 
 
@@ -60,7 +59,3 @@ def _certificate_names(certificate: dict[str, Any]) -> Iterator[bytes]:
         for (kind, value), *_ in certificate.get("subject", ()):
             if kind == "commonName":
                 yield value.encode()
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
