@@ -14,8 +14,10 @@ from tgis.api.grpc.status import abort_with
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_REQUEST_BYTES = 256
 
-_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_Response = health_pb2.HealthCheckResponse
+_SERVING: bytes = _Response(status=_Response.SERVING).SerializeToString()
+_NOT_SERVING: bytes = _Response(status=_Response.NOT_SERVING).SerializeToString()
+_UNKNOWN: bytes = _Response(status=_Response.SERVICE_UNKNOWN).SerializeToString()
 
 
 class HealthServicer:
@@ -26,7 +28,7 @@ class HealthServicer:
     """
 
     def __init__(self) -> None:
-        self._serving = False
+        self._state = _NOT_SERVING
         self._changed = asyncio.Event()
 
     def handler(self, calls: GrpcCalls) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -39,7 +41,7 @@ class HealthServicer:
 
     def set_serving(self, serving: bool) -> None:
         """Change the state and wake the watchers."""
-        self._serving = serving
+        self._state = _SERVING if serving else _NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -47,27 +49,19 @@ class HealthServicer:
         """The state of one service; NOT_FOUND for an unknown one."""
         if not self._knows(data):
             await abort_with(call.context, grpc.StatusCode.NOT_FOUND, "unknown service")
-        return self._state()
+        return self._state
 
     async def _watch(self, data: bytes, call: GrpcCall) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
         known, last = self._knows(data), None
         while True:
             changed = self._changed
-            state = self._state() if known else _serialized(_UNKNOWN)
+            state = self._state if known else _UNKNOWN
             if state != last:
                 await call.write(state)
                 last = state
             await call.idle(changed.wait())
 
-    def _state(self) -> bytes:
-        return _serialized(_SERVING if self._serving else _NOT_SERVING)
-
     def _knows(self, data: bytes) -> bool:
         """Whether a request is about a service of this server."""
         return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)
-
-
-def _serialized(state: Any) -> bytes:
-    data: bytes = health_pb2.HealthCheckResponse(status=state).SerializeToString()
-    return data

@@ -1,6 +1,5 @@
 """A page of HTML: one file in one look, whose policy lets a browser run and load nothing but what the file has."""
 
-import functools
 import hashlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 NO_STORE = {"Cache-Control": "no-store"}
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")  # of all pages
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
@@ -33,7 +33,7 @@ class Page:
 
 def make_page(title: str, body: str, style: str = "", script: str = "") -> Page:
     """`body` is HTML; with a script, the page may send requests to this server."""
-    style, policy = _common_style() + style, _POLICY
+    style, policy = _STYLE + style, _POLICY
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{style}</style>"
     policy += f"; style-src {_source(style)}"
@@ -48,11 +48,6 @@ def table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{name}" for name in names)
     body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
     return f'<div class="wide" tabindex="0"><table><tr>{head}{body}</table></div>'
-
-
-@functools.cache
-def _common_style() -> str:
-    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def _source(text: str) -> str:
