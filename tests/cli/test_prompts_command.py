@@ -30,13 +30,13 @@ def check(path: Path, *argv: str) -> int:
 def test_a_good_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(store) == 0
     assert capsys.readouterr().out == (
-        "ID            LAYOUT         SHAPE        TYPE     STATE\n"
-        "alias         TGIS           4x16         float32  ok\n"
-        "both          TGIS           8x16 + 5x16  float32  ok\n"
-        "low-rank      LORA           rank 4       float32  ok\n"
-        "plain         TGIS           4x16         float32  ok\n"
-        "team/half     PEFT           6x16         float16  ok\n"
-        "team/tuned-8  PROMPT_TUNING  8x16         float32  ok\n"
+        "ID            ADAPTER      RANK  TOKENS  STATE\n"
+        "alias         soft prompt        4       ok\n"
+        "both          soft prompt        13      ok\n"
+        "low-rank      LoRA         4             ok\n"
+        "plain         soft prompt        4       ok\n"
+        "team/half     soft prompt        6       ok\n"
+        "team/tuned-8  soft prompt        8       ok\n"
         "\n"
         "6 good, 6 KiB in memory; 0 with a problem\n"
     )

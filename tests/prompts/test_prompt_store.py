@@ -229,29 +229,37 @@ def test_sizes_are_what_torch_allocates() -> None:
     assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
 
 
-def test_of_two_concurrent_loads_the_first_wins() -> None:
-    cache: AdapterCache[str] = AdapterCache(1024)
-    assert cache.put("a", (None,), "first", 512) == "first"
-    assert cache.put("a", (None,), "second", 512) == "first"
-    assert cache.put("a", ((1, 2, 3),), "third", 1024) == "third"
-    assert (cache.get("a", (None,)), cache.size) == (None, 1024)
+def test_an_adapter_whose_files_have_changed_replaces_the_earlier_one() -> None:
+    cache, first, second = AdapterCache(1024), prompt_of(1), prompt_of(2)
+    cache.put("a", (None,), first)
+    assert cache.get("a", (None,)) is first
+    cache.put("a", ((1, 2, 3),), second)
+    assert cache.get("a", (None,)) is None
+    assert cache.get("a", ((1, 2, 3),)) is second
+
+
+def prompt_of(blocks: int) -> SoftPrompt:
+    """A soft prompt that takes 512 bytes times `blocks`."""
+    return SoftPrompt(1, torch.empty(blocks, 128))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 10), st.booleans()), max_size=60))
 def test_the_cache_behaves_like_a_simple_one(actions: list[tuple[str, int, bool]]) -> None:
-    cache: AdapterCache[int] = AdapterCache(20)
+    cache = AdapterCache(20 * 512)
     kept: list[tuple[str, int]] = []  # least recently used first
     for name, size, put in actions:
         old = [entry for entry in kept if entry[0] == name]
         if put and not old:
-            cache.put(name, (), size, size)
+            cache.put(name, (), prompt_of(size))
             while sum(each for _, each in kept) + size > 20:
                 kept.pop(0)
             kept.append((name, size))
         else:
-            assert cache.get(name, ()) == (old[0][1] if old else None)
+            found = cache.get(name, ())
+            assert (found.size if found else None) == (512 * old[0][1] if old else None)
             kept = [entry for entry in kept if entry[0] != name] + old
-        assert (len(cache), cache.size) == (len(kept), sum(each for _, each in kept))
+    for name in "abcdef":
+        assert (cache.get(name, ()) is not None) == (name in dict(kept))
 
 
 class SlowStore:

@@ -30,7 +30,7 @@ from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, Submit, ToEngine
 from tgis.models import files
 from tgis.pb import generation_pb2 as pb
-from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
+from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, find_directory
 from tgis.prompts.store import read_adapter
 from tgis.prompts.tensor_file import TargetModel
 from tgis.security.bearer import TokenFile
@@ -100,8 +100,7 @@ def adapters(data: bytes) -> None:
     content = _torch_archive(tensors) if described == b"\1" else tensors
     name = {b"\0": DECODER, b"\1": ENCODER, b"\2": PICKLE}.get(layout, SAFETENSORS)
     with _directory({CONFIG: settings, name: content}) as path, _tgis_errors():
-        raw = read_adapter(AdapterDirectory.trusted(str(path)), ADAPTER_BYTES)
-        adapter = raw.fit(_TARGET, 1)
+        adapter = read_adapter(find_directory(None, {"a": str(path)}, "a"), ADAPTER_BYTES, _TARGET, 1)
         assert adapter.size <= 2 * ADAPTER_BYTES + 512 * len(_LINEARS) * 2, "larger than float16 in float32"
 
 

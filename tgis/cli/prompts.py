@@ -12,7 +12,7 @@ from tgis.models.files import find_model
 from tgis.utils.logs import escape
 from tgis.utils.options import Parser, choice, integer
 
-_COLUMNS = ("ID", "LAYOUT", "SHAPE", "TYPE", "STATE")
+_COLUMNS = ("ID", "ADAPTER", "RANK", "TOKENS", "STATE")
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -62,7 +62,7 @@ def _check_store(options: Namespace) -> Iterable[Any]:
 
 
 def _print(entries: list[Any]) -> None:
-    rows = [(escape(entry.id), entry.layout, entry.shape, entry.dtype, entry.problem or "ok") for entry in entries]
+    rows = [(escape(e.id), e.kind, str(e.rank or ""), str(e.length or ""), e.problem or "ok") for e in entries]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in [_COLUMNS, *rows]:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""Checks every adapter of a store, as the server would on loading it, and describes it in a line."""
+"""Loads every adapter of a store, as the server would, and describes it in a line."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,8 @@ import torch
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
-from tgis.prompts.files import FILES, AdapterDirectory
-from tgis.prompts.lora import RawLora
-from tgis.prompts.soft_prompt import RawSoftPrompt
-from tgis.prompts.store import read_adapter
+from tgis.prompts.files import FILES
+from tgis.prompts.store import AdapterStore, LoadedAdapter
 from tgis.prompts.tensor_file import TargetModel
 
 
@@ -23,17 +21,17 @@ class StoreEntry:
     """One directory of the store; unknown properties are empty."""
 
     id: str
-    layout: str = ""
-    shape: str = ""
-    dtype: str = ""
+    kind: str = ""  # LoRA or soft prompt
+    rank: int = 0  # of LoRA
+    length: int = 0  # virtual tokens
     size: int = 0  # bytes in memory
     problem: str = ""
 
 
 def check_store(
-    store: Path, model_config: dict[str, Any] | None, dtype: str, max_length: int | None, limit: int
+    store: Path, model_config: dict[str, Any] | None, dtype: str, max_length: int | None, cache_bytes: int
 ) -> Iterator[StoreEntry]:
-    """Check every directory that may be meant as an adapter, sorted by id; `limit` is the size of a file in bytes.
+    """Check every directory that may be meant as an adapter, sorted by id.
 
     Without `model_config` all that depends on the model is accepted; `max_length` defaults to half its length.
     """
@@ -46,10 +44,11 @@ def check_store(
         encoder_decoder=is_encoder_decoder(config) if model_config is not None else None,
     )
     root = os.path.realpath(store)
+    adapters = AdapterStore(root, cache_bytes, target)
     if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
         yield StoreEntry(".", problem="files directly in the store cannot be named")
     for adapter_id in _ids(root, ""):
-        yield _entry(root, adapter_id, target, limit)
+        yield _entry(adapters, adapter_id)
 
 
 def _ids(root: str, parent: str) -> Iterator[str]:
@@ -65,27 +64,14 @@ def _ids(root: str, parent: str) -> Iterator[str]:
             yield from _ids(root, here)
 
 
-def _entry(root: str, adapter_id: str, target: TargetModel, limit: int) -> StoreEntry:
+def _entry(store: AdapterStore, adapter_id: str) -> StoreEntry:
     try:
-        raw = read_adapter(AdapterDirectory.resolve(root, adapter_id), limit)
+        adapter = store.find(adapter_id).adapter
     except AdapterError as error:
         return StoreEntry(adapter_id, problem=_problem(error))
-    layout = "LORA" if isinstance(raw, RawLora) else raw.layout
-    try:
-        size = raw.fit(target, version=0).size
-    except AdapterError as error:
-        return StoreEntry(adapter_id, layout, problem=_problem(error))
-    shape, tensors = _content(raw)
-    dtype = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
-    return StoreEntry(adapter_id, layout, shape, dtype, size)
-
-
-def _content(raw: RawLora | RawSoftPrompt) -> tuple[str, list[torch.Tensor]]:
-    """The ranks, or virtual tokens by width, of the decoder before those of the encoder; and the tensors."""
-    if isinstance(raw, RawLora):
-        return f"rank {'/'.join(map(str, sorted(raw.ranks)))}", raw.tensors
-    tensors = [part.tensor for part in (raw.decoder, raw.encoder) if part is not None]
-    return " + ".join("x".join(map(str, tensor.shape)) for tensor in tensors), tensors
+    assert isinstance(adapter, LoadedAdapter)
+    kind = "LoRA" if adapter.rank else "soft prompt"
+    return StoreEntry(adapter_id, kind, adapter.rank, adapter.length, adapter.size)
 
 
 def _problem(error: AdapterError) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterStoreOptions
-from tgis.prompts.files import FILES, AdapterDirectory
+from tgis.prompts.files import FILES, find_directory
 
 MAX_LISTED = 1000
 _MAX_DEPTH = 4  # of directories
@@ -22,12 +22,8 @@ class AdapterCatalog:
 
     def has(self, adapter_id: str) -> bool:
         """Whether there is such an adapter."""
-        if adapter_id in self._lora_modules:
-            return True
-        if self._path is None:
-            return False
         try:
-            directory = AdapterDirectory.resolve(self._path, adapter_id)
+            directory = find_directory(self._path, self._lora_modules, adapter_id)
         except AdapterError:
             return False
         return any(map(directory.has, FILES))

@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tgis.errors import AdapterError
@@ -37,11 +38,6 @@ class AdapterDirectory:
             raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
         return cls(store, path)
 
-    @classmethod
-    def trusted(cls, path: str) -> "AdapterDirectory":
-        """A directory that the operator has named: its files may be links to anywhere, as in a hub cache."""
-        return cls("/", os.path.realpath(path))
-
     def has(self, name: str) -> bool:
         """Whether the file exists."""
         return os.path.exists(self._join(name))
@@ -68,6 +64,18 @@ class AdapterDirectory:
 
     def _join(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+
+def find_directory(store: str | None, lora_modules: Mapping[str, str], adapter_id: str) -> AdapterDirectory:
+    """The directory of a LoRA module or, in the store, of another id; AdapterError if there is none.
+
+    The operator has named those of modules: their files may be links to anywhere, as in a hub cache.
+    """
+    if adapter_id in lora_modules:
+        return AdapterDirectory("/", os.path.realpath(lora_modules[adapter_id]))
+    if store is None:
+        raise AdapterError("it is no LoRA module, and no adapter store was configured", AdapterProblem.NOT_FOUND)
+    return AdapterDirectory.resolve(store, adapter_id)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""LoRA adapters: read from PEFT's files, checked, and fitted to the layers of a model.
+"""LoRA adapters: read from PEFT's files, checked, and converted for the layers of a model.
 
 The tensors say which layers are adapted. They are checked against target_modules if that is a list, but not if it is a
 regular expression, as PEFT allows: an untrusted one can take forever to match.
@@ -64,38 +64,6 @@ class _LoraConfig(_UnsupportedFields):
 
 
 @dataclass(frozen=True, slots=True)
-class RawLora:
-    """A LoRA adapter as stored, checked as far as possible without the model."""
-
-    file: str
-    config: _LoraConfig
-    layers: dict[str, dict[str, torch.Tensor]]  # module name -> "A" [rank, in features], "B" [out features, rank]
-
-    @property
-    def ranks(self) -> set[int]:
-        """The different ranks of the layers."""
-        return {len(layer["A"]) for layer in self.layers.values()}
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for layer in self.layers.values() for tensor in layer.values()]
-
-    def fit(self, target: TargetModel, version: int) -> "LoraAdapter":
-        """The adapter for the model; AdapterError if it does not fit."""
-        if target.lora_targets is not None and not target.lora_targets:
-            raise AdapterError("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
-        layers = {}
-        for layer, pair in sorted(self.layers.items()):
-            label = f"{self.file}: {layer}"
-            if target.lora_targets is not None:
-                _check_shape(label, pair, target.lora_targets.get(layer))
-            down = convert_tensor(f"{label}.lora_A", pair["A"], target)
-            up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(self.config, layer))
-            layers[layer] = LoraLayerWeights(down, up)
-        return LoraAdapter(version, layers)
-
-
-@dataclass(frozen=True, slots=True)
 class LoraLayerWeights:
     """Adds `x @ lora_a.T @ lora_b` to the output of a layer."""
 
@@ -123,11 +91,27 @@ class LoraAdapter:
         return allocated_bytes(part for layer in self.layers.values() for part in (layer.lora_a, layer.lora_b))
 
 
-def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
-    """The adapter of a directory, from a file of at most `limit` bytes; AdapterError unless it is plain LoRA."""
+def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> LoraAdapter:
+    """The adapter of a directory for the model, from a file of at most `limit` bytes; AdapterError if unusable."""
     config = read_config(directory, _LoraConfig)
     _check_config(config)
     name, content = load_peft_tensors(directory, limit)
+    pairs = _pairs(name, content, config, limit)
+    if target.lora_targets is not None and not target.lora_targets:
+        raise AdapterError("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
+    layers = {}
+    for layer, pair in sorted(pairs.items()):
+        label = f"{name}: {layer}"
+        if target.lora_targets is not None:
+            _check_shape(label, pair, target.lora_targets.get(layer))
+        down = convert_tensor(f"{label}.lora_A", pair["A"], target)
+        up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(config, layer))
+        layers[layer] = LoraLayerWeights(down, up)
+    return LoraAdapter(version, layers)
+
+
+def _pairs(name: str, content: Any, config: _LoraConfig, limit: int) -> dict[str, dict[str, torch.Tensor]]:
+    """For each module its "A" [rank, in features] and "B" [out features, rank], checked except against the model."""
     if not isinstance(content, dict) or not content:
         raise AdapterError(f"{name} holds no tensors by name")
     layers: dict[str, dict[str, torch.Tensor]] = {}
@@ -143,7 +127,7 @@ def read_lora(directory: AdapterDirectory, limit: int) -> RawLora:
         _check_ranks(f"{name}: {layer}", pair, _pattern_value(config.rank_pattern, layer, config.r))
         if isinstance(config.target_modules, list) and not any(_ends_with(layer, one) for one in config.target_modules):
             raise AdapterError(f"{name}: {layer} is not among the target_modules of {CONFIG}")
-    return RawLora(name, config, layers)
+    return layers
 
 
 def _check_config(config: _LoraConfig) -> None:

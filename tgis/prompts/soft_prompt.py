@@ -1,4 +1,4 @@
-"""Soft prompts: read from the layouts of TGIS and PEFT, checked, and fitted to a model."""
+"""Soft prompts: read from the layouts of TGIS and PEFT, checked, and converted for a model."""
 
 from dataclasses import dataclass
 
@@ -20,30 +20,9 @@ from tgis.prompts.tensor_file import (
 )
 
 _PROMPT_EMBEDDINGS = "prompt_embeddings"
-_TGIS_LAYOUT = "TGIS"
 _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 
-
-@dataclass(frozen=True, slots=True)
-class RawSoftPrompt:
-    """A soft prompt as stored, not checked yet."""
-
-    layout: str
-    decoder: FileTensor | None
-    encoder: FileTensor | None
-
-    def fit(self, target: TargetModel, version: int) -> "SoftPrompt":
-        """The soft prompt for the model; AdapterError if it does not fit."""
-        if target.embedding_size == 0:
-            raise AdapterError("it is a soft prompt, which this model does not take")
-        if target.encoder_decoder is False:
-            if self.decoder is None:
-                raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
-            return SoftPrompt(version, _fit_tensor(self.decoder, target))
-        if target.encoder_decoder and self.layout != _TGIS_LAYOUT and self.encoder is None:
-            raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
-        decoder, encoder = (_fit_tensor(part, target) if part else None for part in (self.decoder, self.encoder))
-        return SoftPrompt(version, decoder, encoder, encoder_decoder=target.encoder_decoder is True)
+Parts = tuple[FileTensor | None, FileTensor | None]  # of the decoder and of the encoder, not checked yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,20 +72,36 @@ class _PeftConfig(msgspec.Struct):
         return None if self.num_virtual_tokens is None else parts * self.num_virtual_tokens
 
 
-def read_soft_prompt(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
-    """The tensors of a directory, from files of at most `limit` bytes; PEFT's layout takes precedence over TGIS's."""
-    if any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLE)):
-        return _read_peft(directory, limit)
+def read_soft_prompt(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> SoftPrompt:
+    """The soft prompt of a directory for the model, from files of at most `limit` bytes; AdapterError if unusable.
+
+    PEFT's layout takes precedence over TGIS's.
+    """
+    is_peft = any(directory.has(name) for name in (CONFIG, SAFETENSORS, PICKLE))
+    decoder, encoder = (_read_peft if is_peft else _read_tgis)(directory, limit)
+    if target.embedding_size == 0:
+        raise AdapterError("it is a soft prompt, which this model does not take")
+    if target.encoder_decoder is False:
+        if decoder is None:
+            raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
+        return SoftPrompt(version, _fit_tensor(decoder, target))
+    if target.encoder_decoder and is_peft and encoder is None:
+        raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
+    before_output, before_input = (_fit_tensor(part, target) if part else None for part in (decoder, encoder))
+    return SoftPrompt(version, before_output, before_input, target.encoder_decoder is True)
+
+
+def _read_tgis(directory: AdapterDirectory, limit: int) -> Parts:
     decoder, encoder = (
         FileTensor(name, load_tensors(directory, name, limit)) if directory.has(name) else None
         for name in (DECODER, ENCODER)
     )
     if decoder is None and encoder is None:
         raise AdapterError(f"invalid adapter: no {CONFIG} found", AdapterProblem.NOT_FOUND)
-    return RawSoftPrompt(_TGIS_LAYOUT, decoder, encoder)
+    return decoder, encoder
 
 
-def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
+def _read_peft(directory: AdapterDirectory, limit: int) -> Parts:
     config = read_config(directory, _PeftConfig) if directory.has(CONFIG) else None
     if config is not None and config.peft_type not in _PEFT_TYPES:
         raise AdapterError(config.peft_type[:40], AdapterProblem.UNSUPPORTED)
@@ -115,14 +110,13 @@ def _read_peft(directory: AdapterDirectory, limit: int) -> RawSoftPrompt:
         raise AdapterError(f"{name} holds no {_PROMPT_EMBEDDINGS}")
     part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
     if config is None:
-        return RawSoftPrompt("PEFT", part, None)
+        return part, None
     tensor = check_tensor(part)
     if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
         raise AdapterError(f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}")
     if config.encoder_decoder:  # PEFT itself ignores the other rows
-        part = FileTensor(name, tensor[: config.num_virtual_tokens])
-        return RawSoftPrompt(config.peft_type, None, part)
-    return RawSoftPrompt(config.peft_type, part, None)
+        return None, FileTensor(name, tensor[: config.num_virtual_tokens])
+    return part, None
 
 
 def _fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:

@@ -4,83 +4,54 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import msgspec
 import torch
 
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
-from tgis.prompts.files import CONFIG, AdapterDirectory
-from tgis.prompts.lora import LoraAdapter, RawLora, read_lora
+from tgis.prompts.files import CONFIG, AdapterDirectory, find_directory
+from tgis.prompts.lora import LoraAdapter, read_lora
 from tgis.prompts.resolver import StoreResult
-from tgis.prompts.soft_prompt import RawSoftPrompt, SoftPrompt, read_soft_prompt
+from tgis.prompts.soft_prompt import SoftPrompt, read_soft_prompt
 from tgis.prompts.tensor_file import TargetModel, read_config
 from tgis.utils.file_watch import Signature
 
 LoadedAdapter = SoftPrompt | LoraAdapter
-V = TypeVar("V")
 
 
 class _PeftType(msgspec.Struct):
     peft_type: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry(Generic[V]):
-    signature: Signature
-    value: V
-    size: int
-
-
-class AdapterCache(Generic[V]):
-    """A value is valid for one signature of its files. Evicting it does not affect those who already hold it."""
+class AdapterCache:
+    """Adapters, each valid for one signature of its files. Evicting one does not affect those who already hold it."""
 
     def __init__(self, capacity: int) -> None:
+        """`capacity` is in bytes."""
         self.capacity = capacity
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry[V]] = {}  # least recently used first
-        self._size = 0
+        self._entries: dict[str, tuple[Signature, LoadedAdapter]] = {}  # least recently used first
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all values."""
-        return self._size
-
-    def get(self, key: str, signature: Signature) -> V | None:
-        """The value if it is cached with this signature."""
+    def get(self, key: str, signature: Signature) -> LoadedAdapter | None:
+        """The adapter if it is cached with this signature."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None or entry.signature != signature:
+            seen, adapter = self._entries.get(key, (None, None))
+            if adapter is None or seen != signature:
                 return None
             self._entries[key] = self._entries.pop(key)
-            return entry.value
+            return adapter
 
-    def put(self, key: str, signature: Signature, value: V, size: int) -> V:
-        """Cache a value of `size` bytes; returns the one to use, which is another thread's if that came first."""
-        assert size <= self.capacity
-        evicted = []  # freed after the lock is released
+    def put(self, key: str, signature: Signature, adapter: LoadedAdapter) -> None:
+        """Cache an adapter that takes at most the capacity, in place of an earlier one."""
         with self._lock:
-            old = self._entries.get(key)
-            if old is not None and old.signature == signature:
-                return old.value
-            if old is not None:
-                evicted.append(self._remove(key))
-            while self._size + size > self.capacity:
-                evicted.append(self._remove(next(iter(self._entries))))
-            self._entries[key] = _Entry(signature, value, size)
-            self._size += size
-        return value
-
-    def _remove(self, key: str) -> _Entry[V]:
-        entry = self._entries.pop(key)
-        self._size -= entry.size
-        return entry
+            self._entries.pop(key, None)
+            self._entries[key] = signature, adapter
+            excess = sum(cached.size for _, cached in self._entries.values()) - self.capacity
+            while excess > 0:
+                _, evicted = self._entries.pop(next(iter(self._entries)))
+                excess -= evicted.size
 
 
 class AdapterStore:
@@ -92,7 +63,7 @@ class AdapterStore:
         self._path = None if path is None else os.path.realpath(path)
         self._lora_modules = lora_modules or {}
         self._target = target
-        self._cache: AdapterCache[LoadedAdapter] = AdapterCache(cache_bytes)
+        self._cache = AdapterCache(cache_bytes)
         self._versions = itertools.count(1)
 
     @classmethod
@@ -106,27 +77,19 @@ class AdapterStore:
 
     def find(self, adapter_id: str) -> StoreResult:
         """The adapter as its files are now; AdapterError if it is missing or unusable."""
-        directory = self._directory(adapter_id)
+        directory = find_directory(self._path, self._lora_modules, adapter_id)
         signature = directory.signature()  # before reading: a change meanwhile is noticed next time
         cached = self._cache.get(directory.path, signature)
         if cached is not None:
             return StoreResult(cached, loaded=False)
-        raw = read_adapter(directory, self._cache.capacity)
-        adapter = raw.fit(self._target, next(self._versions))
+        adapter = read_adapter(directory, self._cache.capacity, self._target, next(self._versions))
         if adapter.size > self._cache.capacity:
             raise AdapterError(f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}")
-        return StoreResult(self._cache.put(directory.path, signature, adapter, adapter.size), loaded=True)
-
-    def _directory(self, adapter_id: str) -> AdapterDirectory:
-        if adapter_id in self._lora_modules:
-            return AdapterDirectory.trusted(self._lora_modules[adapter_id])
-        if self._path is None:
-            raise AdapterError("it is no LoRA module, and no adapter store was configured", AdapterProblem.NOT_FOUND)
-        return AdapterDirectory.resolve(self._path, adapter_id)
+        self._cache.put(directory.path, signature, adapter)
+        return StoreResult(adapter, loaded=True)
 
 
-def read_adapter(directory: AdapterDirectory, limit: int) -> RawSoftPrompt | RawLora:
-    """The adapter as stored, from files of at most `limit` bytes; AdapterError if it is missing or unusable."""
-    if directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA":
-        return read_lora(directory, limit)
-    return read_soft_prompt(directory, limit)
+def read_adapter(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> LoadedAdapter:
+    """The adapter for the model, from files of at most `limit` bytes; AdapterError if it is missing or unusable."""
+    is_lora = directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA"
+    return (read_lora if is_lora else read_soft_prompt)(directory, limit, target, version)
