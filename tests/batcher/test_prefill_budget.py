@@ -47,7 +47,7 @@ STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0, 8000, 10)]
 
 def longest_gap(*, chunked: bool) -> float:
     bounds = BatchLimits(64, 1 << 30, 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
-    return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().longest_gap)
+    return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().times("gap"))
 
 
 def test_chunked_prefill_does_not_stall_streams() -> None:
@@ -76,10 +76,10 @@ def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
     bounds = BatchLimits(64, 1 << 30, 256, block_size=16)
     jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
     outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
-    assert len(outcome.ttft) == 21
-    assert sorted(outcome.ttft)[-2] < 0.2  # the short ones
+    assert len(outcome.times("ttft")) == 21
+    assert sorted(outcome.times("ttft"))[-2] < 0.2  # the short ones
     alone = Simulation(bounds, SimulatedEngine(CHUNKS), jobs[:1]).run()
-    assert max(outcome.ttft) < 1.2 * alone.ttft[0]
+    assert max(outcome.times("ttft")) < 1.2 * alone.times("ttft")[0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), st.integers(1, 60))

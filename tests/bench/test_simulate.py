@@ -27,8 +27,8 @@ def test_two_requests_computed_by_hand() -> None:
     outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 3), TraceRequest(0.0, 20, 2)]).run()
     assert outcome.seconds == pytest.approx(1.4 + 1.2 + 1.1)  # a prefill of 2 x 20, decodes of two sequences and of one
     assert outcome.tokens == 5
-    assert outcome.ttft == pytest.approx([1.4, 1.4])
-    assert outcome.tpot == pytest.approx([1.2, 1.15])
+    assert outcome.times("ttft") == pytest.approx([1.4, 1.4])
+    assert outcome.times("tpot") == pytest.approx([1.15, 1.2])  # by request
     summary = outcome.summary()
     assert summary["prefill_padding"] == 0.25
     assert summary["decode_padding"] == pytest.approx(1 - (11 + 21 + 12) / (42 + 12), abs=1e-3)
@@ -38,13 +38,13 @@ def test_two_requests_computed_by_hand() -> None:
 def test_one_client_sends_one_request_after_the_other() -> None:
     outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 2)] * 3, clients=1).run()
     assert outcome.seconds == pytest.approx(3 * (1.1 + 1.1))
-    assert outcome.ttft == pytest.approx([1.1] * 3)
+    assert outcome.times("ttft") == pytest.approx([1.1] * 3)
 
 
 def test_late_requests_find_an_idle_server() -> None:
     outcome = Simulation(BOUNDS, SimulatedEngine(MODEL), [TraceRequest(0.0, 10, 1), TraceRequest(50.0, 10, 1)]).run()
     assert outcome.seconds == pytest.approx(51.1)
-    assert outcome.ttft == pytest.approx([1.1, 1.1])
+    assert outcome.times("ttft") == pytest.approx([1.1, 1.1])
 
 
 @pytest.mark.parametrize(("seqs", "milliseconds"), [(1, 16.9), (8, 21.4), (32, 40.7), (64, 70.0)])

@@ -52,8 +52,8 @@ def test_a_real_engine_finishes_every_request(glassllm_dir: Path) -> None:
     for policy in POLICIES.values():
         outcome = Simulation(policy(limits), TimedEngine(engine), jobs, clients=6).run()
         assert outcome.tokens == sum(job.output_tokens for job in jobs)
-        assert len(outcome.ttft) == 12
-        assert 0 < min(outcome.ttft) <= outcome.seconds
+        assert len(outcome.times("ttft")) == 12
+        assert 0 < min(outcome.times("ttft")) <= outcome.seconds
 
 
 def test_the_command_prints_a_table_and_json(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,15 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.client import RequestRecord
+from tgis.bench.summary import percentiles, request_times
 from tgis.engines.fake import StepModel
 from tgis.errors import OptionError
 from tgis.ipc.messages import BatcherCounters
@@ -42,13 +42,10 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Times of the requests in seconds, and counts of the batches."""
+    """Records of the requests, and counts of the batches."""
 
     seconds: float = 0.0
-    tokens: int = 0
-    ttft: list[float] = field(default_factory=list)  # time to first token
-    tpot: list[float] = field(default_factory=list)  # time per output token after the first, mean of each request
-    longest_gap: list[float] = field(default_factory=list)  # between two tokens of each request
+    records: dict[int, RequestRecord] = field(default_factory=dict)  # by request id
     decoded_seqs: int = 0
     num_decodes: int = 0
     num_prefills: int = 0
@@ -56,12 +53,21 @@ class SimulationResult:
     decode_tokens: list[int] = field(default_factory=lambda: [0, 0])  # tokens of context, and with padding
     counters: BatcherCounters = field(default_factory=BatcherCounters)
 
+    @property
+    def tokens(self) -> int:
+        return sum(record.output_tokens for record in self.records.values())
+
+    def times(self, name: str) -> list[float]:
+        """Seconds, by a name of `request_times`, of the requests that have it."""
+        found = map(request_times, self.records.values())
+        return [each[name] for each in found if name in each]
+
     def summary(self) -> dict[str, float]:
         """The figures, ready for JSON."""
-        figures = {"requests": len(self.ttft), "tokens_per_second": self.tokens / self.seconds}
-        for name, values in (("ttft", self.ttft), ("tpot", self.tpot), ("longest_gap", self.longest_gap)):
-            for percent in (50, 99):
-                figures[f"{name}_p{percent}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else 0.0
+        figures = {"requests": len(self.records), "tokens_per_second": self.tokens / self.seconds}
+        for shown, name in (("ttft", "ttft"), ("tpot", "tpot"), ("longest_gap", "gap")):
+            found = percentiles(self.times(name))
+            figures |= {f"{shown}_p50_ms": found.p50 or 0.0, f"{shown}_p99_ms": found.p99 or 0.0}
         figures["rows_per_step"] = self.decoded_seqs / max(self.num_decodes, 1)
         figures["prefills"] = self.num_prefills
         figures["prefill_padding"] = _padding_ratio(self.prefill_tokens)
@@ -112,7 +118,6 @@ class Simulation:
         self._trace = enumerate(trace)
         self._now = 0.0
         self._arrivals: list[tuple[float, int, TraceRequest]] = []  # the next ones
-        self._token_times: dict[int, tuple[float, list[float]]] = {}  # by request id: arrival, tokens
         self.result = SimulationResult()
 
     def run(self) -> SimulationResult:
@@ -137,7 +142,7 @@ class Simulation:
     def _arrive(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now:
             arrival, number, request = heapq.heappop(self._arrivals)
-            self._token_times[number] = arrival, []
+            self.result.records[number] = RequestRecord(arrival, request.output_tokens)
             tokens = random.Random(number).choices(range(self._vocab_size), k=request.prompt_tokens)
             one = Request(number, tokens, request.output_tokens)
             self._batcher.submit([one], arrival)
@@ -148,9 +153,10 @@ class Simulation:
         self._now += seconds
         ended = self._batcher.commit(plan, tokens, self._now)
         for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
-            self._token_times[seq.id][1].extend([self._now] * len(new_tokens))
-        for seq in ended:
-            self._end(seq)
+            record = self.result.records[seq.id]
+            record.record_output(self._now, record.output_tokens + len(new_tokens))
+        for number, request in islice(self._trace, len(ended) if self._clients else 0):
+            heapq.heappush(self._arrivals, (self._now, number, request))
 
     def _count(self, plan: StepPlan) -> None:
         result = self.result
@@ -162,18 +168,6 @@ class Simulation:
         for total, lengths in ((result.decode_tokens, decoding), (result.prefill_tokens, chunks)):
             total[0] += sum(lengths)
             total[1] += padded_tokens(lengths, self._padded)
-
-    def _end(self, seq: Sequence) -> None:
-        arrival, times = self._token_times.pop(seq.id)
-        result = self.result
-        result.tokens += len(times)
-        result.ttft.append(times[0] - arrival)
-        if len(times) > 1:
-            result.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-            result.longest_gap.append(max(late - early for early, late in pairwise(times)))
-        if self._clients:
-            for number, request in islice(self._trace, 1):
-                heapq.heappush(self._arrivals, (self._now, number, request))
 
 
 def lognormal_trace(count: int, rate: float, seed: int, length: int = 60, new: int = 60) -> Iterator[TraceRequest]:
