@@ -15,6 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import grpc.aio
+
 from benchmarks.serving import running_server
 from demo.fetch import ensure
 from tgis.bench.client import BenchSettings, Client, RequestRecord
@@ -47,7 +49,7 @@ async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
 
 
 async def _with_client(part: Any, target: str) -> dict[str, float]:
-    async with connect(BenchSettings(target=target)) as client:
+    async with connect(BenchSettings(target=target), lambda: grpc.aio.insecure_channel(target)) as client:
         await client.served_model()
         figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures

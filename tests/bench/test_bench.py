@@ -49,6 +49,8 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def _begin(self, text: str, params: pb.Parameters, context: grpc.ServicerContext) -> int:
+        if text in workload.calibration_texts():
+            return 1
         number = next(self.numbers)
         self.texts.append(text)
         self.stopping.append(params.stopping)
@@ -77,10 +79,6 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         tokens = self._begin(only.text, request.params, context)
         answer = pb.GenerationResponse(input_token_count=words(only.text), generated_token_count=tokens)
         return pb.BatchedGenerationResponse(responses=[answer])
-
-    def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
-        counts = [pb.TokenizeResponse(token_count=words(text.text)) for text in request.requests]
-        return pb.BatchedTokenizeResponse(responses=counts)
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
         return pb.ModelInfoResponse(max_sequence_length=self.max_sequence_length, max_new_tokens=1000)

@@ -38,7 +38,7 @@ class Answers:
     refuse: dict[int, int] = field(default_factory=dict)  # number of the request to generate -> status
     break_off: dict[int, bytes] = field(default_factory=dict)  # number of the request -> its last event
     get_status: int = 200
-    tokenize_status: int = 200
+    counts_input: bool = True  # TGI's API only
     count_headers: dict[str, str] = field(default_factory=dict)  # of whole answers, instead of the right ones
     asked: Book = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Answers:
     @property
     def generated(self) -> Book:
         """Requests but those that count the tokens of words."""
-        return [(path, body) for path, body in self.asked if path != "/tokenize" and _tokens_wanted(body) != 1]
+        return [(path, body) for path, body in self.asked if _tokens_wanted(body) != 1]
 
 
 def _tokens_wanted(body: dict[str, Any]) -> int:
@@ -63,13 +63,15 @@ def _usage(body: dict[str, Any]) -> dict[str, int]:
     return {"prompt_tokens": _words(body), "completion_tokens": _tokens_wanted(body)}
 
 
-def _tgi_events(body: dict[str, Any]) -> Iterator[bytes]:
+def _tgi_events(body: dict[str, Any], answers: Answers) -> Iterator[bytes]:
     count = _tokens_wanted(body)
     for index in range(1, count + 1):
         token = {"id": 7, "text": "" if index == 2 else " a", "logprob": -0.1, "special": False}
         event = {"index": index, "token": token, "generated_text": None, "details": None}
         if index == count:
-            details = {"finish_reason": "length", "generated_tokens": count, "seed": None, "input_length": _words(body)}
+            details = {"finish_reason": "length", "generated_tokens": count, "seed": None}
+            if answers.counts_input:
+                details["input_length"] = _words(body)
             event |= {"generated_text": " a" * count, "details": details}
         yield json.dumps(event).encode()
 
@@ -106,9 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answers.asked.append((self.path, body))
         number = len(self.answers.generated) - 1
-        if self.path == "/tokenize":
-            self._answer(self.answers.tokenize_status, [{}] * _words(body))
-        elif number in self.answers.refuse:
+        if number in self.answers.refuse:
             self._answer(self.answers.refuse[number], {"error": "as the test wants it"})
         elif self.path == "/generate":
             counts = {"x-prompt-tokens": str(_words(body)), "x-generated-tokens": str(_tokens_wanted(body))}
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _stream(self, body: dict[str, Any], break_off: bytes | None) -> None:
-        events = list(_openai_events(body, self.answers) if "model" in body else _tgi_events(body))
+        events = list((_openai_events if "model" in body else _tgi_events)(body, self.answers))
         if break_off is not None:
             events[2:] = [break_off]
         data = b"".join(b"data: " + event + 2 * self.answers.newline for event in events)
@@ -207,7 +207,7 @@ def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_counts_no_tokens_gets_words(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = Answers(tokenize_status=500)
+    answers = Answers(counts_input=False)
     with serving(answers) as target:
         assert bench(target, "tgi", "--requests", "2") == 0
     assert "input lengths are in words" in level_of(capsys)[0]

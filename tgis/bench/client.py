@@ -1,7 +1,7 @@
 """What the load generator is to measure, what it asks of a server of any API, and what it records of each request."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -106,10 +106,6 @@ class Client(Protocol):
 
     async def served_model(self) -> ServedModel:
         """Connects; StartError or RpcError if the server does not answer."""
-        ...
-
-    async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
-        """Tokens of a request with each text as its prompt, all that is around it included; None if unknown."""
         ...
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import perf_counter
 from typing import Any
@@ -22,20 +22,11 @@ CHANNEL_OPTIONS = [
 
 @asynccontextmanager
 async def connect(
-    settings: BenchSettings,
-    headers: Sequence[tuple[str, str]] = (),
-    credentials: grpc.ChannelCredentials | None = None,
-    tls_arguments: Sequence[tuple[str, str]] = (),
+    settings: BenchSettings, open_channel: Callable[[], grpc.aio.Channel], headers: Sequence[tuple[str, str]] = ()
 ) -> AsyncIterator["GrpcClient"]:
-    """A client with as many connections as the settings say; the last two arguments are those of TLS."""
-
-    def channel() -> grpc.aio.Channel:
-        if credentials is None:
-            return grpc.aio.insecure_channel(settings.target, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(settings.target, credentials, [*CHANNEL_OPTIONS, *tls_arguments])
-
+    """A client with as many connections as the settings say; their channels need CHANNEL_OPTIONS."""
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(channel()) for _ in range(settings.connections)]
+        channels = [await stack.enter_async_context(open_channel()) for _ in range(settings.connections)]
         yield GrpcClient(channels, settings, headers)
 
 
@@ -65,14 +56,6 @@ class GrpcClient:
             raise
         assert isinstance(answer, pb.ModelInfoResponse)
         return answer
-
-    async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
-        request = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in texts])
-        try:
-            answer = await next(self._next_stub).Tokenize(request, timeout=SETUP_TIMEOUT, metadata=self._metadata)
-        except grpc.aio.AioRpcError:
-            return None
-        return [response.token_count for response in answer.responses]
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

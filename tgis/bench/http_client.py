@@ -47,23 +47,14 @@ class HttpClient:
     async def served_model(self) -> ServedModel:
         """Nothing is known if the server does not say."""
         try:
-            return self._api.served_model(await self._ask("GET", self._api.model_path))
+            async with self._request("GET", self._api.model_path, None, SETUP_TIMEOUT) as response:
+                return self._api.served_model(await response.read())
         except FailedAnswer as error:
             if error.status == "HTTP 404":
                 return ServedModel()
             raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
         except _BAD_ANSWERS as error:
             raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error
-
-    async def token_counts(self, texts: Sequence[str]) -> list[int] | None:
-        try:
-            return [self._api.token_count(await self._ask("POST", *self._api.count_request(text))) for text in texts]
-        except (*_BAD_ANSWERS, FailedAnswer):
-            return None
-
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        async with self._request(method, path, body, SETUP_TIMEOUT) as response:
-            return await response.read()
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

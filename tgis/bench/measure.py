@@ -71,11 +71,18 @@ async def _make_requests(report: Report, client: Client) -> Iterator[BenchReques
     settings = report.settings
     if settings.prompts is not None:
         return file_requests(settings.prompts, settings.output_tokens)
-    counts = await client.token_counts(calibration_texts())
-    report.calibrated = counts is not None
-    vocabulary = calibrate(counts) if counts else Vocabulary()
+    counts = [await _count_tokens(client, text) for text in calibration_texts()]
+    report.calibrated = all(counts)
+    vocabulary = calibrate(counts) if report.calibrated else Vocabulary()
     rng = random.Random(f"{settings.seed} words")
     return random_requests(vocabulary, settings.input_tokens, settings.output_tokens, rng)
+
+
+async def _count_tokens(client: Client, text: str) -> int:
+    """The input tokens of a request, all that is around the text included; 0 if the server does not say."""
+    record = RequestRecord(time.perf_counter(), requested_tokens=1)
+    await client.send(BenchRequest(text, 1), record)
+    return record.input_tokens
 
 
 async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest]) -> None:

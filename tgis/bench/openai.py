@@ -67,30 +67,14 @@ class OpenAIRequests:
         self._model = served.id
         return ServedModel(served.id, max_sequence_length=served.max_model_len)
 
-    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request whose answer says how many tokens a text has.
-
-        It generates a token: usage counts the template of a chat, which only the server knows.
-        """
-        return self.path, self._body(text, max_tokens=1)
-
-    def token_count(self, answer: bytes) -> int:
-        usage = _decode(answer).usage
-        if usage is None:
-            raise FailedAnswer("no usage", "")
-        return usage.prompt_tokens
-
     def body(self, job: BenchRequest) -> dict[str, Any]:
-        body = self._body(job.text, job.output_tokens)
+        prompt = {"messages": [{"role": "user", "content": job.text}]} if self._settings.chat else {"prompt": job.text}
+        body = {"model": self._model or "", **prompt, "max_tokens": job.output_tokens, "temperature": 0}
         if self._settings.ignore_eos:
             body["ignore_eos"] = True
         if self._settings.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
-
-    def _body(self, text: str, max_tokens: int) -> dict[str, Any]:
-        prompt = {"messages": [{"role": "user", "content": text}]} if self._settings.chat else {"prompt": text}
-        return {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
         """Record an event and return true if it is the last; FailedAnswer if it is an error."""

@@ -42,13 +42,6 @@ class TgiRequests:
         info = msgspec.json.decode(answer, type=_Info)
         return ServedModel(info.model_id, max_sequence_length=info.max_total_tokens)
 
-    def count_request(self, text: str) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request whose answer says how many tokens a text has."""
-        return "/tokenize", {"inputs": text}
-
-    def token_count(self, answer: bytes) -> int:
-        return len(msgspec.json.decode(answer, type=list[msgspec.Raw]))
-
     def body(self, job: BenchRequest) -> dict[str, Any]:
         """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
         parameters = {

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
+import grpc.aio
 import uvloop
 
 from tgis.bench import grpc_client, http_client
@@ -140,7 +141,8 @@ async def _measure(report: Report, args: argparse.Namespace) -> None:
 def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
     headers = [*client.metadata(args), *args.header]
     if settings.api == "grpc":
-        return grpc_client.connect(settings, headers, client.credentials(args), client.tls_arguments(args))
+        arguments = settings.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio
+        return grpc_client.connect(settings, lambda: client.make_channel(*arguments), headers)
     return http_client.connect(settings, headers, client.ssl_context(args), args.tls_server_name)
 
 

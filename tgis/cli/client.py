@@ -7,8 +7,9 @@ import re
 import ssl
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -57,8 +58,26 @@ def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
     """A channel to the server; RPC errors in the block become StartErrors."""
-    with _channel(options) as channel, rpc_errors(options.target):
+    with make_channel(options.target, options) as channel, rpc_errors(options.target):
         yield channel
+
+
+def make_channel(
+    target: str,
+    options: argparse.Namespace,
+    arguments: Sequence[tuple[str, str | int]] = _CHANNEL_OPTIONS,
+    library: Any = grpc,
+) -> Any:
+    """A channel of grpc, or of grpc.aio, with the options of TLS."""
+    arguments = [*arguments]
+    if _LOOPBACK.fullmatch(target):  # which means another machine to a proxy
+        arguments.append(("grpc.enable_http_proxy", 0))
+    if options.tls_server_name:
+        arguments.append(("grpc.ssl_target_name_override", options.tls_server_name))
+    if not wants_tls(options):
+        return library.insecure_channel(target, arguments)
+    credentials = grpc.ssl_channel_credentials(*map(_read, (options.ca_cert, options.tls_key, options.tls_cert)))
+    return library.secure_channel(target, credentials, arguments)
 
 
 @contextlib.contextmanager
@@ -80,13 +99,6 @@ def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token.decode()}"),)
 
 
-def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """Channel credentials for TLS; None for plaintext."""
-    if not wants_tls(options):
-        return None
-    return grpc.ssl_channel_credentials(*map(_read, (options.ca_cert, options.tls_key, options.tls_cert)))
-
-
 def ssl_context(options: argparse.Namespace) -> ssl.SSLContext | None:
     """A context for HTTP with TLS; None for plaintext."""
     if not wants_tls(options):
@@ -105,11 +117,6 @@ def wants_tls(options: argparse.Namespace) -> bool:
     if (options.tls_key is None) != (options.tls_cert is None):
         raise OptionError("--tls-cert and --tls-key belong together")
     return bool(options.tls or options.tls_server_name or options.ca_cert or options.tls_key)
-
-
-def tls_arguments(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Arguments of a channel with TLS."""
-    return [("grpc.ssl_target_name_override", options.tls_server_name)] if options.tls_server_name else []
 
 
 def read_text(argument: str | None) -> str:
@@ -134,15 +141,6 @@ def _describe(target: str, error: grpc.RpcError) -> str:
     if code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details:
         return f"nothing listens at {target}; is `tgis serve` running?"
     return f"{target}: {code.name}: {details}"
-
-
-def _channel(options: argparse.Namespace) -> grpc.Channel:
-    arguments: list[tuple[str, str | int]] = [*_CHANNEL_OPTIONS]
-    if _LOOPBACK.fullmatch(options.target):  # which means another machine to a proxy
-        arguments.append(("grpc.enable_http_proxy", 0))
-    if tls := credentials(options):
-        return grpc.secure_channel(options.target, tls, [*arguments, *tls_arguments(options)])
-    return grpc.insecure_channel(options.target, arguments)
 
 
 def _read(path: Path | None) -> bytes | None:
