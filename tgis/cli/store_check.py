@@ -11,6 +11,7 @@ import torch
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
+from tgis.prompts.catalog import stored_ids
 from tgis.prompts.files import FILES
 from tgis.prompts.store import AdapterStore, LoadedAdapter
 from tgis.prompts.tensor_file import TargetModel
@@ -47,21 +48,15 @@ def check_store(
     adapters = AdapterStore(root, cache_bytes, target)
     if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
         yield StoreEntry(".", problem="files directly in the store cannot be named")
-    for adapter_id in _ids(root, ""):
-        yield _entry(adapters, adapter_id)
+    for adapter_id in sorted(stored_ids(root)):
+        if not _is_parent(os.path.join(root, adapter_id)):
+            yield _entry(adapters, adapter_id)
 
 
-def _ids(root: str, parent: str) -> Iterator[str]:
-    """Directories that hold files or nothing at all; hidden ones, such as those of Kubernetes volumes, are skipped."""
-    for entry in sorted(os.scandir(os.path.join(root, parent)), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or not entry.is_dir():
-            continue
-        here = os.path.join(parent, entry.name)
-        names = [name for name in os.listdir(os.path.join(root, here)) if not name.startswith(".")]
-        if not names or not all(os.path.isdir(os.path.join(root, here, name)) for name in names):
-            yield here
-        if not entry.is_symlink():
-            yield from _ids(root, here)
+def _is_parent(path: str) -> bool:
+    """Whether there are only directories in it, which may be adapters."""
+    names = [name for name in os.listdir(path) if not name.startswith(".")]
+    return bool(names) and all(os.path.isdir(os.path.join(path, name)) for name in names)
 
 
 def _entry(store: AdapterStore, adapter_id: str) -> StoreEntry:

@@ -1,5 +1,6 @@
 """Which adapters there are, without reading them; no torch."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -31,21 +32,19 @@ class AdapterCatalog:
     def ids(self) -> list[str]:
         """The first MAX_LISTED of them, sorted."""
         found = set(self._lora_modules)
-        for adapter_id in self._stored_ids() if self._path else ():
+        for adapter_id in stored_ids(self._path, _MAX_DEPTH) if self._path else ():
             if len(found) >= MAX_LISTED:
                 break
             if self.has(adapter_id):
                 found.add(adapter_id)
         return sorted(found)
 
-    def _stored_ids(self) -> Iterator[str]:
-        assert self._path is not None
-        for folder, folders, files in os.walk(self._path):
-            adapter_id = os.path.relpath(folder, self._path)
-            if adapter_id.count(os.sep) + 1 >= _MAX_DEPTH:
-                folders.clear()
-            folders.sort()
-            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]  # not walked
-            yield from (os.path.normpath(os.path.join(adapter_id, name)) for name in links)
-            if not {*files}.isdisjoint(FILES):
-                yield adapter_id
+
+def stored_ids(root: str, max_depth: float = math.inf) -> Iterator[str]:
+    """Ids of all directories of a store, whatever is in them; hidden ones, as in volumes of Kubernetes, are skipped."""
+    for folder, folders, _ in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # links among them are not walked
+        ids = [os.path.relpath(os.path.join(folder, name), root) for name in folders]
+        yield from ids
+        if ids and ids[0].count(os.sep) + 1 >= max_depth:
+            folders.clear()
