@@ -27,7 +27,7 @@ class AdapterCatalog:
             directory = find_directory(self._path, self._lora_modules, adapter_id)
         except AdapterError:
             return False
-        return any(map(directory.has, FILES))
+        return adapter_id in self._lora_modules or any(map(directory.has, FILES))
 
     def ids(self) -> list[str]:
         """The first MAX_LISTED of them, sorted."""
