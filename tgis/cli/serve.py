@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable
 from itertools import groupby
 
 from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
@@ -24,26 +23,21 @@ _KEPT_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str], prog: str) -> int:
-    """Serve until a signal."""
-    return run(lambda: from_command_line(argv, prog))
-
-
-def main_as_adapter(argv: list[str], prog: str) -> int:
-    """`python -m vllm_tgis_adapter`: serve with the variables and defaults of vllm-tgis-adapter."""
-    return run(lambda: from_command_line(argv, prog, as_adapter=True))
-
-
-def run(read_config: Callable[[], Config]) -> int:
+def main(argv: list[str], prog: str, *, as_adapter: bool = False) -> int:
     """Serve until a signal, or only check the options."""
     try:
-        config = read_config()
+        config = from_command_line(argv, prog, as_adapter=as_adapter)
     except OptionError as error:
         if not json_output_requested():
             raise
         logs.configure(level="info", json_output=True)
         return _log_fatal(error)
     return _check(config) if config.check else _serve(config)
+
+
+def main_as_adapter(argv: list[str], prog: str) -> int:
+    """`python -m vllm_tgis_adapter`: serve with the variables and defaults of vllm-tgis-adapter."""
+    return main(argv, prog, as_adapter=True)
 
 
 def _serve(config: Config) -> int:
