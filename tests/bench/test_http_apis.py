@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answers.headers.append(dict(self.headers))
-        models = {"/info": {"model_id": "m", "max_total_tokens": 500}, "/v1/models": {"data": [{"id": "m"}]}}
+        models = {"/info": {"model_id": "m"}, "/v1/models": {"data": [{"id": "m"}]}}
         self._answer(self.answers.get_status, models[self.path])
 
     def do_POST(self) -> None:

@@ -45,16 +45,6 @@ class BenchSettings:
         return math.ceil(max(closed) / STREAMS_PER_CONNECTION) if closed else OPEN_LOOP_CONNECTIONS
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The server's description of its model; fields that it does not report are None."""
-
-    name: str | None = None
-    kind: str | None = None
-    max_sequence_length: int | None = None
-    max_new_tokens: int | None = None
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """One request; the figures are computed afterwards.
@@ -104,8 +94,8 @@ class FailedAnswer(Exception):
 class Client(Protocol):
     """Calls one server."""
 
-    async def served_model(self) -> ServedModel:
-        """Connects; StartError or RpcError if the server does not answer."""
+    async def model_name(self) -> str | None:
+        """Connects, and returns what the server calls its model; StartError or RpcError if it does not answer."""
         ...
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, RequestRecord, ServedModel
+from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, RequestRecord
 from tgis.bench.workload import BenchRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -41,21 +41,17 @@ class GrpcClient:
         self._stubs = [GenerationServiceStub(channel) for channel in channels]
         self._next_stub = itertools.cycle(self._stubs)
 
-    async def served_model(self) -> ServedModel:
-        """Opens every connection. Nothing is known if the server does not implement the call."""
-        answers = await asyncio.gather(*(self._model_info(stub) for stub in self._stubs))
-        kind = pb.ModelInfoResponse.ModelKind.Name(answers[0].model_kind)
-        return ServedModel(None, kind, answers[0].max_sequence_length or None, answers[0].max_new_tokens or None)
+    async def model_name(self) -> str | None:
+        """Opens every connection; no answer says what the model is called."""
+        await asyncio.gather(*map(self._connect, self._stubs))
+        return None
 
-    async def _model_info(self, stub: GenerationServiceStub) -> pb.ModelInfoResponse:
+    async def _connect(self, stub: GenerationServiceStub) -> None:
         try:
-            answer = await stub.ModelInfo(pb.ModelInfoRequest(), timeout=SETUP_TIMEOUT, metadata=self._metadata)
+            await stub.ModelInfo(pb.ModelInfoRequest(), timeout=SETUP_TIMEOUT, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                return pb.ModelInfoResponse()
-            raise
-        assert isinstance(answer, pb.ModelInfoResponse)
-        return answer
+            if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                raise
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

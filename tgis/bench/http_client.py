@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, FailedAnswer, RequestRecord, ServedModel
+from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, FailedAnswer, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.tgi import TgiRequests
 from tgis.bench.workload import BenchRequest
@@ -44,14 +44,13 @@ class HttpClient:
         self._settings = settings
         self._tls_server_name = tls_server_name
 
-    async def served_model(self) -> ServedModel:
-        """Nothing is known if the server does not say."""
+    async def model_name(self) -> str | None:
         try:
             async with self._request("GET", self._api.model_path, None, SETUP_TIMEOUT) as response:
-                return self._api.served_model(await response.read())
+                return self._api.model_name(await response.read())
         except FailedAnswer as error:
             if error.status == "HTTP 404":
-                return ServedModel()
+                return None
             raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
         except _BAD_ANSWERS as error:
             raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error

@@ -1,11 +1,11 @@
-"""One run: ask for the server's limits, then run one level after the other."""
+"""One run: learn what words cost in tokens, then run one level after the other."""
 
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tgis.bench.client import BenchSettings, Client, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, Client, RequestRecord
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
@@ -39,7 +39,7 @@ class Report:
     """Everything that a run has measured so far."""
 
     settings: BenchSettings
-    model: ServedModel = field(default_factory=ServedModel)
+    model: str | None = None
     calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
     results: list[LevelResult] = field(default_factory=list)
@@ -48,8 +48,7 @@ class Report:
 async def measure(report: Report, client: Client, say: Callable[[str], None]) -> None:
     """Fill in the report as the run goes on, so that an interrupted run has one too; `say` which level begins."""
     settings = report.settings
-    report.model = await client.served_model()
-    _check_lengths(settings, report.model)
+    report.model = await client.model_name()
     jobs = await _make_requests(report, client)
     for level in settings.levels:
         say(f"{level.name} {level.value:g} ...")
@@ -57,14 +56,6 @@ async def measure(report: Report, client: Client, say: Callable[[str], None]) ->
             await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, jobs)
         report.results.append(result := LevelResult(level, settings))
         await _drive(result, Budget(settings.requests, settings.duration), client, jobs)
-
-
-def _check_lengths(settings: BenchSettings, model: ServedModel) -> None:
-    if model.max_new_tokens and model.max_new_tokens < settings.output_tokens:
-        raise StartError(f"--output-tokens {settings.output_tokens}: the server allows {model.max_new_tokens}")
-    total, limit = settings.input_tokens + settings.output_tokens, model.max_sequence_length
-    if settings.prompts is None and limit and limit < total:
-        raise StartError(f"--input-tokens and --output-tokens make {total}: the server allows {limit}")
 
 
 async def _make_requests(report: Report, client: Client) -> Iterator[BenchRequest]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
 from tgis.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
@@ -13,7 +13,6 @@ _DONE = b"[DONE]"
 
 class _Model(msgspec.Struct):
     id: str
-    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -61,11 +60,11 @@ class OpenAIRequests:
         self._settings = settings
         self._model = settings.model
 
-    def served_model(self, answer: bytes) -> ServedModel:
+    def model_name(self, answer: bytes) -> str | None:
         models = msgspec.json.decode(answer, type=_Models).data
-        served = next((model for model in models if self._model in (None, model.id)), _Model(self._model or ""))
-        self._model = served.id
-        return ServedModel(served.id, max_sequence_length=served.max_model_len)
+        if self._model is None and models:
+            self._model = models[0].id
+        return self._model
 
     def body(self, job: BenchRequest) -> dict[str, Any]:
         prompt = {"messages": [{"role": "user", "content": job.text}]} if self._settings.chat else {"prompt": job.text}

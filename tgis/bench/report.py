@@ -60,7 +60,7 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
     """The report as JSON values, with every request of each level if `with_records`."""
     return {
         "settings": {name: value for name, value in asdict(report.settings).items() if name != "levels"},
-        "model": asdict(report.model),
+        "model": report.model,
         "interrupted": report.interrupted,
         "levels": [_level(result, with_records) for result in report.results],
     }

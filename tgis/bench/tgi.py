@@ -5,13 +5,12 @@ from typing import Any
 
 import msgspec
 
-from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord, ServedModel
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
 from tgis.bench.workload import BenchRequest
 
 
 class _Info(msgspec.Struct):
     model_id: str | None = None
-    max_total_tokens: int | None = None
 
 
 class _Details(msgspec.Struct):
@@ -38,9 +37,8 @@ class TgiRequests:
         self.path = "/generate_stream" if settings.stream else "/generate"
         self._settings = settings
 
-    def served_model(self, answer: bytes) -> ServedModel:
-        info = msgspec.json.decode(answer, type=_Info)
-        return ServedModel(info.model_id, max_sequence_length=info.max_total_tokens)
+    def model_name(self, answer: bytes) -> str | None:
+        return msgspec.json.decode(answer, type=_Info).model_id
 
     def body(self, job: BenchRequest) -> dict[str, Any]:
         """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
