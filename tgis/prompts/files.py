@@ -25,19 +25,6 @@ class AdapterDirectory:
     store: str
     path: str
 
-    @classmethod
-    def resolve(cls, store: str, adapter_id: str) -> "AdapterDirectory":
-        """The directory of an id; AdapterError if the id is invalid, leads out of the store or does not exist."""
-        if not _ID.fullmatch(adapter_id):
-            text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
-            raise AdapterError(text, AdapterProblem.BAD_ID)
-        path = os.path.realpath(os.path.join(store, adapter_id))
-        if not _is_inside(path, store):
-            raise AdapterError("the id leads out of the store", AdapterProblem.BAD_ID)
-        if not os.path.isdir(path):
-            raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
-        return cls(store, path)
-
     def has(self, name: str) -> bool:
         """Whether the file exists."""
         return os.path.exists(self._join(name))
@@ -67,15 +54,24 @@ class AdapterDirectory:
 
 
 def find_directory(store: str | None, lora_modules: Mapping[str, str], adapter_id: str) -> AdapterDirectory:
-    """The directory of a LoRA module or, in the store, of another id; AdapterError if there is none.
+    """The directory of a LoRA module or, in the store, of another id.
 
-    The operator has named those of modules: their files may be links to anywhere, as in a hub cache.
+    AdapterError if the id is invalid, leads out of the store or does not exist. The operator has named the directories
+    of modules: their files may be links to anywhere, as in a hub cache.
     """
     if adapter_id in lora_modules:
         return AdapterDirectory("/", os.path.realpath(lora_modules[adapter_id]))
     if store is None:
         raise AdapterError("it is no LoRA module, and no adapter store was configured", AdapterProblem.NOT_FOUND)
-    return AdapterDirectory.resolve(store, adapter_id)
+    if not _ID.fullmatch(adapter_id):
+        text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
+        raise AdapterError(text, AdapterProblem.BAD_ID)
+    path = os.path.realpath(os.path.join(store, adapter_id))
+    if not _is_inside(path, store):
+        raise AdapterError("the id leads out of the store", AdapterProblem.BAD_ID)
+    if not os.path.isdir(path):
+        raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
+    return AdapterDirectory(store, path)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
