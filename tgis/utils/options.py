@@ -57,13 +57,11 @@ class Option:
     group: str = ""
     help_text: str = ""
     aliases: tuple[str, ...] = ()  # other flags and variables for it; those that are set must agree
-    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables
-    negations: tuple[str, ...] = ()  # the names among these that mean the opposite
+    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables; no_* and disable_* negate it
     short: str | None = None
     nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
     shown_default: str | None = None  # the default, as shown in the help
     required: bool = False
-    default_factory: Callable[[Mapping[str, str]], object] | None = None  # computes the default from the environment
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,19 +80,13 @@ def required_option(group: str, value_type: ValueType[T], help_text: str, **more
     return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
-def option(group: str, value_type: ValueType[T], help_text: str, default: D, **more: Any) -> T | D:
-    """A field with a default, which the help shows unless `more` has `shown_default`."""
+def option(group: str, value_type: ValueType[T], help_text: str, default: D | Callable[[], T], **more: Any) -> T | D:
+    """A field with a default, which the help shows unless `more` has `shown_default`, or a function that returns it."""
     shown = {"shown_default": format_value(default)} | more
-    opt = Option(value_type, group=group, help_text=help_text, **shown)
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
-
-
-def computed_option(
-    group: str, value_type: ValueType[T], help_text: str, default_factory: Callable[[Mapping[str, str]], T], **more: Any
-) -> T:
-    """A field whose default is computed from the machine and the environment."""
-    opt = Option(value_type, group=group, help_text=help_text, default_factory=default_factory, **more)
-    return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
+    metadata = {_METADATA_KEY: Option(value_type, group=group, help_text=help_text, **shown)}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def format_value(value: object) -> str:
@@ -236,18 +228,6 @@ def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[
     return ValueType("NAME", parse)
 
 
-def or_word(value_type: ValueType[T], word: str) -> ValueType[T | str]:
-    """A value of that type, or `word`."""
-
-    def parse(text: str) -> T | str:
-        try:
-            return text if text == word else value_type.parse(text)
-        except ValueError as error:
-            raise ValueError(f"{error}, or {word}") from None
-
-    return ValueType(value_type.metavar, parse, value_type.bare_value)
-
-
 def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
@@ -272,11 +252,11 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value as text; `source` is the flag or variable that set it, and `negated` if it means the opposite."""
+    """A value as text; `source` is the flag or variable that set it."""
 
     source: str
     text: str
-    negated: bool = False
+    negated: bool
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
@@ -343,14 +323,14 @@ def flag_name(name: str) -> str:
 def find_raw_values(opt: Option, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[RawValue]:
     """The values given by flags, else those given by variables that are not blank."""
     by_flag = [
-        RawValue(flag_name(name), _joined(flags[name], opt), name in opt.negations)
-        for name in opt.flags
-        if name in flags
+        RawValue(flag_name(name), _joined(flags[name], opt), _negates(name)) for name in opt.flags if name in flags
     ]
-    variables = [
-        RawValue(name.upper(), environ.get(name.upper(), "").strip(), name in opt.negations) for name in opt.names
-    ]
+    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip(), _negates(name)) for name in opt.names]
     return by_flag or [variable for variable in variables if variable.text]
+
+
+def _negates(name: str) -> bool:
+    return name.startswith(("no_", "disable_"))
 
 
 def _joined(words: Words, opt: Option) -> str:
