@@ -9,7 +9,7 @@ from tgis.errors import OptionError
 from tgis.models.convert.fast_tokenizer import add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.files import ModelFiles, find_model
-from tgis.models.onnx.export import OnnxOptions, convert_to_onnx
+from tgis.models.onnx.export import convert_to_onnx
 from tgis.utils.options import PATH, TEXT, Parser, ValueType
 
 ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
@@ -65,10 +65,16 @@ def onnx(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
-    wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python)
     cache = config.cache_config()
     config.prepare_cache_dir(cache)
-    convert_to_onnx(_find(options), options.out, wanted, cache.cache_dir)
+    convert_to_onnx(
+        _find(options),
+        options.out,
+        cache.cache_dir,
+        optimize=options.optimize,
+        quantize=options.quantize is not None,
+        python=options.python,
+    )
     print(options.out)
     return 0
 

@@ -21,12 +21,10 @@ STDERR = 2
 @contextlib.contextmanager
 def staging_directory(parent: Path, prefix: str = ".") -> Iterator[Path]:
     """A temporary directory in `parent`, to rename or to move files from; removed at the end if it is still there."""
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as name:
+        path = Path(name)
         path.chmod(0o755)
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def run_child(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:
