@@ -6,10 +6,11 @@ Invalid values are an OptionError of one line, before anything is loaded.
 
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
-import logging
+import argparse
+import functools
 import os
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 from tgis.errors import OptionError, StartError
 from tgis.foreign_options import (
     ADAPTER_DEFAULTS,
-    ForeignOption,
     as_declared,
     as_in_adapter,
     foreign_options,
@@ -40,7 +40,7 @@ from tgis.utils.options import (
     Parser,
     RawValue,
     Secret,
-    build_parser,
+    add_flags,
     choice,
     closest,
     decimal,
@@ -54,8 +54,6 @@ from tgis.utils.options import (
     with_unit,
 )
 from tgis.utils.private_directory import entries_of, trust_of_this_process
-
-log = logging.getLogger(__name__)
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
 ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process", "Logging"
@@ -308,7 +306,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     foreign, options = foreign_options(as_adapter=as_adapter), declared_options(Config)
     if as_adapter:
         options = tuple(map(as_in_adapter, options))
-    flags = vars(_parser(prog, options, foreign).parse_args(list(map(as_declared, argv))))
+    others = [each.option for each in foreign]
+    flags = vars(_parser(prog, options, others).parse_args(list(map(as_declared, argv))))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
@@ -316,7 +315,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
     warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
-    known = {name.upper() for opt in (*options, *(each.option for each in foreign)) for name in opt.names}
+    known = {name.upper() for opt in (*options, *others) for name in opt.names}
     warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
@@ -415,28 +414,26 @@ def prepare_cache_dir(config: Config) -> None:
     directory = config.cache_dir
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entries, trust = entries_of(directory), trust_of_this_process()
+        refusal = trust_of_this_process().refusal(entries_of(directory))
     except OSError as error:
         raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
-    if refusal := trust.refusal(entries):
+    if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
-    for doubt in trust.doubts(entries):
-        if config.strict_options:
-            raise OptionError(f"STRICT_OPTIONS: CACHE_DIR: {doubt}")
-        log.warning("CACHE_DIR: %s: they could replace what is in it", doubt)
 
 
-def _parser(prog: str, options: tuple[Option, ...], foreign: tuple[ForeignOption, ...]) -> Parser:
-    parser = build_parser(
-        options,
-        tuple(each.option for each in foreign),
-        prog,
+def _parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} --model-name TEXT [options]",
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + _indented(opt.name.upper() for each in foreign if (opt := each.option).name)
+        + _indented(opt.name.upper() for opt in foreign if opt.name)
         + "\nNames of vLLM that are flags, too:\n"
         + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
+        allow_abbrev=False,
     )
+    add_flags(parser, [*options, *foreign])
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
     return parser

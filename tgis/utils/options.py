@@ -7,7 +7,6 @@ the value and the bound.
 import argparse
 import dataclasses
 import difflib
-import functools
 import ipaddress
 import json
 import math
@@ -25,9 +24,8 @@ from tgis.errors import OptionError
 
 T = TypeVar("T")
 D = TypeVar("D")
-Words: TypeAlias = str | list[str]  # what follows a flag
+Words: TypeAlias = str | list[str] | None  # what follows a flag
 
-HELP_INDENT, HELP_WIDTH = 6, 73  # of the help text
 _METADATA_KEY = "option"  # in the metadata of a field
 
 
@@ -263,56 +261,27 @@ class RawValue:
         return f"{self.source}={text!r}"
 
 
-def build_parser(
-    options: tuple[Option, ...], hidden: tuple[Option, ...], prog: str, description: str, epilog: str
-) -> Parser:
-    """A parser with a flag for every name of every option; aliases and `hidden` options are left out of the help."""
-    needed = [f"{flag_name(opt.name)} {opt.value_type.metavar}" for opt in options if opt.required]
-    parser = Parser(
-        prog=prog,
-        usage=" ".join([prog, *needed, "[options]"]),
-        description=description,
-        epilog=epilog,
-        formatter_class=functools.partial(argparse.RawTextHelpFormatter, max_help_position=HELP_INDENT),
-        allow_abbrev=False,
-    )
-    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(opt.group for opt in options)}
+def add_flags(parser: Parser, options: Sequence[Option]) -> None:
+    """Add a flag for every name of every option; the help shows the preferred ones of options that have a group."""
+    groups = {opt.group: parser.add_argument_group(opt.group) for opt in options if opt.group}
     for opt in options:
-        _add_flag(groups[opt.group], opt, opt.name, _help(opt))
-        for alias in opt.flags[1:]:
-            _add_flag(parser, opt, alias, argparse.SUPPRESS)
-    for opt in hidden:
         for name in opt.flags:
-            _add_flag(parser, opt, name, argparse.SUPPRESS)
-    return parser
-
-
-def _add_flag(target: argparse._ActionsContainer, opt: Option, name: str, text: str) -> None:
-    names = [opt.short] if opt.short and name == opt.name else []
-    value_type = opt.value_type
-    nargs = "*" if value_type.many else "?" if value_type.bare_value else None
-    target.add_argument(
-        *names,
-        flag_name(name),
-        dest=name,
-        metavar=value_type.metavar,
-        nargs=nargs,
-        const=value_type.bare_value if nargs == "?" else None,
-        default=argparse.SUPPRESS,
-        help=text,
-    )
+            shown = bool(opt.group) and name == opt.name
+            (groups[opt.group] if shown else parser).add_argument(
+                *([opt.short] if opt.short and name == opt.name else []),
+                flag_name(name),
+                dest=name,
+                metavar=opt.value_type.metavar,
+                nargs="*" if opt.value_type.many else "?" if opt.value_type.bare_value else None,
+                default=argparse.SUPPRESS,
+                help=_help(opt) if shown else argparse.SUPPRESS,
+            )
 
 
 def _help(opt: Option) -> str:
     variables = ", ".join(name.upper() for name in opt.names)
     default = "required" if opt.required else f"default: {opt.shown_default}"
-    defaults = _join(f"[env: {variables}]", f"[{default}]")
-    return _join(opt.help_text, defaults).replace("%", "%%")
-
-
-def _join(first: str, second: str) -> str:
-    """Both on one line if they fit."""
-    return f"{first}{' ' if len(first) + len(second) < HELP_WIDTH else chr(10)}{second}"
+    return f"{opt.help_text} [env: {variables}] [{default}]".replace("%", "%%")
 
 
 def flag_name(name: str) -> str:
@@ -335,7 +304,7 @@ def _negates(name: str) -> bool:
 
 def _joined(words: Words, opt: Option) -> str:
     """The words after a flag as one text, as a variable would have it."""
-    text = words if isinstance(words, str) else " ".join(words) or opt.value_type.bare_value or ""
+    text = words if isinstance(words, str) else " ".join(words or ()) or opt.value_type.bare_value or ""
     return text.strip()
 
 
