@@ -67,7 +67,7 @@ def test_packages_that_cannot_be_installed(
     said = refusal(model, tmp_path / "out", capsys)
     assert said.startswith("cannot install Optimum (PIP_FIND_LINKS and --python need no network): ")
     assert "No matching distribution" in said
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".optimum.lock"]
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_an_interpreter_without_optimum(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ def safetensors(argv: list[str], prog: str) -> int:
     parser = _parser(
         prog,
         "Convert the .bin weights of a model on this machine to safetensors, next to them. Files that"
-        " contain anything but tensors are rejected; every bit is verified before the files appear. Does nothing if"
+        " contain anything but tensors are rejected. Does nothing if"
         " there are safetensors already.",
     )
     print(convert_weights(_find(parser.parse_args(argv)).path))

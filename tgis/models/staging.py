@@ -1,17 +1,19 @@
 """What downloads and conversions of model files share: child processes, free space, staging directories."""
 
 import contextlib
+import hashlib
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.utils import stop_signals
+from tgis.utils.file_lock import locked
 from tgis.utils.logs import format_bytes
 
 MAX_REASON_LENGTH = 300
@@ -25,6 +27,25 @@ def staging_directory(parent: Path, prefix: str = ".") -> Iterator[Path]:
         path = Path(name)
         path.chmod(0o755)
         yield path
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `target`, which `make` fills when it is missing."""
+    with locked(target.with_suffix(".lock")):
+        if not target.is_dir():
+            with staging_directory(target.parent) as made:
+                make(made)
+                made.rename(target)
+    return target
+
+
+def files_key(files: Iterable[Path], *others: str) -> str:
+    """A hash of what identifies files without reading them."""
+    digest = hashlib.sha256("\0".join(others).encode())
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
 
 
 def run_child(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:

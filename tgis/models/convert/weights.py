@@ -1,6 +1,5 @@
 """Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
-import hashlib
 import logging
 import re
 import shutil
@@ -28,7 +27,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
     """
     if not needs_conversion(path):
         return path
-    target = cache_dir / "weights" / _cache_key(path)
+    target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
     started = time.monotonic()
     try:
         with locked(target.with_suffix(".lock")):
@@ -90,15 +89,6 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
     return "model.safetensors" if (path / "model.safetensors").exists() else None
 
 
-def _cache_key(path: Path) -> str:
-    """A hash of what identifies the .bin weights without reading them all."""
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.bin*")):
-        stat = file.stat()
-        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
 def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) -> str:
     for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
@@ -112,4 +102,4 @@ def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) ->
         made = sorted(made_in.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
             file.replace(out / file.name)
-    return f"{path}: {', '.join(names)} converted to safetensors, every bit compared"
+    return f"{path}: {', '.join(names)} converted to safetensors"

@@ -15,8 +15,7 @@ from typing import Any
 from tgis.errors import StartError
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.hub import CONFIG_EXTENSIONS
-from tgis.models.staging import run_child, staging_directory, timed
-from tgis.utils.file_lock import locked
+from tgis.models.staging import made_once, run_child, staging_directory, timed
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
@@ -101,23 +100,17 @@ def _ensure_packages(cache_dir: Path) -> Path:
     key = hashlib.sha256(f"{sys.version_info[:2]} {REQUIREMENTS.read_text()}".encode()).hexdigest()[:12]
     target = cache_dir / f"optimum-{key}"
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with locked(cache_dir / ".optimum.lock"):
-            if not target.is_dir():
-                print(f"installing Optimum into {target}, apart from the packages of tgis ...", file=sys.stderr)
-                _install(target)
+        return made_once(target, _install)
     except OSError as error:
         raise StartError(f"cannot make {target}: {error.strerror}") from error
-    return target
 
 
 def _install(target: Path) -> None:
+    print(f"installing Optimum into {target.parent}, apart from the packages of tgis ...", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS)]
-    with staging_directory(target.parent, ".optimum-") as staging:
-        if reason := run_child([*command, "--target", str(staging)], INSTALL_SECONDS):
-            raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")
-        staging.rename(target)
+    command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS), "--target", str(target)]
+    if reason := run_child(command, INSTALL_SECONDS):
+        raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")
 
 
 def _convert_each(graphs: Path, change: Callable[[Path, Path], None]) -> Path:
