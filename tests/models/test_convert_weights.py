@@ -81,7 +81,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert in this process, since importing transformers takes seconds; some tests restore the real child."""
 
-    def run(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
+    def run(command: list[str], seconds: float | None) -> str | None:
         monkeypatch.setattr(sys, "argv", command[2:])
         try:
             weights_child.main()
@@ -296,11 +296,9 @@ class TestInterrupted:
         grown = torch.load(second, weights_only=True) | {"transformer.h.0.attn.bias": torch.zeros(limit)}
         torch.save(grown, second)
 
-        def limited(command: list[str], seconds: float | None, *, show_output: bool) -> str | None:
+        def limited(command: list[str], seconds: float | None) -> str | None:
             assert command[:2] == [sys.executable, "-m"]
-            return CHILD(
-                [command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds, show_output=show_output
-            )
+            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds)
 
         files = sorted(path.iterdir())
         with monkeypatch.context() as patch:

@@ -10,6 +10,7 @@ from tgis.models.convert.fast_tokenizer import add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.files import ModelFiles, find_model
 from tgis.models.onnx.export import convert_to_onnx
+from tgis.models.staging import timed
 from tgis.utils.options import PATH, TEXT, Parser, ValueType
 
 ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
@@ -24,7 +25,9 @@ def safetensors(argv: list[str], prog: str) -> int:
         " contain anything but tensors are rejected. Does nothing if"
         " there are safetensors already.",
     )
-    print(convert_weights(_find(parser.parse_args(argv)).path))
+    model = _find(parser.parse_args(argv))
+    with timed("convert-to-safetensors"):
+        print(convert_weights(model.path))
     return 0
 
 

@@ -17,7 +17,6 @@ from tgis.utils.file_lock import locked
 from tgis.utils.logs import format_bytes
 
 MAX_REASON_LENGTH = 300
-STDERR = 2
 
 
 @contextlib.contextmanager
@@ -48,17 +47,12 @@ def files_key(files: Iterable[Path], *others: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def run_child(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:
-    """Run `command` for at most `seconds`; None on success, else the last line of its stderr.
-
-    `show_output` forwards its stdout to the stderr of this process; otherwise it is discarded.
-    """
-    stdout = STDERR if show_output else subprocess.DEVNULL
+def run_child(command: list[str], seconds: float | None) -> str | None:
+    """Run `command` for at most `seconds`; None on success, else the last line of its stderr."""
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
         with stop_signals.undoing():  # kills the child
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=seconds
-            )
+            done = subprocess.run(command, stdin=null, stdout=null, stderr=pipe, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"not done after {seconds:.0f} s"
     if done.returncode == 0:

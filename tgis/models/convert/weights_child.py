@@ -19,7 +19,6 @@ from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
 from tgis.models.torch_file import FileTooLarge, check_archive
-from tgis.utils.logs import format_bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +28,6 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
     weight_map: dict[str, str] = {}  # tensor -> file
     tied = tied_names(model)
     for name in names:
-        print(f"converting {name}, {format_bytes((model / name).stat().st_size)} ...", flush=True)
         tensors, dropped = untie(load(model / name), tied)
         target = out / target_name(name)
         save_file(tensors, target, metadata=dropped | {"format": "pt"})
