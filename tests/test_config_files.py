@@ -14,7 +14,6 @@ from benchmarks.certificates import make_pair
 from tgis.config import prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.server import load_credentials
-from tgis.utils import private_directory
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +130,6 @@ def test_a_cache_directory_that_others_can_write_to_is_refused(tmp_path: Path) -
         prepare_environment(read(CACHE_DIR=str(shared / "cache")))
     shared.chmod(0o1777)  # as /tmp
     prepare_environment(read(CACHE_DIR=str(shared / "cache")))
-
-
-@pytest.mark.usefixtures("environ")
-def test_a_cache_directory_of_a_group_is_a_warning_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o770)
-    gid = (tmp_path / "cache").stat().st_gid
-    monkeypatch.setattr(private_directory, "_other_members", lambda _gid: ["mallory"])
-    doubt = f"CACHE_DIR: group {gid} (mallory) can write to {tmp_path / 'cache'}"
-    prepare_environment(read(CACHE_DIR=str(tmp_path / "cache")))
-    assert caplog.messages[-1] == f"{doubt}: they could replace what is in it"  # perhaps not of this directory only
-    with pytest.raises(OptionError, match=r"^STRICT_OPTIONS: CACHE_DIR: group \d+ \(mallory\) can write to /"):
-        prepare_environment(read(CACHE_DIR=str(tmp_path / "cache"), STRICT_OPTIONS="true"))
 
 
 @pytest.mark.usefixtures("environ")

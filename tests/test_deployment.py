@@ -159,9 +159,10 @@ def test_the_image_starts_the_server_as_its_first_process(recipe: str) -> None:
     assert image.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
 
 
-def test_the_environment_of_the_image_is_a_valid_configuration(recipe: str) -> None:
+def test_the_environment_of_the_image_is_a_valid_configuration(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     image = containerfile.describe(recipe, Path("/"))
     assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
+    monkeypatch.setattr(os, "environ", image.environment)
     config = parse([], {"MODEL_NAME": "m", **image.environment}, "tgis serve")
     assert image.ports == [config.port, config.grpc_port]
     assert config.cache_dir.is_relative_to("/tmp")

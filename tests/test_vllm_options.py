@@ -123,7 +123,7 @@ def test_names_of_one_option_must_agree() -> None:
 
 def test_defaults_of_the_adapter() -> None:
     got = read_as_adapter(MODEL_NAME="m", PORT=" ")
-    assert (got.port, got.grpc_port, got.default_max_new_tokens) == (8000, 8033, "context")
+    assert (got.port, got.grpc_port, got.default_max_new_tokens) == (8000, 8033, 0)
     got = read_as_adapter(MODEL_NAME="m", PORT="3000", DEFAULT_MAX_NEW_TOKENS="20")
     assert (got.port, got.default_max_new_tokens) == (3000, 20)
     assert read_as_adapter(MODEL_NAME="m", ADD_SPECIAL_TOKENS="0").add_special_tokens is False

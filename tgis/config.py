@@ -6,17 +6,24 @@ Invalid values are an OptionError of one line, before anything is loaded.
 
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
-import logging
+import argparse
+import functools
 import os
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from tgis.errors import OptionError, StartError
-from tgis.foreign_options import ForeignOption, as_declared, as_in_adapter, foreign_options, foreign_warnings
+from tgis.foreign_options import (
+    ADAPTER_DEFAULTS,
+    as_declared,
+    as_in_adapter,
+    foreign_options,
+    foreign_warnings,
+)
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
@@ -33,24 +40,20 @@ from tgis.utils.options import (
     Parser,
     RawValue,
     Secret,
-    build_parser,
+    add_flags,
     choice,
     closest,
-    computed_option,
     decimal,
     declared_options,
     find_raw_values,
     flag_name,
     integer,
     option,
-    or_word,
     parse_option,
     required_option,
     with_unit,
 )
 from tgis.utils.private_directory import entries_of, trust_of_this_process
-
-log = logging.getLogger(__name__)
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
 ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process", "Logging"
@@ -64,7 +67,6 @@ CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "am
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
-CONTEXT = "context"  # a value of DEFAULT_MAX_NEW_TOKENS
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
@@ -79,25 +81,24 @@ LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
 }
 
 
-def _num_threads(environ: Mapping[str, str]) -> int:
+def _num_threads() -> int:
     """The number of threads that PyTorch would start, limited by the CPU quota of a container."""
-    first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
     return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cores()
 
 
-def _tokenization_workers(_environ: Mapping[str, str]) -> int:
+def _tokenization_workers() -> int:
     return min(max(usable_cpus() - 1, 1), 8)
 
 
-def _cache_dir(environ: Mapping[str, str]) -> Path:
+def _cache_dir() -> Path:
     """A directory of this user in the temporary directory, which is writable everywhere."""
-    return Path(environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare_cache_dir() checks it
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare_cache_dir() checks it
 
 
-def _hf_home(environ: Mapping[str, str]) -> Path:
+def _hf_home() -> Path:
     """The default of huggingface_hub."""
-    home = environ.get("HOME") or os.path.expanduser("~")
-    return Path(environ.get("XDG_CACHE_HOME") or Path(home) / ".cache") / "huggingface"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "huggingface"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class Config:
         MODEL, PATH, "hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
         shown_default="HF_HOME/hub")
-    hf_home: Path = computed_option(
+    hf_home: Path = option(
         MODEL, PATH, "directory of Hugging Face files", _hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
@@ -144,9 +145,8 @@ class Config:
         LIMITS, integer(1), "maximum number of input tokens", None,
         aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
     max_new_tokens: int = option(LIMITS, integer(1), "maximum number of new tokens that a request may ask for", 1024)
-    default_max_new_tokens: int | str = option(
-        LIMITS, or_word(integer(1), CONTEXT),
-        "max_new_tokens where a request has none; context: all that fits", 20)
+    default_max_new_tokens: int = option(
+        LIMITS, integer(0), "max_new_tokens where a request has none; 0: all that fits", 20)
     max_top_n_tokens: int = option(
         LIMITS, integer(0, 1024), "maximum top_n_tokens that a request may ask for", 10,
         vllm_names=("max_logprobs",))
@@ -188,8 +188,8 @@ class Config:
         shown_default="enough for a full batch, if free")
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True,
-        vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"), negations=("no_enable_prefix_caching",))
-    num_threads: int = computed_option(
+        vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))
+    num_threads: int = option(
         BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
         shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
     cpu_isa: str = option(
@@ -214,7 +214,7 @@ class Config:
     random_seed: int | None = option(
         TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without one reproducible", None,
         vllm_names=("seed",), shown_default="different in every run")
-    tokenization_workers: int = computed_option(
+    tokenization_workers: int = option(
         TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, aliases=("validation_workers",),
         shown_default="usable CPUs - 1, 1 to 8")
 
@@ -224,8 +224,6 @@ class Config:
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(
         NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
-    metrics_port: int | None = option(
-        NETWORK, PORT, "port for /health and /metrics instead of PORT", None, shown_default="PORT")
     debug_batch: bool = option(
         NETWORK, BOOLEAN, "serve /debug/batch beside /metrics: the batch and the queue", False)
     tls_cert_path: Path | None = option(
@@ -240,8 +238,6 @@ class Config:
     auth_token_path: Path | None = option(
         NETWORK, PATH, "file of bearer tokens, one per line, that calls must carry", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
-    max_connections: int = option(
-        NETWORK, integer(8, 1_000_000), "maximum connections of gRPC, and of each HTTP port", 4096)
     client_timeout_seconds: float = option(
         NETWORK, SECONDS, "seconds for a client to send a request, or to read its answer", 30.0)
     grpc_max_connection_age_seconds: int | None = option(
@@ -254,8 +250,6 @@ class Config:
     api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
-    strict_model_names: bool = option(
-        HTTP, BOOLEAN, "answer 404 to requests of OpenAI's API for an unknown model", False)
     max_best_of: int = option(HTTP, integer(1), "maximum best_of and n that a request may ask for", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
@@ -265,7 +259,7 @@ class Config:
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
     shutdown_grace_seconds: float = option(
         PROCESS, decimal(0, 86400), "seconds for calls in flight to finish after SIGTERM", 30.0)
-    cache_dir: Path = computed_option(
+    cache_dir: Path = option(
         PROCESS, PATH, "the only directory that is written to", _cache_dir, shown_default="tgis-<uid> in /tmp")
     termination_log: Path = option(
         PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"),
@@ -276,8 +270,7 @@ class Config:
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
     log_requests: bool = option(
         LOGS, BOOLEAN, "log a line for each input at its end, not only for failures", True,
-        vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"),
-        negations=("no_enable_log_requests", "disable_log_requests"))
+        vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     # fmt: on
 
@@ -313,23 +306,24 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     foreign, options = foreign_options(as_adapter=as_adapter), declared_options(Config)
     if as_adapter:
         options = tuple(map(as_in_adapter, options))
-    flags = vars(_parser(prog, options, foreign).parse_args(list(map(as_declared, argv))))
+    others = [each.option for each in foreign]
+    flags = vars(_parser(prog, options, others).parse_args(list(map(as_declared, argv))))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
-    values = _parse_options(raw_values, environ)
+    values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
     warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
-    known = {name.upper() for opt in (*options, *(each.option for each in foreign)) for name in opt.names}
+    known = {name.upper() for opt in (*options, *others) for name in opt.names}
     warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
 
 
-def _parse_options(raw_values: _RawValues, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The value of each option that is set or has a computed default; one OptionError for all that are invalid."""
+def _parse_options(raw_values: _RawValues) -> dict[str, Any]:
+    """The value of each option that is set; one OptionError for all that are invalid."""
     values, problems = {}, []
     for opt, found in raw_values:
         try:
@@ -337,8 +331,6 @@ def _parse_options(raw_values: _RawValues, environ: Mapping[str, str]) -> dict[s
                 values[opt.name] = parse_option(opt, found)
             elif opt.required:
                 problems.append(f"{opt.name.upper()} is required (or pass {flag_name(opt.name)})")
-            elif opt.default_factory is not None:
-                values[opt.name] = opt.default_factory(environ)
         except OptionError as error:
             problems.append(str(error))
     if problems:
@@ -389,8 +381,8 @@ def json_output_requested() -> bool:
 
 def cache_config() -> Config:
     """The hub cache and the cache directory that `tgis serve` would use in this environment; no other option."""
-    names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME")
-    environ = {name: os.environ[name] for name in (*names, "CACHE_DIR", "TMPDIR") if name in os.environ}
+    names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "CACHE_DIR")
+    environ = {name: os.environ[name] for name in names if name in os.environ}
     return parse(["--model-name", "any"], environ, "tgis")
 
 
@@ -422,28 +414,26 @@ def prepare_cache_dir(config: Config) -> None:
     directory = config.cache_dir
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entries, trust = entries_of(directory), trust_of_this_process()
+        refusal = trust_of_this_process().refusal(entries_of(directory))
     except OSError as error:
         raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
-    if refusal := trust.refusal(entries):
+    if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
-    for doubt in trust.doubts(entries):
-        if config.strict_options:
-            raise OptionError(f"STRICT_OPTIONS: CACHE_DIR: {doubt}")
-        log.warning("CACHE_DIR: %s: they could replace what is in it", doubt)
 
 
-def _parser(prog: str, options: tuple[Option, ...], foreign: tuple[ForeignOption, ...]) -> Parser:
-    parser = build_parser(
-        options,
-        tuple(each.option for each in foreign),
-        prog,
+def _parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} --model-name TEXT [options]",
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + _indented(opt.name.upper() for each in foreign if (opt := each.option).name)
+        + _indented(opt.name.upper() for opt in foreign if opt.name)
         + "\nNames of vLLM that are flags, too:\n"
         + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
+        allow_abbrev=False,
     )
+    add_flags(parser, [*options, *foreign])
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
     return parser
@@ -454,7 +444,7 @@ def _indented(names: Iterable[str]) -> str:
 
 
 def _validate(config: Config) -> None:
-    ports = {name: getattr(config, name) for name in ("port", "grpc_port", "metrics_port", "http_api_port")}
+    ports = {name: getattr(config, name) for name in ("port", "grpc_port", "http_api_port")}
     for (first, one), (second, other) in combinations(ports.items(), 2):
         if one == other and one:
             raise OptionError(f"{first.upper()} and {second.upper()} are both {one}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tgis.errors import OptionError
 from tgis.utils.options import ANY, Option, Words, find_raw_values
 
-ADAPTER_DEFAULTS = {"port": "8000", "default_max_new_tokens": "context"}  # by our names
+ADAPTER_DEFAULTS = {"port": 8000, "default_max_new_tokens": 0}  # by our names
 _ADAPTER_PREFIX = "VLLM_"  # variables that only vLLM reads
 _FLAGS_ONLY = ("config", "hostname")  # every container sets the variable HOSTNAME
 
@@ -77,8 +77,5 @@ def as_in_adapter(opt: Option) -> Option:
     """The option as the adapter has it: vLLM's names are variables too, and the default is the adapter's."""
     flags_only = tuple(name for name in opt.vllm_names if name.startswith("no_") or name in _FLAGS_ONLY)
     variables = tuple(name for name in opt.vllm_names if name not in flags_only)
-    opt = replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only)
-    default = ADAPTER_DEFAULTS.get(opt.name)
-    if default is None:
-        return opt
-    return replace(opt, shown_default=default, default_factory=lambda _environ: opt.value_type.parse(default))
+    shown = str(ADAPTER_DEFAULTS.get(opt.name, opt.shown_default))
+    return replace(opt, aliases=(*opt.aliases, *variables), vllm_names=flags_only, shown_default=shown)

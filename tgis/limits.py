@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from tgis.config import CONTEXT, Config
+from tgis.config import Config
 from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -24,7 +24,7 @@ def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
     length = config.max_sequence_length or model_length
     if length > model_length:
         log.warning("MAX_SEQUENCE_LENGTH %d exceeds the model's %d", length, model_length)
-    default = None if config.default_max_new_tokens == CONTEXT else int(config.default_max_new_tokens)
+    default = config.default_max_new_tokens or None
     new_tokens = config.max_new_tokens
     if new_tokens >= length and default is not None:  # requests of clients that expect all that fits may ask for more
         new_tokens = length - 1

@@ -274,8 +274,9 @@ async def test_a_silent_connection_is_closed(sent: bytes, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(GRPC_VERSION < (1, 63), reason="this grpcio does not limit connections")
 @run_async
-async def test_connections_beyond_the_limit_are_closed() -> None:
-    async with serving(max_connections=2) as (_, port), AsyncExitStack() as stack:
+async def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 2)
+    async with serving() as (_, port), AsyncExitStack() as stack:
         for _ in range(2):
             reader, _ = await stack.enter_async_context(raw_client(port, HELLO))
             await reader.readexactly(9)

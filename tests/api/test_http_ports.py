@@ -61,9 +61,7 @@ PROBES, API = ALL | {"identity": 404}, ALL | {"metrics": 404}
     [
         ({}, ALL, ALL),
         ({"http_api": False}, PROBES, None),
-        ({"metrics_port": 0}, PROBES, API),
         ({"http_api_port": 0}, PROBES, API),
-        ({"metrics_port": 0, "http_api_port": 0}, PROBES, API),
     ],
 )
 @run_async

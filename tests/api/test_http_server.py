@@ -254,8 +254,9 @@ async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() 
 
 
 @run_async
-async def test_at_the_limit_the_oldest_connection_that_waits_gives_way() -> None:
-    async with serving([events_route(number=10**6, pause=0.001), BODY], max_connections=3) as client:
+async def test_at_the_limit_the_oldest_connection_that_waits_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 3)
+    async with serving([events_route(number=10**6, pause=0.001), BODY]) as client:
         busy, half, idle = [await connect(client) for _ in range(3)]
         busy[1].write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
         await busy[0].readuntil(b"data: ")

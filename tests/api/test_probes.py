@@ -11,6 +11,7 @@ import http_port
 import pytest
 from harness import run_async
 
+from tgis.api import clients
 from tgis.api.clients import Clients
 from tgis.api.http import connections, probes
 from tgis.api.http.probes import Probes
@@ -180,8 +181,9 @@ async def test_the_headers_of_a_request_are_bounded_as_a_whole() -> None:
 
 
 @run_async
-async def test_a_probe_gets_through_whoever_holds_the_connections() -> None:
-    async with serving(max_connections=8, client_timeout_seconds=1000.0) as port:
+async def test_a_probe_gets_through_whoever_holds_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 8)
+    async with serving(client_timeout_seconds=1000.0) as port:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         for reader, _ in connections[:4]:
             assert await reader.read() == b""  # closed

@@ -85,7 +85,7 @@ def test_help_shows_the_true_defaults() -> None:
         value = getattr(got, row.name)
         if isinstance(value, bool):
             assert row.shown_default == str(value).lower()
-        elif isinstance(value, int | float) and row.default_factory is None:
+        elif isinstance(value, int | float) and row.name not in ("num_threads", "tokenization_workers"):
             assert float(row.shown_default or "") == value
 
 

@@ -107,5 +107,8 @@ def test_without_topology_every_cpu_is_a_core(tmp_path: Path, monkeypatch: pytes
         ({"OMP_NUM_THREADS": "3", "NUM_THREADS": "7"}, 7),
     ],
 )
-def test_the_threads_of_the_engine(environ: dict[str, str], threads: int) -> None:
+def test_the_threads_of_the_engine(environ: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
     assert parse(["--model-name", "m"], environ, "tgis serve").num_threads == threads

@@ -18,6 +18,7 @@ from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
 
 log = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 4096  # of gRPC, and of each HTTP port
 MESSAGE_BYTE = 2  # bytes of memory for each of a message: received, and in a string
 MAX_UNREAD_BYTES = 64 << 20  # of outputs that are complete and have no place any more
 MAX_RECEIVING_BYTES = 256 << 20  # of messages that arrive slowly
@@ -111,11 +112,12 @@ class Clients:
         max_of_client = min(config.max_concurrent_requests_per_client or max_inputs, max_inputs)
         self.inputs = Quota(max_inputs, max_of_client, "{} inputs in flight", "{} inputs of this client in flight")
         self.memory = Quota(max_memory, max_memory // 2, "calls hold {} bytes", "calls of this client hold {} bytes")
+        self.max_connections = MAX_CONNECTIONS
         self.unread_bytes = 0
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
             "no request has arrived within", config.client_timeout_seconds,
-            "too many connections", config.max_connections,
+            "too many connections", self.max_connections,
         )  # fmt: skip
         self.sending = Waiting(
             "the message has not arrived within", config.client_timeout_seconds,

@@ -9,7 +9,8 @@ from tgis.errors import OptionError
 from tgis.models.convert.fast_tokenizer import add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.files import ModelFiles, find_model
-from tgis.models.onnx.export import OnnxOptions, convert_to_onnx
+from tgis.models.onnx.export import convert_to_onnx
+from tgis.models.staging import timed
 from tgis.utils.options import PATH, TEXT, Parser, ValueType
 
 ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
@@ -21,10 +22,12 @@ def safetensors(argv: list[str], prog: str) -> int:
     parser = _parser(
         prog,
         "Convert the .bin weights of a model on this machine to safetensors, next to them. Files that"
-        " contain anything but tensors are rejected; every bit is verified before the files appear. Does nothing if"
+        " contain anything but tensors are rejected. Does nothing if"
         " there are safetensors already.",
     )
-    print(convert_weights(_find(parser.parse_args(argv)).path))
+    model = _find(parser.parse_args(argv))
+    with timed("convert-to-safetensors"):
+        print(convert_weights(model.path))
     return 0
 
 
@@ -65,10 +68,16 @@ def onnx(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
-    wanted = OnnxOptions(options.optimize, options.quantize is not None, options.python)
     cache = config.cache_config()
     config.prepare_cache_dir(cache)
-    convert_to_onnx(_find(options), options.out, wanted, cache.cache_dir)
+    convert_to_onnx(
+        _find(options),
+        options.out,
+        cache.cache_dir,
+        optimize=options.optimize,
+        quantize=options.quantize is not None,
+        python=options.python,
+    )
     print(options.out)
     return 0
 

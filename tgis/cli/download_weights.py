@@ -15,6 +15,7 @@ from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.download import download, snapshot_of
 from tgis.models.files import find_model, find_weights
+from tgis.models.staging import timed
 from tgis.utils.options import BOOLEAN, TEXT, Parser, ValueType
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
@@ -110,7 +111,8 @@ def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: P
 def _convert(options: argparse.Namespace, path: Path) -> None:
     if SAFETENSORS in options.extension:
         if not _has_safetensors(path):
-            print(convert_weights(path), file=sys.stderr)
+            with timed("convert-to-safetensors"):
+                print(convert_weights(path), file=sys.stderr)
         find_weights(path)
     if not (path / TOKENIZER).is_file():
         print(add_tokenizer(find_model(str(path), None, None), None), file=sys.stderr)

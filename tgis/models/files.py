@@ -107,12 +107,8 @@ def shard_files(index: Path) -> list[Path]:
 
 def max_sequence_length(config: dict[str, Any]) -> int:
     """The context length of the model: the value of the first known key, else 2048."""
-    for section in (config, _text_config(config)):
-        for key in SEQUENCE_LENGTH_KEYS:
-            value = _as_int(section.get(key))
-            if value is not None and value >= 0:
-                return min(value, MAX_INT)
-    return DEFAULT_SEQUENCE_LENGTH
+    lengths = _ints(config, *SEQUENCE_LENGTH_KEYS)
+    return next((min(length, MAX_INT) for length in lengths if length >= 0), DEFAULT_SEQUENCE_LENGTH)
 
 
 def is_encoder_decoder(config: dict[str, Any]) -> bool:
@@ -138,14 +134,12 @@ def eos_token_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
 
 def embedding_size(config: dict[str, Any]) -> int | None:
     """Size of the token embeddings, if config.json states it."""
-    sizes = [_as_int(part.get(key)) for part in (config, _text_config(config)) for key in EMBEDDING_SIZE_KEYS]
-    return next((size for size in sizes if size is not None), None)
+    return next(_ints(config, *EMBEDDING_SIZE_KEYS), None)
 
 
 def pad_token_id(config: dict[str, Any]) -> int | None:
     """The id of the padding token, if config.json states it."""
-    ids = [_as_int(section.get("pad_token_id")) for section in (config, _text_config(config))]
-    return next((id_ for id_ in ids if id_ is not None), None)
+    return next(_ints(config, "pad_token_id"), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -247,6 +241,12 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The text part of a multimodal model's config."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else {}
+
+
+def _ints(config: dict[str, Any], *keys: str) -> Iterator[int]:
+    """The integers under these keys, of the whole config before those of its text part."""
+    values = (_as_int(section.get(key)) for section in (config, _text_config(config)) for key in keys)
+    return (value for value in values if value is not None)
 
 
 def _as_int(value: object) -> int | None:

@@ -1,45 +1,58 @@
 """What downloads and conversions of model files share: child processes, free space, staging directories."""
 
 import contextlib
+import hashlib
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
 from tgis.utils import stop_signals
+from tgis.utils.file_lock import locked
 from tgis.utils.logs import format_bytes
 
 MAX_REASON_LENGTH = 300
-STDERR = 2
 
 
 @contextlib.contextmanager
 def staging_directory(parent: Path, prefix: str = ".") -> Iterator[Path]:
     """A temporary directory in `parent`, to rename or to move files from; removed at the end if it is still there."""
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as name:
+        path = Path(name)
         path.chmod(0o755)
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
-def run_child(command: list[str], seconds: float | None, *, show_output: bool = False) -> str | None:
-    """Run `command` for at most `seconds`; None on success, else the last line of its stderr.
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `target`, which `make` fills when it is missing."""
+    with locked(target.with_suffix(".lock")):
+        if not target.is_dir():
+            with staging_directory(target.parent) as made:
+                make(made)
+                made.rename(target)
+    return target
 
-    `show_output` forwards its stdout to the stderr of this process; otherwise it is discarded.
-    """
-    stdout = STDERR if show_output else subprocess.DEVNULL
+
+def files_key(files: Iterable[Path], *others: str) -> str:
+    """A hash of what identifies files without reading them."""
+    digest = hashlib.sha256("\0".join(others).encode())
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def run_child(command: list[str], seconds: float | None) -> str | None:
+    """Run `command` for at most `seconds`; None on success, else the last line of its stderr."""
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
         with stop_signals.undoing():  # kills the child
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=seconds
-            )
+            done = subprocess.run(command, stdin=null, stdout=null, stderr=pipe, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"not done after {seconds:.0f} s"
     if done.returncode == 0:

@@ -1,4 +1,7 @@
-"""How many CPUs this process may use: libraries count those of the machine, whatever a container is granted."""
+"""How many CPUs this process may use: libraries count those of the machine, whatever a container is granted.
+
+Its control groups say so, and how much memory it may use.
+"""
 
 import math
 import os
@@ -27,18 +30,18 @@ def _within_quota(cpus: int, root: Path) -> int:
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """The CPU time per second that the control groups of this process allow it; None for no limit."""
-    return min((quota for group in _control_groups(root) if (quota := _quota(group)) is not None), default=None)
+    return min((quota for group in control_groups("cpu", root) if (quota := _quota(group)) is not None), default=None)
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
+def control_groups(controller: str, root: Path = _ROOT) -> Iterator[Path]:
     """The directories of this process's control groups, version 1 and 2, and of the groups that contain them.
 
     They are mounted where systemd and containers mount them. A container may see only its own group, at the top.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            group = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        if not controllers or controller in controllers.split(","):
+            group = root / "sys/fs/cgroup" / (controller if controllers else "")
             yield group
             for name in PurePath(path).parts[1:]:
                 yield (group := group / name)

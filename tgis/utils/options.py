@@ -7,7 +7,6 @@ the value and the bound.
 import argparse
 import dataclasses
 import difflib
-import functools
 import ipaddress
 import json
 import math
@@ -25,9 +24,8 @@ from tgis.errors import OptionError
 
 T = TypeVar("T")
 D = TypeVar("D")
-Words: TypeAlias = str | list[str]  # what follows a flag
+Words: TypeAlias = str | list[str] | None  # what follows a flag
 
-HELP_INDENT, HELP_WIDTH = 6, 73  # of the help text
 _METADATA_KEY = "option"  # in the metadata of a field
 
 
@@ -57,13 +55,11 @@ class Option:
     group: str = ""
     help_text: str = ""
     aliases: tuple[str, ...] = ()  # other flags and variables for it; those that are set must agree
-    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables
-    negations: tuple[str, ...] = ()  # the names among these that mean the opposite
+    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables; no_* and disable_* negate it
     short: str | None = None
     nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
     shown_default: str | None = None  # the default, as shown in the help
     required: bool = False
-    default_factory: Callable[[Mapping[str, str]], object] | None = None  # computes the default from the environment
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,19 +78,13 @@ def required_option(group: str, value_type: ValueType[T], help_text: str, **more
     return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
 
 
-def option(group: str, value_type: ValueType[T], help_text: str, default: D, **more: Any) -> T | D:
-    """A field with a default, which the help shows unless `more` has `shown_default`."""
+def option(group: str, value_type: ValueType[T], help_text: str, default: D | Callable[[], T], **more: Any) -> T | D:
+    """A field with a default, which the help shows unless `more` has `shown_default`, or a function that returns it."""
     shown = {"shown_default": format_value(default)} | more
-    opt = Option(value_type, group=group, help_text=help_text, **shown)
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: opt})
-
-
-def computed_option(
-    group: str, value_type: ValueType[T], help_text: str, default_factory: Callable[[Mapping[str, str]], T], **more: Any
-) -> T:
-    """A field whose default is computed from the machine and the environment."""
-    opt = Option(value_type, group=group, help_text=help_text, default_factory=default_factory, **more)
-    return dataclasses.field(default_factory=lambda: default_factory({}), metadata={_METADATA_KEY: opt})
+    metadata = {_METADATA_KEY: Option(value_type, group=group, help_text=help_text, **shown)}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def format_value(value: object) -> str:
@@ -236,18 +226,6 @@ def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[
     return ValueType("NAME", parse)
 
 
-def or_word(value_type: ValueType[T], word: str) -> ValueType[T | str]:
-    """A value of that type, or `word`."""
-
-    def parse(text: str) -> T | str:
-        try:
-            return text if text == word else value_type.parse(text)
-        except ValueError as error:
-            raise ValueError(f"{error}, or {word}") from None
-
-    return ValueType(value_type.metavar, parse, value_type.bare_value)
-
-
 def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
@@ -272,67 +250,38 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value as text; `source` is the flag or variable that set it, and `negated` if it means the opposite."""
+    """A value as text; `source` is the flag or variable that set it."""
 
     source: str
     text: str
-    negated: bool = False
+    negated: bool
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
         return f"{self.source}={text!r}"
 
 
-def build_parser(
-    options: tuple[Option, ...], hidden: tuple[Option, ...], prog: str, description: str, epilog: str
-) -> Parser:
-    """A parser with a flag for every name of every option; aliases and `hidden` options are left out of the help."""
-    needed = [f"{flag_name(opt.name)} {opt.value_type.metavar}" for opt in options if opt.required]
-    parser = Parser(
-        prog=prog,
-        usage=" ".join([prog, *needed, "[options]"]),
-        description=description,
-        epilog=epilog,
-        formatter_class=functools.partial(argparse.RawTextHelpFormatter, max_help_position=HELP_INDENT),
-        allow_abbrev=False,
-    )
-    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(opt.group for opt in options)}
+def add_flags(parser: Parser, options: Sequence[Option]) -> None:
+    """Add a flag for every name of every option; the help shows the preferred ones of options that have a group."""
+    groups = {opt.group: parser.add_argument_group(opt.group) for opt in options if opt.group}
     for opt in options:
-        _add_flag(groups[opt.group], opt, opt.name, _help(opt))
-        for alias in opt.flags[1:]:
-            _add_flag(parser, opt, alias, argparse.SUPPRESS)
-    for opt in hidden:
         for name in opt.flags:
-            _add_flag(parser, opt, name, argparse.SUPPRESS)
-    return parser
-
-
-def _add_flag(target: argparse._ActionsContainer, opt: Option, name: str, text: str) -> None:
-    names = [opt.short] if opt.short and name == opt.name else []
-    value_type = opt.value_type
-    nargs = "*" if value_type.many else "?" if value_type.bare_value else None
-    target.add_argument(
-        *names,
-        flag_name(name),
-        dest=name,
-        metavar=value_type.metavar,
-        nargs=nargs,
-        const=value_type.bare_value if nargs == "?" else None,
-        default=argparse.SUPPRESS,
-        help=text,
-    )
+            shown = bool(opt.group) and name == opt.name
+            (groups[opt.group] if shown else parser).add_argument(
+                *([opt.short] if opt.short and name == opt.name else []),
+                flag_name(name),
+                dest=name,
+                metavar=opt.value_type.metavar,
+                nargs="*" if opt.value_type.many else "?" if opt.value_type.bare_value else None,
+                default=argparse.SUPPRESS,
+                help=_help(opt) if shown else argparse.SUPPRESS,
+            )
 
 
 def _help(opt: Option) -> str:
     variables = ", ".join(name.upper() for name in opt.names)
     default = "required" if opt.required else f"default: {opt.shown_default}"
-    defaults = _join(f"[env: {variables}]", f"[{default}]")
-    return _join(opt.help_text, defaults).replace("%", "%%")
-
-
-def _join(first: str, second: str) -> str:
-    """Both on one line if they fit."""
-    return f"{first}{' ' if len(first) + len(second) < HELP_WIDTH else chr(10)}{second}"
+    return f"{opt.help_text} [env: {variables}] [{default}]".replace("%", "%%")
 
 
 def flag_name(name: str) -> str:
@@ -343,19 +292,19 @@ def flag_name(name: str) -> str:
 def find_raw_values(opt: Option, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[RawValue]:
     """The values given by flags, else those given by variables that are not blank."""
     by_flag = [
-        RawValue(flag_name(name), _joined(flags[name], opt), name in opt.negations)
-        for name in opt.flags
-        if name in flags
+        RawValue(flag_name(name), _joined(flags[name], opt), _negates(name)) for name in opt.flags if name in flags
     ]
-    variables = [
-        RawValue(name.upper(), environ.get(name.upper(), "").strip(), name in opt.negations) for name in opt.names
-    ]
+    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip(), _negates(name)) for name in opt.names]
     return by_flag or [variable for variable in variables if variable.text]
+
+
+def _negates(name: str) -> bool:
+    return name.startswith(("no_", "disable_"))
 
 
 def _joined(words: Words, opt: Option) -> str:
     """The words after a flag as one text, as a variable would have it."""
-    text = words if isinstance(words, str) else " ".join(words) or opt.value_type.bare_value or ""
+    text = words if isinstance(words, str) else " ".join(words or ()) or opt.value_type.bare_value or ""
     return text.strip()
 
 

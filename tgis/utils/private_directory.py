@@ -1,15 +1,12 @@
 """Checks that no other user of the machine can replace a directory, or what lies in it.
 
 A volume (the root of a file system that root has mounted) may be open to everybody: containers get theirs that way, and
-whoever else mounts it is trusted.
+whoever else mounts it is trusted. So are the members of a group that may write.
 """
 
-import contextlib
-import grp
 import os
-import pwd
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +31,6 @@ class Trust:
     uids: frozenset[int]
     code: frozenset[Path]  # the directories above this code: whoever can replace files there runs the server anyway
     any_user: bool  # a container made for any user id, whose files belong to whatever user and to group 0
-    members: Callable[[int], list[str]]  # of a group
 
     def refusal(self, entries: Sequence[Entry]) -> str | None:
         """Why others can replace what is in the last of `entries`, which lead there from the root."""
@@ -46,15 +42,6 @@ class Trust:
             if entry.mode & stat.S_IWOTH and not _protected(entry, entries):
                 return f"every user can write to {entry.path}"
         return None
-
-    def doubts(self, entries: Sequence[Entry]) -> list[str]:
-        """Problems that exist only if the members of a group are not trusted."""
-        others = [entry for entry in entries if entry.path not in self.code]
-        open_to_group = [entry for entry in others if entry.mode & stat.S_IWGRP and not _protected(entry, entries)]
-        members = [(entry, self.members(entry.gid)) for entry in open_to_group]
-        return [
-            f"group {entry.gid} ({', '.join(names)}) can write to {entry.path}" for entry, names in members if names
-        ]
 
 
 def _protected(entry: Entry, entries: Sequence[Entry]) -> bool:
@@ -72,7 +59,7 @@ def trust_of_this_process() -> Trust:
     """Trust this user, root, and the owner of this code; in a user namespace also the users outside of it."""
     uids = {os.getuid(), _ROOT, Path(__file__).stat().st_uid, *_outer_uids()}
     any_user = os.getuid() != _ROOT and _ROOT in (os.getgid(), *os.getgroups())
-    return Trust(frozenset(uids), frozenset(Path(__file__).resolve().parents), any_user, _other_members)
+    return Trust(frozenset(uids), frozenset(Path(__file__).resolve().parents), any_user)
 
 
 def _paths(path: Path) -> Iterator[Path]:
@@ -103,12 +90,3 @@ def _outer_uids() -> set[int]:
         return set() if whole else {int(Path("/proc/sys/kernel/overflowuid").read_text())}
     except OSError:
         return set()
-
-
-def _other_members(gid: int) -> list[str]:
-    """Names of a group's members apart from this user and root."""
-    users = {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid != _ROOT}
-    with contextlib.suppress(KeyError):  # no such group: Kubernetes gives volumes to any number
-        users |= set(grp.getgrgid(gid).gr_mem)
-    ours = {user.pw_name for user in pwd.getpwall() if user.pw_uid in (os.getuid(), _ROOT)}
-    return sorted(users - ours)

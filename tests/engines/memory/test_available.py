@@ -32,16 +32,15 @@ System = Callable[..., None]
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     """A machine with 10,000 KiB, of which 8,000 are available, and cgroups."""
-    monkeypatch.setattr(available, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(available, "PROCESS", tmp_path / "self")
+    monkeypatch.setattr(available, "_ROOT", tmp_path)
     monkeypatch.setattr(available, "_MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal:  10000 kB\nMemFree: 1 kB\nMemAvailable:    8000 kB\n")
 
     def build(membership: str, **groups: dict[str, str]) -> None:
-        (tmp_path / "self").mkdir()
-        (tmp_path / "self" / "cgroup").write_text(membership)
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        (tmp_path / "proc" / "self" / "cgroup").write_text(membership)
         for name, files in groups.items():
-            directory = tmp_path / "cgroup" / name.replace("__", "/").strip("_")
+            directory = tmp_path / "sys" / "fs" / "cgroup" / name.replace("__", "/").strip("_")
             directory.mkdir(parents=True, exist_ok=True)
             for file, text in files.items():
                 (directory / file).write_text(text)

@@ -82,7 +82,7 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.per_message_decompression", 0),  # see calls.py
         ("grpc.max_concurrent_streams", calls.max_calls_of_connection),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_allowed_incoming_connections", calls.clients.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -38,7 +38,7 @@ class Connections:
 
     def add(self, connection: "Connection") -> None:
         """Count a connection; at the limit the oldest that waits makes room, or the new one is closed."""
-        if len(self._open) >= self.config.max_connections:
+        if len(self._open) >= self.clients.max_connections:
             closed = next((each for each in self._open if each.waits), connection)
             closed.end(None)
             if closed is connection:

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class HttpPorts:
     """All HTTP ports; create it inside the event loop.
 
-    Probes and metrics are on METRICS_PORT, else on PORT. The APIs are on HTTP_API_PORT, with the gRPC port's TLS, else
-    on PORT, but there only where nothing has TLS.
+    Probes and metrics are on PORT. The APIs are on HTTP_API_PORT, with the gRPC port's TLS, else on PORT, but there
+    only where nothing has TLS.
     """
 
     def __init__(
@@ -28,16 +28,13 @@ class HttpPorts:
         clients: Clients,
         certificates: Certificates | None,
     ) -> None:
-        probe_port = config.port if config.metrics_port is None else config.metrics_port
-        api_port = config.port if config.http_api_port is None else config.http_api_port
-        self._has_api = config.http_api and (certificates is None or config.http_api_port is not None)
+        api_port = config.http_api_port
+        self._has_api = config.http_api and (certificates is None or api_port is not None)
         if config.http_api and not self._has_api:
             log.warning("the HTTP APIs are off: with TLS they need HTTP_API_PORT")
-        if self._has_api and config.metrics_port is None and config.http_api_port is None:
-            self._servers = [HttpServer(config, probe_port, [*probes.routes(), *api_routes], clients)]
-            return
-        self._servers = [HttpServer(config, probe_port, probes.routes(), clients)]
-        if self._has_api:
+        beside = api_routes if self._has_api and api_port is None else []
+        self._servers = [HttpServer(config, config.port, [*probes.routes(), *beside], clients)]
+        if self._has_api and api_port is not None:
             api_routes = [*probes.health_routes(), *api_routes]
             self._servers.append(HttpServer(config, api_port, api_routes, clients, certificates))
 

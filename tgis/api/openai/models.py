@@ -25,7 +25,6 @@ class ServedModels:
 
     names: tuple[str, ...]  # the first is the one that is shown
     catalog: AdapterCatalog  # reads directories
-    strict: bool  # an unknown name is an error, else another name of the model
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def adapter(self, name: str | None) -> str | None:
@@ -34,8 +33,6 @@ class ServedModels:
             return None
         if await asyncio.to_thread(self.catalog.has, name):
             return name
-        if self.strict:
-            raise _not_found(name)
         log.warning("a request names an unknown model: it gets the one that is served")
         return None
 

@@ -15,7 +15,7 @@ class OpenAIApi:
 
     def __init__(self, config: Config, catalog: AdapterCatalog) -> None:
         names = config.shown_model, config.model_name
-        self._models = ServedModels(names, catalog, config.strict_model_names)
+        self._models = ServedModels(names, catalog)
         self.chat = ChatCompletions(self._models, config.max_best_of)
         self.completions = Completions(self._models, config.max_best_of, config.max_client_batch_size)
 

@@ -12,8 +12,13 @@ import torch
 
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
+from tgis.utils.cpus import control_groups
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
+_CGROUP_FILES = (  # limit, usage, and the prefix of statistics that include groups below: versions 2 and 1
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 PROCESS = Path("/proc/self")
 _MEMINFO = Path("/proc/meminfo")
 _RESET_PEAK = "5"  # see clear_refs in proc(5)
@@ -91,22 +96,11 @@ def read_proc_bytes(file: Path, name: str) -> int:
 
 
 def _cgroup_usage() -> Iterator[tuple[int, int]]:
-    """Limit and usage of every control group of this process that has a limit.
-
-    Inside a container its group is mounted as the root, so the path that the kernel reports may not exist.
-    """
-    for line in (PROCESS / "cgroup").read_text().splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, files = _CGROUPS, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            root, files = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        group = root / name.lstrip("/")
-        for directory in [group, *group.parents]:
-            if directory.is_relative_to(root) and (directory / files[0]).is_file():
-                yield from _limit_and_usage(directory, *files)
+    """Limit and usage of every control group of this process that has a limit."""
+    for group in control_groups("memory", _ROOT):
+        for files in _CGROUP_FILES:
+            if (group / files[0]).is_file():
+                yield from _limit_and_usage(group, *files)
 
 
 def _limit_and_usage(directory: Path, limit_file: str, usage_file: str, prefix: str) -> Iterator[tuple[int, int]]:

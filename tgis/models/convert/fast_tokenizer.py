@@ -3,12 +3,10 @@
 The child runs this file: `python -m tgis.models.convert.fast_tokenizer MODEL OUT`, both directories.
 """
 
-import contextlib
-import hashlib
+import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
@@ -16,7 +14,6 @@ from tgis.models import staging
 from tgis.models.files import ModelFiles, read_json
 
 TOKENIZER = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 1 << 26  # larger files are weights
 CONVERT_SECONDS = 600
 
 
@@ -25,12 +22,9 @@ def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
     if (model.path / TOKENIZER).is_file():
         return model.path
     try:
-        target = cache_dir / "tokenizers" / _cache_key(model.path)
-        if not target.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with _converted(model, target.parent) as made:
-                _publish(made, target)
-        return target
+        files = [file for file in model.path.iterdir() if file.is_file()]
+        key = staging.files_key(files, importlib.metadata.version("transformers"))
+        return staging.made_once(cache_dir / "tokenizers" / key, functools.partial(_convert, model))
     except OSError as error:
         raise StartError(f"cannot keep a tokenizer for {model.path}: {error}") from error
 
@@ -45,7 +39,8 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
         return f"{model.path} has a {TOKENIZER} already: nothing to do"
     target = out or model.path
     try:
-        with _converted(model, target) as made:
+        with staging.staging_directory(target) as made:
+            _convert(model, made)
             files = [path for path in sorted(made.iterdir()) if out is not None and path.name != TOKENIZER]
             for path in [*files, made / TOKENIZER]:  # last: it marks the tokenizer as complete
                 path.replace(target / path.name)
@@ -54,25 +49,12 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
     return f"{target / TOKENIZER} was made"
 
 
-def _cache_key(path: Path) -> str:
-    """A hash of all files that may be part of the tokenizer, and of the version of transformers."""
-    files = [file for file in path.iterdir() if file.is_file() and file.stat().st_size < MAX_TOKENIZER_BYTES]
-    digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
-    for file in sorted(files):
-        with file.open("rb") as content:
-            digest.update(f"\0{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
-    return digest.hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _converted(model: ModelFiles, folder: Path) -> Iterator[Path]:
-    """A staging directory in `folder` with the tokenizer as transformers saves it."""
-    with staging.staging_directory(folder) as made:
-        command = [sys.executable, "-m", "tgis.models.convert.fast_tokenizer", str(model.path), str(made)]
-        reason = staging.run_child(command, CONVERT_SECONDS) or _conversion_problem(model, made)
-        if reason is not None:
-            raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
-        yield made
+def _convert(model: ModelFiles, out: Path) -> None:
+    """Write the tokenizer to directory `out`, as transformers saves it."""
+    command = [sys.executable, "-m", "tgis.models.convert.fast_tokenizer", str(model.path), str(out)]
+    reason = staging.run_child(command, CONVERT_SECONDS) or _conversion_problem(model, out)
+    if reason is not None:
+        raise StartError(f"{model.path} has no {TOKENIZER}, put one there; none can be made: {reason}")
 
 
 def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
@@ -85,14 +67,6 @@ def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
     if pieces < vocabulary / 2:
         return f"vocabulary files are missing ({pieces} of {vocabulary} tokens found)"
     return None
-
-
-def _publish(made: Path, target: Path) -> None:
-    try:
-        made.rename(target)
-    except OSError:
-        if not target.is_dir():  # otherwise another server has published the same content
-            raise
 
 
 def convert_here(model: str, out: str) -> None:

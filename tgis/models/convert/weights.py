@@ -1,6 +1,5 @@
 """Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
-import hashlib
 import logging
 import re
 import shutil
@@ -28,7 +27,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
     """
     if not needs_conversion(path):
         return path
-    target = cache_dir / "weights" / _cache_key(path)
+    target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
     started = time.monotonic()
     try:
         with locked(target.with_suffix(".lock")):
@@ -39,7 +38,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
                     (target / file.name).symlink_to(file.resolve())
             log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
             with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
-                log.info("%s", convert_weights(path, target, show_progress=False))
+                log.info("%s", convert_weights(path, target))
     except OSError as error:
         raise StartError(f"cannot keep converted weights for {path}: {error}") from error
     find_weights(target)
@@ -51,7 +50,7 @@ def needs_conversion(path: Path) -> bool:
     return not any((path / name).is_file() for name in SAFETENSORS) and bool(_sources(path))
 
 
-def convert_weights(path: Path, out: Path | None = None, *, show_progress: bool = True) -> str:
+def convert_weights(path: Path, out: Path | None = None) -> str:
     """Convert the weights in directory `path`, into `out` if given; returns one line that says what was done.
 
     StartError if a file is broken or holds anything but tensors, or if the disk is full; nothing is changed then.
@@ -67,7 +66,7 @@ def convert_weights(path: Path, out: Path | None = None, *, show_progress: bool 
         with locked(sources[0]):
             if found := _already_converted(out, [file.name for file in indexes or sources]):
                 return f"{out} has {found} already: nothing to do (delete it to convert again)"
-            return _convert(path, sources, out, show_progress)
+            return _convert(path, sources, out)
     except OSError as error:
         raise StartError(f"cannot convert the weights in {path}: {error.strerror or error}") from error
 
@@ -90,16 +89,7 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
     return "model.safetensors" if (path / "model.safetensors").exists() else None
 
 
-def _cache_key(path: Path) -> str:
-    """A hash of what identifies the .bin weights without reading them all."""
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.bin*")):
-        stat = file.stat()
-        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
-def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) -> str:
+def _convert(path: Path, sources: list[Path], out: Path) -> str:
     for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
     need = sum(file.stat().st_size for file in sources)
@@ -107,9 +97,9 @@ def _convert(path: Path, sources: list[Path], out: Path, show_progress: bool) ->
     names = [file.name for file in sources]
     with staging.staging_directory(out, STAGING_PREFIX) as made_in:
         command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(made_in), *names]
-        if reason := staging.run_child(command, None, show_output=show_progress):
+        if reason := staging.run_child(command, None):
             raise StartError(f"cannot convert the weights in {path}: {reason}")
         made = sorted(made_in.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
             file.replace(out / file.name)
-    return f"{path}: {', '.join(names)} converted to safetensors, every bit compared"
+    return f"{path}: {', '.join(names)} converted to safetensors"

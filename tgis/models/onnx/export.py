@@ -2,37 +2,38 @@
 transformers, then optionally quantized and optimized by onnxruntime.
 """
 
+import hashlib
 import importlib.util
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.hub import CONFIG_EXTENSIONS
-from tgis.models.onnx.optimum_packages import ensure_packages
-from tgis.models.staging import run_child, staging_directory, timed
+from tgis.models.staging import made_once, run_child, staging_directory, timed
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
+REQUIREMENTS = Path(__file__).with_name("optimum.txt")
+INSTALL_SECONDS = 1800
 EXPORT_SECONDS = 3 * 3600
 UNMERGED_DECODERS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
+EXTERNAL_DATA_BYTES = 1 << 30  # larger graphs store weights in a separate file: protobuf is limited to 2 GiB
+BLOCK_SIZE = 32  # weights that share a scale; larger blocks change twice as many tokens of SmolLM2
+ACCURACY_LEVEL = 4  # onnxruntime's code for int8 activations, quantized per token
 
 
-@dataclass(frozen=True, slots=True)
-class OnnxOptions:
-    """Options of an export."""
+def convert_to_onnx(
+    model: ModelFiles, out: Path, cache_dir: Path, *, optimize: bool, quantize: bool, python: Path | None
+) -> None:
+    """Write the graphs and all else that serving needs to directory `out`, which appears when it is complete.
 
-    optimize: bool = False
-    quantize: bool = False  # to int8
-    python: Path | None = None  # an interpreter with Optimum; None: Optimum is installed into the cache directory
-
-
-def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_dir: Path) -> None:
-    """Write the graphs and all else that serving needs to directory `out`, which appears when it is complete."""
+    Weights are quantized to int8. `python` is an interpreter with Optimum; None: Optimum is installed into `cache_dir`.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
     if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
@@ -41,19 +42,23 @@ def convert_to_onnx(model: ModelFiles, out: Path, options: OnnxOptions, cache_di
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with staging_directory(out.parent, f".{out.name}-") as staging:
-            _export(model, staging, options, cache_dir)
-            graphs = _postprocess(staging / "graphs", options)
+            _export(model, staging, python, cache_dir)
+            graphs = staging / "graphs"
+            if quantize:
+                graphs = _convert_each(graphs, _quantize)
+            if optimize:
+                graphs = _convert_each(graphs, _optimize)
             _copy_config_files(model.path, graphs)
             graphs.rename(out)
     except OSError as error:
         raise StartError(f"cannot write {out}: {error.strerror}") from error
 
 
-def _export(model: ModelFiles, staging: Path, options: OnnxOptions, cache_dir: Path) -> None:
-    packages = [] if options.python else [str(ensure_packages(cache_dir))]
+def _export(model: ModelFiles, staging: Path, python: Path | None, cache_dir: Path) -> None:
+    packages = [] if python else [str(_ensure_packages(cache_dir))]
     source = staging / "source"
     _make_export_source(model, source)
-    command = [str(options.python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
+    command = [str(python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
     with timed("export with Optimum"):
         reason = run_child(command, EXPORT_SECONDS)
     if reason is not None:
@@ -87,25 +92,71 @@ def _to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     return converted | {"rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
 
 
-def _postprocess(graphs: Path, options: OnnxOptions) -> Path:
-    """Quantize and optimize as requested; returns the directory of the final graphs."""
-    if options.quantize or options.optimize:
-        from tgis.models.onnx import graphs as onnx_graphs  # noqa: PLC0415 - onnxruntime, for those who want it
+def _ensure_packages(cache_dir: Path) -> Path:
+    """A directory with Optimum and an older transformers, made once, which only the child process has on its path.
 
-        if options.quantize:
-            graphs = _convert_each(graphs, "quantize", onnx_graphs.quantize)
-        if options.optimize:
-            graphs = _convert_each(graphs, "optimize", onnx_graphs.optimize)
-    return graphs
+    pip reads its own variables, such as PIP_FIND_LINKS. StartError if it fails.
+    """
+    key = hashlib.sha256(f"{sys.version_info[:2]} {REQUIREMENTS.read_text()}".encode()).hexdigest()[:12]
+    target = cache_dir / f"optimum-{key}"
+    try:
+        return made_once(target, _install)
+    except OSError as error:
+        raise StartError(f"cannot make {target}: {error.strerror}") from error
 
 
-def _convert_each(graphs: Path, name: str, change: Callable[[Path, Path], None]) -> Path:
+def _install(target: Path) -> None:
+    print(f"installing Optimum into {target.parent}, apart from the packages of tgis ...", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS), "--target", str(target)]
+    if reason := run_child(command, INSTALL_SECONDS):
+        raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")
+
+
+def _convert_each(graphs: Path, change: Callable[[Path, Path], None]) -> Path:
+    name = change.__name__.strip("_")
     folder = graphs.with_name(name)
     folder.mkdir()
     for file in sorted(graphs.glob("*.onnx")):
         with timed(f"{name} {file.name}"):
             change(file, folder)
     return folder
+
+
+def _quantize(file: Path, folder: Path) -> None:
+    """Quantize the weights of matrix products to int8 in blocks.
+
+    onnxruntime's dynamic quantization has one scale per batch, so requests would influence each other; it was no faster
+    than float32 either, and changed every third token.
+    """
+    import onnx  # noqa: PLC0415 - only where it is asked for
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer  # noqa: PLC0415
+
+    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
+    quantizer = MatMulNBitsQuantizer(
+        onnx.load(file), bits=8, block_size=BLOCK_SIZE, is_symmetric=True, accuracy_level=ACCURACY_LEVEL
+    )
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(folder / file.name), _model_bytes(file) > EXTERNAL_DATA_BYTES)
+
+
+def _optimize(file: Path, folder: Path) -> None:
+    """Do once what onnxruntime does whenever it loads a graph: fold constants and fuse operators for the CPU."""
+    import onnxruntime  # noqa: PLC0415 - only where it is asked for
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(folder / file.name)
+    if _model_bytes(file) > EXTERNAL_DATA_BYTES:
+        key = "session.optimized_model_external_initializers_file_name"
+        options.add_session_config_entry(key, f"{file.name}_data")
+    onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def _model_bytes(file: Path) -> int:
+    """Size of a graph and its external data."""
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
 def _copy_config_files(source: Path, graphs: Path) -> None:
