@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         if not target.is_dir():
             with staging_directory(target.parent) as made:
                 make(made)
+                os.sync()  # after a loss of power, what has this name is whole
                 made.rename(target)
     return target
 
