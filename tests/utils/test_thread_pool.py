@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,15 +18,6 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
 from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.utils.thread_pool import started_pool
-
-
-class Adapter:
-    length, decoder_length, version, rank = 7, 0, 1, 0
-
-
-class Store:
-    def find(self, _adapter_id: str) -> StoreResult:
-        return StoreResult(Adapter(), loaded=True)
 
 
 def fail(_thread: threading.Thread) -> None:
@@ -63,18 +55,15 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[], None]) -> None:
-    answers: list[LookedUp] = []
-    answered = threading.Event()
-
-    def send(answer: LookedUp) -> None:
-        answers.append(answer)
-        answered.set()
-
-    resolver = AdapterResolver(Store(), send)
+    answers = queue.SimpleQueue[LookedUp]()
+    adapter: Any = SimpleNamespace(length=7, decoder_length=0, version=1, rank=0)
+    store: Any = SimpleNamespace(find=lambda _id: StoreResult(adapter, loaded=True))
+    resolver = AdapterResolver(store, answers.put)
     no_more_threads()
     resolver.look_up(LookUp(1, "a"))
-    assert answered.wait(10)
-    assert [answer.adapter and answer.adapter.length for answer in answers] == [7]
+    found = answers.get(timeout=10).adapter
+    assert found is not None
+    assert found.length == 7
 
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:

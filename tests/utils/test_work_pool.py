@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from functools import partial
 
+import pytest
 from harness import run_async
 
 from tgis.utils.thread_pool import LARGE, SMALL, WorkPool
@@ -11,9 +13,17 @@ from tgis.utils.thread_pool import LARGE, SMALL, WorkPool
 MORE = SMALL + 1
 
 
+@pytest.fixture
+def pool() -> Iterator[WorkPool]:
+    """A pool of one thread."""
+    made = WorkPool(1, "test")
+    yield made
+    made.close()
+
+
 @run_async
-async def test_smaller_calls_go_first() -> None:
-    pool, gate = WorkPool(1, "test"), threading.Event()
+async def test_smaller_calls_go_first(pool: WorkPool) -> None:
+    gate = threading.Event()
     order: list[int] = []
     running: list[asyncio.Task[object]] = [asyncio.create_task(pool.run(MORE, gate.wait))]
     for size in (MORE + 500, MORE + 20, MORE + 300, MORE + 20):
@@ -22,12 +32,11 @@ async def test_smaller_calls_go_first() -> None:
     gate.set()
     await asyncio.gather(*running)
     assert order == [MORE + 20, MORE + 20, MORE + 300, MORE + 500]
-    pool.close()
 
 
 @run_async
-async def test_a_call_that_is_cancelled_keeps_its_thread_until_the_job_ends() -> None:
-    pool, gate = WorkPool(1, "test"), threading.Event()
+async def test_a_call_that_is_cancelled_keeps_its_thread_until_the_job_ends(pool: WorkPool) -> None:
+    gate = threading.Event()
     running, waiting = [asyncio.create_task(pool.run(MORE, gate.wait)) for _ in range(2)]
     await asyncio.sleep(0)
     running.cancel()
@@ -38,12 +47,11 @@ async def test_a_call_that_is_cancelled_keeps_its_thread_until_the_job_ends() ->
     assert not last.done()
     gate.set()
     assert await last == "done"
-    pool.close()
 
 
 @run_async
-async def test_a_call_that_is_cancelled_when_its_turn_comes_hands_it_on() -> None:
-    pool, gate = WorkPool(1, "test"), threading.Event()
+async def test_a_call_that_is_cancelled_when_its_turn_comes_hands_it_on(pool: WorkPool) -> None:
+    gate = threading.Event()
     running, cancelled, last = [asyncio.create_task(pool.run(MORE + size, gate.wait)) for size in range(3)]
     await asyncio.sleep(0)
     pool._waiting[0][2].add_done_callback(lambda _: cancelled.cancel())  # before it can use the thread
@@ -52,12 +60,11 @@ async def test_a_call_that_is_cancelled_when_its_turn_comes_hands_it_on() -> Non
     assert await asyncio.wait_for(last, 10)
     assert cancelled.cancelled()
     assert await pool.run(MORE, lambda: "idle again") == "idle again"
-    pool.close()
 
 
 @run_async
-async def test_a_thread_that_is_handed_on_is_not_idle() -> None:
-    pool, gate = WorkPool(1, "test"), threading.Event()
+async def test_a_thread_that_is_handed_on_is_not_idle(pool: WorkPool) -> None:
+    gate = threading.Event()
     order: list[str] = []
     waiting: list[asyncio.Task[object]] = [asyncio.create_task(pool.run(MORE, gate.wait))]
     await asyncio.sleep(0)
@@ -70,30 +77,23 @@ async def test_a_thread_that_is_handed_on_is_not_idle() -> None:
     await asyncio.gather(*waiting)
     assert order == ["first", "late"]
     assert pool._num_idle == 1
-    pool.close()
 
 
 @run_async
-async def test_an_error_of_a_job_is_that_of_its_call() -> None:
-    pool = WorkPool(1, "test")
-    try:
+async def test_an_error_of_a_job_is_that_of_its_call(pool: WorkPool) -> None:
+    with pytest.raises(ZeroDivisionError):
         await pool.run(MORE, lambda: 1 // 0)
-    except ZeroDivisionError:
-        assert await pool.run(MORE, lambda: 2) == 2
-    else:
-        raise AssertionError
-    pool.close()
+    assert await pool.run(MORE, lambda: 2) == 2
 
 
 @run_async
-async def test_small_work_runs_at_once() -> None:
-    pool, gate = WorkPool(1, "test"), threading.Event()
+async def test_small_work_runs_at_once(pool: WorkPool) -> None:
+    gate = threading.Event()
     busy = asyncio.create_task(pool.run(MORE, gate.wait))
     await asyncio.sleep(0)
     assert await pool.run(SMALL, threading.get_ident) == threading.get_ident()
     gate.set()
     assert await busy
-    pool.close()
 
 
 @run_async
@@ -117,7 +117,5 @@ async def test_of_large_work_there_is_one_piece_at_a_time() -> None:
 
 
 @run_async
-async def test_a_pool_of_one_thread_does_large_work() -> None:
-    pool = WorkPool(1, "test")
+async def test_a_pool_of_one_thread_does_large_work(pool: WorkPool) -> None:
     assert await pool.run(LARGE + 1, lambda: 1) == 1
-    pool.close()
