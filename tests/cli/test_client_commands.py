@@ -98,7 +98,7 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
 
 def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     tgis("generate", "hello", "--max-new-tokens", "7", "--stop", "a", "--stop", "b", "--time-limit", "1.5")
-    tgis("generate", "hello", "--top-k", "5", "--seed", str(2**64 - 1))
+    tgis("generate", "hello", "--adapter-id", "a", "--prefix-id", "p", "--top-k", "5", "--seed", str(2**64 - 1))
     greedy, sampled = served.service.asked
     assert greedy.request.text == "hello"
     assert greedy.params.method == pb.GREEDY
@@ -107,6 +107,9 @@ def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     )
     assert sampled.params.method == pb.SAMPLE
     assert sampled.params.sampling == pb.SamplingParameters(top_k=5, seed=2**64 - 1)
+    assert (sampled.adapter_id, sampled.prefix_id) == ("a", "p")
+    assert not greedy.HasField("adapter_id")
+    assert not greedy.HasField("prefix_id")
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])
@@ -317,15 +320,6 @@ def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path
     for content in (b"", b"\nsecret", b"\xff"):
         path.write_bytes(content)
         assert tgis("health", "--token-file", str(path)) == (2, "", f"tgis: {path}: the first line is no token\n")
-
-
-def test_adapter_and_prefix_are_sent(served: Served, tgis: Tgis) -> None:
-    tgis("generate", "x", "--adapter-id", "a", "--prefix-id", "p")
-    tgis("generate", "x")
-    named, bare = served.service.asked
-    assert (named.adapter_id, named.prefix_id) == ("a", "p")
-    assert not bare.HasField("adapter_id")
-    assert not bare.HasField("prefix_id")
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:

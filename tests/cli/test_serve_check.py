@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,39 +12,34 @@ from tgis import __main__
 from tgis.config import Config
 from tgis.utils.options import declared_options
 
+Check = Callable[..., tuple[int, list[str], str]]
+
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> "Check":
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs the command for a model of the fake engine: exit code, lines of stdout, stderr."""
     monkeypatch.setattr(os, "environ", dict(os.environ))  # which a start changes
     monkeypatch.setattr(logging.root, "handlers", [])  # which a check replaces
     monkeypatch.setenv("CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TERMINATION_LOG", str(tmp_path / "log"))
     (tmp_path / "log").touch()
-    return Check(make_fake_model(tmp_path / "model"), tmp_path, capsys)
+    model = str(make_fake_model(tmp_path / "model"))
 
-
-class Check:
-    """Runs the command for a model of the fake engine."""
-
-    def __init__(self, model: Path, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.model, self.directory, self._capsys = model, directory, capsys
-
-    def __call__(self, *argv: str) -> tuple[int, list[str], str]:
-        """Exit code, lines of stdout, stderr."""
-        code = __main__.run(
-            ["serve", "--check", "--model-name", str(self.model), "--deployment-framework", "fake", *argv]
-        )
-        out, err = self._capsys.readouterr()
+    def run(*argv: str) -> tuple[int, list[str], str]:
+        code = __main__.run(["serve", "--check", "--model-name", model, "--deployment-framework", "fake", *argv])
+        out, err = capsys.readouterr()
         return code, out.splitlines(), err
 
+    return run
 
-def test_every_option_is_shown_with_what_set_it(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_every_option_is_shown_with_what_set_it(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_GPUS", "1")
     code, out, err = check("--max-batch-size", "32", "--json-output")
     assert (code, err) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in out if line.startswith("  ")}
     assert list(rows) == [option.name.upper() for option in declared_options(Config)]
-    assert rows["MODEL_NAME"] == [str(check.model), "--model-name"]
+    assert rows["MODEL_NAME"] == [str(tmp_path / "model"), "--model-name"]
     assert rows["MAX_BATCH_SIZE"] == ["32", "--max-batch-size"]
     assert rows["JSON_OUTPUT"] == ["true", "--json-output"]
     assert rows["NUM_SHARD"] == ["1", "NUM_GPUS"]
@@ -61,11 +57,10 @@ def test_warnings_of_a_start_are_shown(check: Check) -> None:
     ]
 
 
-def test_what_a_start_refuses_is_refused(check: Check) -> None:
-    missing = check.directory / "missing"
-    code, out, err = check("--auth-token-path", str(missing))
+def test_what_a_start_refuses_is_refused(check: Check, tmp_path: Path) -> None:
+    code, out, err = check("--auth-token-path", str(tmp_path / "missing"))
     assert (code, len(err.splitlines())) == (2, 1)
     assert "AUTH_TOKEN_PATH" in err.upper().replace("-", "_")
     assert "can start" not in out[-1]
     assert check("--port", "70000")[0] == 2
-    assert (check.directory / "log").read_text() == ""  # which is about pods that failed
+    assert (tmp_path / "log").read_text() == ""  # which is about pods that failed
