@@ -118,10 +118,6 @@ def test_percentiles_equal_those_of_numpy(values: list[float]) -> None:
     assert [found.p50, found.p90, found.p99] == pytest.approx(list(expected), rel=1e-9, abs=1e-3)
 
 
-def test_percentiles_of_no_values_are_none() -> None:
-    assert percentiles([]).p99 is None
-
-
 def note(sample: RequestRecord, now: float, tokens: int, text: str = "a") -> None:
     record_message(sample, now, pb.GenerationResponse(generated_token_count=tokens, text=text))
 
@@ -142,16 +138,6 @@ def test_times_of_a_stream() -> None:
     assert (summary.input_tokens, summary.output_tokens, summary.short) == (3, 6, 1)
     assert summary.output_tokens_per_s == pytest.approx(6 / 7)
     assert summary.client_cpu == pytest.approx(0.5)
-
-
-def test_a_single_message_has_no_time_per_token() -> None:
-    sample = RequestRecord(scheduled_at=0.0, requested_tokens=5)
-    note(sample, 1.0, 5)
-    sample.ended_at, sample.status = 1.0, "OK"
-    summary = summarize([sample], cpu_seconds=0.0)
-    assert summary.ttft_ms.p50 == 1000
-    assert summary.tpot_ms.p50 is None
-    assert summary.max_gap_ms.p50 is None
 
 
 def test_only_successes_count_and_unfinished_requests_are_ignored() -> None:

@@ -82,16 +82,17 @@ def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
         read_trace(path)
 
 
-def test_the_command_writes_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["simulate", "--requests", "20", "--clients", "8"]) == 0
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--clients", "8"],
+        ["--engine", "flat", "--trace", "bimodal", "--max-batch-size", "8"],
+        ["--engine", "chunked", "--trace", "bimodal", "--max-batch-size", "8"],
+    ],
+)
+def test_the_command_writes_a_table_and_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--requests", "20", *options]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     summary = json.loads(last)
     assert [line.split()[0] for line in table] == list(summary)
     assert summary["requests"] == 20
-
-
-@pytest.mark.parametrize("engine", ["flat", "chunked"])
-def test_every_step_model(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["simulate", "--engine", engine, "--trace", "bimodal", "--requests", "50", "--max-batch-size", "8"]
-    assert run(argv) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 50

@@ -80,15 +80,21 @@ def git_hash(content: bytes) -> str:
 @contextlib.contextmanager
 def running() -> Iterator[FakeHub]:
     hub = FakeHub()
-    with _server(_Api, hub) as hub.endpoint, _server(_Storage, hub) as hub.storage:
+    with serving(_Api, hub=hub) as hub.endpoint, serving(_Storage, hub=hub) as hub.storage:
         yield hub
 
 
+class _Server(ThreadingHTTPServer):
+    """Has room for all connections of a client that come at once: Linux may reset those beyond."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
-def _server(kind: type["_Handler"], hub: FakeHub) -> Iterator[str]:
-    handler = type(kind.__name__, (kind,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+def serving(kind: type[BaseHTTPRequestHandler], **attributes: object) -> Iterator[str]:
+    """The address of a server whose handlers have these attributes."""
+    server = _Server(("127.0.0.1", 0), type(kind.__name__, (kind,), attributes))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
