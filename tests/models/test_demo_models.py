@@ -152,9 +152,6 @@ class TestSmollm2:
         assert eos_token_ids(model, smollm2_dir) == (2,)
         assert find_weights(smollm2_dir) == (smollm2_dir / "model.safetensors",)
 
-    def test_it_knows_the_capital_of_france(self, smollm2_dir: Path) -> None:
-        assert generate(smollm2_dir, "The capital of France is", 2) == " Paris."
-
     def test_chat_ends_with_eos(self, smollm2_dir: Path) -> None:
         question = [{"role": "user", "content": "Name the capital of France. Answer in one word."}]
         tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
