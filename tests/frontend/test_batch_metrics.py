@@ -94,6 +94,7 @@ TWO_THEN_ONE: list[Turn] = [
     [],
     [],
 ]
+PADDED = {"padded": True}
 
 
 @pytest.mark.parametrize(
@@ -138,26 +139,23 @@ def test_a_running_request_without_scheduled_tokens_is_not_queued(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("turns", "expected"),
+    ("turns", "kind", "expected"),
     [
-        ([[submit(request(1, 3, 4), request(2, 3, 4))]], 0),  # nothing ran before
-        ([[submit(request(1, 3, 4))], [], [submit(request(2, 3, 1))]], 0),  # ends with its first token
-        ([[submit(request(1, 3, 9), request(2))], [], [Cancel([2]), submit(request(3))]], 1),
-        ([[submit(request(1, 3, 9))], [], [Cancel([1]), submit(request(2))]], 0),
-        ([[submit(request(1, 3, 9))], [], [submit(request(2), request(3))]], 1),  # batches are counted, not sequences
+        ([[submit(request(1, 3, 4), request(2, 3, 4))]], PADDED, 0),  # nothing ran before
+        ([[submit(request(1, 3, 4))], [], [submit(request(2, 3, 1))]], PADDED, 0),  # ends with its first token
+        ([[submit(request(1, 3, 9), request(2))], [], [Cancel([2]), submit(request(3))]], PADDED, 1),
+        ([[submit(request(1, 3, 9))], [], [Cancel([1]), submit(request(2))]], PADDED, 0),
+        # batches are counted, not sequences
+        ([[submit(request(1, 3, 9))], [], [submit(request(2), request(3))]], PADDED, 1),
+        # the sequence that it joins ends in the same step
+        ([[submit(request(1, 3, 2))], [submit(request(2, 3, 4))]], {"padded": False, "block_size": 1}, 1),
     ],
 )
 def test_a_prefill_that_joins_a_running_batch_is_a_concatenation(
-    tmp_path: Path, turns: list[Turn], expected: int
+    tmp_path: Path, turns: list[Turn], kind: dict[str, Any], expected: int
 ) -> None:
-    script = run(tmp_path, turns, padded=True)
+    script = run(tmp_path, turns, **kind)
     assert sum(after.concatenated for after in script.seen) == expected
-
-
-def test_joining_a_sequence_that_ends_in_the_same_step_is_a_concatenation(tmp_path: Path) -> None:
-    turns: list[Turn] = [[submit(request(1, 3, 2))], [submit(request(2, 3, 4))]]
-    script = run(tmp_path, turns, padded=False, block_size=1)
-    assert [(after.num_running, after.concatenated) for after in script.seen] == [(1, 0), (1, 1)]
 
 
 def test_sequences_that_fail_in_a_step_count_as_part_of_it(tmp_path: Path) -> None:

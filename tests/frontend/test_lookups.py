@@ -55,29 +55,15 @@ async def test_an_adapter_is_kept_until_the_call_ends() -> None:
     assert failures_and_loads(metrics) == (0, 1)
 
 
+NOT_FOUND = LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist")
+BAD_ID = LookedUp(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store")
 NO_STORE = "FakeEngine takes no soft prompts"
 CASES: dict[str, tuple[str, LookedUp | None, str]] = {
     "no store": ("prefix_id", None, f"prefix_id supplied but {NO_STORE}"),
-    "prefix not found": (
-        "prefix_id",
-        LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
-        "can't retrieve prompt prefix with id 'x': prefix id \"x\" not found",
-    ),
-    "adapter not found": (
-        "adapter_id",
-        LookedUp(1, problem=AdapterProblem.NOT_FOUND, reason="directory does not exist"),
-        "can't retrieve adapter with id 'x': directory does not exist",
-    ),
-    "bad prefix": (
-        "prefix_id",
-        LookedUp(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
-        "can't retrieve prompt prefix with id 'x': the id leads out of the store",
-    ),
-    "bad adapter": (
-        "adapter_id",
-        LookedUp(1, problem=AdapterProblem.BAD_ID, reason="the id leads out of the store"),
-        "Invalid adapter id 'x', must contain only alphanumeric, _ and - and /",
-    ),
+    "prefix not found": ("prefix_id", NOT_FOUND, "can't retrieve prompt prefix with id 'x': prefix id \"x\" not found"),
+    "adapter not found": ("adapter_id", NOT_FOUND, "can't retrieve adapter with id 'x': directory does not exist"),
+    "bad prefix": ("prefix_id", BAD_ID, "can't retrieve prompt prefix with id 'x': the id leads out of the store"),
+    "bad adapter": ("adapter_id", BAD_ID, "Invalid adapter id 'x', must contain only alphanumeric, _ and - and /"),
     "unsupported prefix": (
         "prefix_id",
         LookedUp(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
@@ -93,19 +79,15 @@ CASES: dict[str, tuple[str, LookedUp | None, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_errors_use_the_words_of_tgis(case: str) -> None:
+@run_async
+async def test_errors_use_the_words_of_tgis(case: str) -> None:
     field, answer, text = CASES[case]
-
-    @run_async
-    async def ask() -> None:
-        adapters, engine, metrics = make_client(answer, NO_STORE if case == "no store" else None)
-        with pytest.raises(InvalidRequest) as caught, ExitStack() as kept:
-            await adapters.adapter((field, "x"), kept)
-        assert (str(caught.value), caught.value.field) == (text, field)
-        assert failures_and_loads(metrics) == (1, 0)
-        assert engine.open == []
-
-    ask()
+    adapters, engine, metrics = make_client(answer, NO_STORE if case == "no store" else None)
+    with pytest.raises(InvalidRequest) as caught, ExitStack() as kept:
+        await adapters.adapter((field, "x"), kept)
+    assert (str(caught.value), caught.value.field) == (text, field)
+    assert failures_and_loads(metrics) == (1, 0)
+    assert engine.open == []
 
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
@@ -117,18 +99,14 @@ GRAMMAR_CASES: dict[str, tuple[str | None, LookedUp | None, RequestError]] = {
 
 
 @pytest.mark.parametrize("case", GRAMMAR_CASES)
-def test_a_grammar_that_cannot_be_used(case: str) -> None:
+@run_async
+async def test_a_grammar_that_cannot_be_used(case: str) -> None:
     reason, answer, expected = GRAMMAR_CASES[case]
-
-    @run_async
-    async def ask() -> None:
-        lookups, engine, _ = make_client(answer, reason)
-        with pytest.raises(type(expected)) as caught, ExitStack() as kept:
-            await lookups.grammar(SCHEMA, kept)
-        assert (str(caught.value), vars(caught.value).get("field")) == (str(expected), vars(expected).get("field"))
-        assert engine.open == []
-
-    ask()
+    lookups, engine, _ = make_client(answer, reason)
+    with pytest.raises(type(expected)) as caught, ExitStack() as kept:
+        await lookups.grammar(SCHEMA, kept)
+    assert (str(caught.value), vars(caught.value).get("field")) == (str(expected), vars(expected).get("field"))
+    assert engine.open == []
 
 
 @run_async

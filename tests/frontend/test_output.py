@@ -23,7 +23,7 @@ from tgis.frontend.sampling_params import RawParams, ResolvedParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
-NOT_FINISHED, MAX_TOKENS = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS
+NOT_FINISHED, MAX_TOKENS, STOP_SEQUENCE = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS, StopReason.STOP_SEQUENCE
 ALPHABET = "ab\né"
 Steps = list[list[int]]
 
@@ -120,48 +120,41 @@ def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, toke
         assert all(not chunk.stop_reason for chunk in messages[:-1])
 
 
+@pytest.mark.parametrize(
+    ("late", "stops", "tokens", "texts", "messages", "reason"),
+    [
+        (False, [], False, ["abé", "de"], [("a", 2), ("b", 4), ("é", 5), ("de", 6)], MAX_TOKENS),
+        (False, ["b"], False, ["xb"], [("xb", 2)], MAX_TOKENS),  # the reason of a step is its last token's
+        (False, ["b"], False, ["xby"], [("xb", 2)], STOP_SEQUENCE),
+        (False, ["b"], True, ["abcde"], [("", 1), ("ab", 2)], STOP_SEQUENCE),  # later tokens are dropped
+        (True, [], False, ["ab", "cd", "é"], [("abcdé", 6)], MAX_TOKENS),
+        (True, ["c"], False, ["ab", "cd", "e"], [("abc", 3)], STOP_SEQUENCE),
+        (True, [], True, ["ab", "c"], [("", 1), ("a", 2), ("bc", 3)], MAX_TOKENS),
+    ],
+)
+def test_messages(
+    decoder: TokenDecoder,
+    late: bool,
+    stops: list[str],
+    tokens: bool,
+    texts: list[str],
+    messages: list[tuple[str, int]],
+    reason: StopReason,
+) -> None:
+    """One for each token that has text, or for each token if they are requested; one for all that waits otherwise."""
+    steps = [ids(decoder, text) for text in texts]
+    chunks = (streamed_late if late else streamed)(decoder, params(stops, tokens=tokens), steps)
+    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == messages
+    assert [chunk.stop_reason for chunk in chunks] == [NOT_FINISHED] * (len(chunks) - 1) + [reason]
+    assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
+
+
 def test_a_message_per_token_if_tokens_are_requested(decoder: TokenDecoder) -> None:
     steps = [ids(decoder, "abc"), ids(decoder, "de")]
     chunks = streamed(decoder, params([], tokens=True), steps)
     assert [chunk.generated_token_count for chunk in chunks] == [1, 2, 3, 4, 5]
     assert [[info.text for info in chunk.tokens] for chunk in chunks] == [[one] for one in "abcde"]
     assert [chunk.tokens[0].logprob for chunk in chunks] == [-float(i) for i in ids(decoder, "abcde")]
-
-
-def test_a_message_per_token_with_text_otherwise(decoder: TokenDecoder) -> None:
-    chunks = streamed(decoder, params([], tokens=False), [ids(decoder, "abé"), ids(decoder, "de")])
-    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("a", 2), ("b", 4), ("é", 5), ("de", 6)]
-
-
-def test_one_message_for_all_steps_that_a_slow_reader_has_not_taken(decoder: TokenDecoder) -> None:
-    steps = [ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "é")]
-    (chunk,) = streamed_late(decoder, params([], tokens=False), steps)
-    assert (chunk.text, chunk.generated_token_count, chunk.stop_reason) == ("abcdé", 6, StopReason.MAX_TOKENS)
-
-
-def test_one_message_up_to_a_stop_sequence_among_steps_that_were_not_taken(decoder: TokenDecoder) -> None:
-    steps = [ids(decoder, "ab"), ids(decoder, "cd"), ids(decoder, "e")]
-    (chunk,) = streamed_late(decoder, params(["c"], tokens=False), steps)
-    assert (chunk.text, chunk.generated_token_count, chunk.stop_reason) == ("abc", 3, StopReason.STOP_SEQUENCE)
-    assert chunk.stop_sequence == "c"
-
-
-def test_a_slow_reader_that_wants_tokens_gets_a_message_for_each(decoder: TokenDecoder) -> None:
-    chunks = streamed_late(decoder, params([], tokens=True), [ids(decoder, "ab"), ids(decoder, "c")])
-    assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == [("", 1), ("a", 2), ("bc", 3)]
-
-
-def test_tokens_after_a_stop_sequence_are_dropped(decoder: TokenDecoder) -> None:
-    whole = unary(decoder, params(["b"], tokens=True), [ids(decoder, "abcde")])
-    assert (whole.text, whole.generated_token_count, whole.stop_reason) == ("ab", 2, StopReason.STOP_SEQUENCE)
-    assert [info.text for info in whole.tokens] == ["a", "b"]
-
-
-@pytest.mark.parametrize(("text", "reason"), [("xb", StopReason.MAX_TOKENS), ("xby", StopReason.STOP_SEQUENCE)])
-def test_the_stop_reason_of_a_step_is_that_of_its_last_token(
-    decoder: TokenDecoder, text: str, reason: StopReason
-) -> None:
-    assert unary(decoder, params(["b"], tokens=False), [ids(decoder, text)]).stop_reason is reason
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -68,22 +68,22 @@ def test_each_input_is_observed(server: Server) -> None:
     names = [f"{name}_{kind}" for name in names for kind in ("count", "sum")] + [
         "tgi_request_validation_duration_count"
     ]
-    before = {name: metric(server, name) for name in names}
+    before = {name: server.metric(name) for name in names}
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "defghi")])
     request.params.stopping.max_new_tokens = 4
     request.params.truncate_input_tokens = 5
     with server.stub() as stub:
         stub.Generate(request, metadata=metadata("observed"))
-    assert [metric(server, name) - before[name] for name in names] == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
+    assert [server.metric(name) - before[name] for name in names] == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
 
 
 def test_calls_to_tokenize_are_observed(server: Server) -> None:
     names = [f"tgi_tokenize_request_{name}" for name in ("count", "input_count", "tokens_count", "tokens_sum")]
     names.append("tgi_tokenize_request_duration_count")
-    before = {name: metric(server, name) for name in names}
+    before = {name: server.metric(name) for name in names}
     with server.stub() as stub:
         stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in ("abc", "de")]))
-    assert [metric(server, name) - before[name] for name in names] == [1, 2, 1, 5, 1]
+    assert [server.metric(name) - before[name] for name in names] == [1, 2, 1, 5, 1]
 
 
 def test_the_correlation_id_is_in_the_trailing_metadata(server: Server) -> None:
@@ -114,21 +114,15 @@ def test_a_cancelled_stream_has_its_line_too(server: Server) -> None:
 
 def test_a_cancelled_unary_call_says_how_many_tokens_were_generated(server: Server) -> None:
     first_tokens = "tgi_request_time_to_first_token_duration_count"
-    before = metric(server, first_tokens)
+    before = server.metric(first_tokens)
     with server.stub() as stub:
         call = stub.Generate.future(unary_request("abc", 500), metadata=metadata("impatient-id"))
-        while metric(server, first_tokens) == before:
+        while server.metric(first_tokens) == before:
             pass
         call.cancel()
         (line,) = lines(server, "impatient-id", 1)
     assert 1 <= line["generated_tokens"] < 500
     assert line["message"] == f"single request: {line['generated_tokens']} tokens, CANCELLED"
-
-
-def metric(server: Server, name: str) -> float:
-    return float(
-        next(line.split()[1] for line in server.get("/metrics")[1].splitlines() if line.startswith(f"{name} "))
-    )
 
 
 def test_a_failed_call_is_an_error(server: Server) -> None:

@@ -1,6 +1,7 @@
 """Long texts in parts: the tokens of the whole for every family that is cut, and no cut where that is not certain."""
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,16 +46,13 @@ def small_parts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def made(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Backend, Tokenizer]]:
-    known: dict[str, tuple[Backend, Tokenizer]] = {}
-
+    @functools.cache
     def make(family: str) -> tuple[Backend, Tokenizer]:
-        if family not in known:
-            backend = Backend.from_str(zoo.description("gpt2" if family in PRE_TOKENIZERS else family, cache_dir))
-            if family in PRE_TOKENIZERS:
-                backend.pre_tokenizer = PRE_TOKENIZERS[family]()
-            directory = zoo.write(tmp_path_factory.mktemp(family), backend.to_str())
-            known[family] = backend, Tokenizer.load(directory, workers=2)
-        return known[family]
+        backend = Backend.from_str(zoo.description("gpt2" if family in PRE_TOKENIZERS else family, cache_dir))
+        if family in PRE_TOKENIZERS:
+            backend.pre_tokenizer = PRE_TOKENIZERS[family]()
+        directory = zoo.write(tmp_path_factory.mktemp(family), backend.to_str())
+        return backend, Tokenizer.load(directory, workers=2)
 
     return make
 
