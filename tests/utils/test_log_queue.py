@@ -24,8 +24,9 @@ def line(number: int) -> bytes:
     return b"%06d%s\n" % (number, b"." * 250)
 
 
-def log(lines: LineQueue, number: int) -> None:
-    lines.handle(logging.makeLogRecord({"msg": line(number).decode().strip()}))
+def log(lines: LineQueue, *numbers: int) -> None:
+    for number in numbers:
+        lines.handle(logging.makeLogRecord({"msg": line(number).decode().strip()}))
 
 
 def read_until(reader: BinaryIO, end: bytes) -> list[bytes]:
@@ -39,8 +40,7 @@ def test_what_nobody_reads_is_dropped_and_counted_until_it_flows_again(pipe: tup
     reading, writing = pipe
     lines = LineQueue(writing)
     total = 3 * MAX_QUEUED
-    for number in range(total):
-        log(lines, number)
+    log(lines, *range(total))
     num_dropped = lines.num_dropped
     assert num_dropped > MAX_QUEUED
     assert read_until(reading, line(total - num_dropped - 1)) == [line(n) for n in range(total - num_dropped)]
@@ -53,14 +53,12 @@ def test_what_nobody_reads_is_dropped_and_counted_until_it_flows_again(pipe: tup
 def test_the_end_waits_for_lines_but_not_for_ever(pipe: tuple[BinaryIO, int], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = pipe
     lines = LineQueue(writing)
-    for number in range(100):
-        log(lines, number)
+    log(lines, *range(100))
     lines.close()
     assert reading.read(1 << 16) == b"".join(map(line, range(100)))
     monkeypatch.setattr(log_queue, "EXIT_SECONDS", 0.01)
     stuck = LineQueue(writing)
-    for number in range(1000):
-        log(stuck, number)
+    log(stuck, *range(1000))
     stuck.close()
     assert len(reading.read(1 << 20)) > 1000  # what was written before; and frees the thread
 
@@ -69,8 +67,7 @@ def test_lines_that_cannot_be_written_are_counted(pipe: tuple[BinaryIO, int]) ->
     reading, writing = pipe
     reading.close()
     lines = LineQueue(writing)
-    for number in range(10):
-        log(lines, number)
+    log(lines, *range(10))
     lines.close()
     assert lines.num_dropped == 10
 
