@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from terminal import tgis_on_terminal
 
 from tgis.__main__ import run
 from tgis.bench import workload
@@ -100,8 +99,9 @@ def serving(servicer: FakeServer) -> Iterator[str]:
             server.stop(None).wait()
 
 
-def bench(*arguments: str) -> int:
-    return run(["bench", *arguments])
+def bench(fake: FakeServer, *arguments: str) -> int:
+    with serving(fake) as target:
+        return run(["bench", "--target", target, *arguments])
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -263,9 +263,8 @@ def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
 
 def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeServer()
-    with serving(fake) as target:
-        options = ("--requests", "12", "--warmup", "5", "--input-tokens", "20", "--output-tokens", "8")
-        assert bench("--target", target, "--concurrency", "1,4", *options) == 0
+    options = ("--requests", "12", "--warmup", "5", "--input-tokens", "20", "--output-tokens", "8")
+    assert bench(fake, "--concurrency", "1,4", *options) == 0
     captured = capsys.readouterr()
     assert captured.err == "concurrency 1 ...\nconcurrency 4 ...\n"
     head = [line.split() for line in captured.out.splitlines() if line.startswith("concurrency")]
@@ -289,15 +288,13 @@ def test_the_same_seed_sends_the_same_requests(capsys: pytest.CaptureFixture[str
     options = ("--requests", "6", "--unary")
     for seed in ("1", "1", "2"):
         fake = FakeServer()
-        with serving(fake) as target:
-            assert bench("--target", target, "--seed", seed, *options) == 0
+        assert bench(fake, "--seed", seed, *options) == 0
         sent.append(fake.texts)
     assert sent[0] == sent[1] != sent[2]
 
 
 def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeServer()) as target:
-        assert bench("--target", target, "--requests", "3", "--unary", "--quiet") == 0
+    assert bench(FakeServer(), "--requests", "3", "--unary", "--quiet") == 0
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
     (level,) = json.loads(line)["levels"]
@@ -308,36 +305,29 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_objectives_give_goodput(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeServer()) as target:
-        options = ("--requests", "3", "--output-tokens", "4", "--warmup", "0", "--slo", "ttft=60000,latency=0.1")
-        assert bench("--target", target, *options) == 0
+    options = ("--requests", "3", "--output-tokens", "4", "--warmup", "0", "--slo", "ttft=60000,latency=0.1")
+    assert bench(FakeServer(), *options) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith(f"{target}, streamed; good: ttft at most 60000 ms, latency at most 0.1 ms\n")
+    assert ", streamed; good: ttft at most 60000 ms, latency at most 0.1 ms\n" in captured.out
     (level,) = json.loads(captured.out.splitlines()[-1])["levels"]
     assert (level["good"], level["goodput_per_s"]) == (0, 0.0)
 
 
 def test_a_terminal_gets_no_json() -> None:
-    command = [sys.executable, "-m", "tgis", "bench", "--requests", "1", "--output-tokens", "2"]
-    ours, theirs = os.openpty()
     with serving(FakeServer()) as target:
-        done = subprocess.run([*command, "--target", target], stdout=theirs, stderr=subprocess.DEVNULL, check=True)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16).decode().splitlines()
-    os.close(ours)
-    assert done.returncode == 0
-    assert shown[0] == f"{target}, streamed"
+        shown = tgis_on_terminal("bench", "--requests", "1", "--output-tokens", "2", "--target", target).splitlines()
+    assert f"{target}, streamed" in shown
     assert not [line for line in shown if line.startswith("{")]
 
 
 def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     codes = grpc.StatusCode
     failures = {1: codes.RESOURCE_EXHAUSTED, 2: codes.RESOURCE_EXHAUSTED, 5: codes.INTERNAL}
-    with serving(FakeServer(fail=failures | dict.fromkeys(range(9, 12), codes.UNKNOWN))) as target:
-        options = ("--warmup", "0", "--output-tokens", "2")
-        assert bench("--target", target, *options, "--concurrency", "2", "--requests", "9") == 0
-        shown = capsys.readouterr().out
-        assert bench("--target", target, *options, "--requests", "3") == 1  # nothing succeeded
+    options = ("--warmup", "0", "--output-tokens", "2")
+    fake = FakeServer(fail=failures | dict.fromkeys(range(9, 12), codes.UNKNOWN))
+    assert bench(fake, *options, "--concurrency", "2", "--requests", "9") == 0
+    shown = capsys.readouterr().out
+    assert bench(fake, *options, "--requests", "3") == 1  # nothing succeeded
     (level,) = json.loads(shown.splitlines()[-1])["levels"]
     assert level["failed"] == {"RESOURCE_EXHAUSTED": 2, "INTERNAL": 1}
     assert (level["ok"], level["output_tokens"]) == (6, 12)
@@ -345,16 +335,14 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
 
 
 def test_outputs_that_end_early_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeServer(stop_after=2)) as target:
-        assert bench("--target", target, "--requests", "3", "--output-tokens", "4") == 0
+    assert bench(FakeServer(stop_after=2), "--requests", "3", "--output-tokens", "4") == 0
     assert "3 ended before all tokens asked for" in capsys.readouterr().out
 
 
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    with serving(FakeServer()) as target:
-        options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4")
-        assert bench("--target", target, "--json", str(path), *options) == 0
+    options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4")
+    assert bench(FakeServer(), "--json", str(path), *options) == 0
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     (raw,) = json.loads(path.read_text())["levels"]
@@ -368,8 +356,7 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--warmup", "0", "--output-tokens", "2")
-    with serving(FakeServer(kill_at=4)) as target:
-        assert bench("--target", target, "--concurrency", "1,2", "--requests", "8", *options) == 130
+    assert bench(FakeServer(kill_at=4), "--concurrency", "1,2", "--requests", "8", *options) == 130
     found = last_line(capsys)
     assert found["interrupted"] is True
     (level,) = found["levels"]
@@ -397,6 +384,5 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
     ],
 )
 def test_bad_options_and_files_are_refused(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeServer()) as target:
-        assert bench("--target", target, *options) == 2
+    assert bench(FakeServer(), *options) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -148,9 +148,14 @@ def serving(answers: Answers) -> Iterator[str]:
         yield address.removeprefix("http://")
 
 
-def bench(target: str, api: str, *options: str) -> int:
+def bench_at(target: str, api: str, *options: str) -> int:
     lengths = ("--input-tokens", "20", "--output-tokens", str(NEW_TOKENS), "--warmup", "0")
     return run(["bench", *APIS[api], "--target", target, *lengths, *options])
+
+
+def bench(answers: Answers, api: str, *options: str) -> int:
+    with serving(answers) as target:
+        return bench_at(target, api, *options)
 
 
 def level_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
@@ -164,8 +169,7 @@ def level_of(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize("how", [{}, {"piece": 7}, {"tokens_per_chunk": 3}, {"newline": b"\r\n", "piece": 11}])
 def test_streams_are_counted_exactly(api: str, how: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     answers = Answers(**how)
-    with serving(answers) as target:
-        assert bench(target, api, "--requests", "5", "--concurrency", "2") == 0
+    assert bench(answers, api, "--requests", "5", "--concurrency", "2") == 0
     text, level = level_of(capsys)
     assert "input lengths are in words" not in text
     assert (level["ok"], level["failed"], level["short"], level["counted_by_events"]) == (5, {}, 0, 0)
@@ -176,9 +180,8 @@ def test_streams_are_counted_exactly(api: str, how: dict[str, Any], capsys: pyte
 
 def test_requests_are_greedy_and_go_on_after_the_end_of_sequence() -> None:
     answers = Answers()
-    with serving(answers) as target:
-        for api in APIS:
-            assert bench(target, api, "--requests", "1", "--quiet") == 0
+    for api in APIS:
+        assert bench(answers, api, "--requests", "1", "--quiet") == 0
     tgi, completion, chat = (body for _, body in answers.generated)
     assert tgi["parameters"]["ignore_eos_token"]
     assert "do_sample" not in tgi["parameters"]
@@ -189,8 +192,7 @@ def test_requests_are_greedy_and_go_on_after_the_end_of_sequence() -> None:
 
 @pytest.mark.parametrize("api", APIS)
 def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Answers()) as target:
-        assert bench(target, api, "--requests", "3", "--unary", "--no-ignore-eos") == 0
+    assert bench(Answers(), api, "--requests", "3", "--unary", "--no-ignore-eos") == 0
     _, level = level_of(capsys)
     assert (level["input_tokens"], level["output_tokens"]) == (3 * 20, 3 * NEW_TOKENS)
     assert level["ttft_ms"]["p50"] is None
@@ -198,8 +200,7 @@ def test_whole_answers(api: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_counts_no_tokens_gets_words(capsys: pytest.CaptureFixture[str]) -> None:
     answers = Answers(counts_input=False)
-    with serving(answers) as target:
-        assert bench(target, "tgi", "--requests", "2") == 0
+    assert bench(answers, "tgi", "--requests", "2") == 0
     assert "input lengths are in words" in level_of(capsys)[0]
     assert [len(body["inputs"].split()) for _, body in answers.generated] == [20, 20]
 
@@ -222,8 +223,7 @@ def test_times_of_chunks_of_several_tokens(seconds: float, times: dict[str, floa
 
 
 def test_without_usage_messages_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Answers(usage=False)) as target:
-        assert bench(target, "openai", "--requests", "2") == 0
+    assert bench(Answers(usage=False), "openai", "--requests", "2") == 0
     text, level = level_of(capsys)
     assert (level["output_tokens"], level["counted_by_events"]) == (2 * NEW_TOKENS, 2)
     assert "does not say how many tokens it generates: messages are counted" in text
@@ -242,8 +242,7 @@ def test_failures_are_counted_by_status(
 ) -> None:
     whole = json.dumps({"choices": [{"text": "a"}], "index": 1}).encode()
     answers = Answers(refuse={1: 429, 2: 429}, break_off={3: json.dumps(error).encode(), 5: whole})
-    with serving(answers) as target:
-        assert bench(target, api, "--requests", "8") == 0
+    assert bench(answers, api, "--requests", "8") == 0
     text, level = level_of(capsys)
     assert (level["ok"], level["failed"]) == (4, {"HTTP 429": 2, status: 1, "INCOMPLETE": 1})
     assert re.search("2 failed with HTTP 429, the first: .*as the test wants it", text)
@@ -259,8 +258,7 @@ def test_failures_are_counted_by_status(
 def test_answers_that_cannot_be_read_are_failures(
     api: str, how: dict[str, Any], option: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(Answers(**how)) as target:
-        assert bench(target, api, option, "--requests", "1") == 1
+    assert bench(Answers(**how), api, option, "--requests", "1") == 1
     _, level = level_of(capsys)
     assert (level["ok"], level["failed"]) == (0, {error: 1})
 
@@ -270,7 +268,7 @@ def test_headers_and_a_token_go_with_every_request(tmp_path: Any) -> None:
     answers = Answers()
     with serving(answers) as target:
         options = ("--requests", "1", "--quiet", "--header", "X-Tenant: a:b", "--token-file", str(tmp_path / "token"))
-        assert bench(f"http://{target}/v1/", "openai", *options) == 0
+        assert bench_at(f"http://{target}/v1/", "openai", *options) == 0
     (sent,) = answers.headers
     assert (sent["X-Tenant"], sent["authorization"]) == ("a:b", "Bearer secret")
 
@@ -278,14 +276,14 @@ def test_headers_and_a_token_go_with_every_request(tmp_path: Any) -> None:
 def test_a_server_that_refuses_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     body = json.dumps({"data": [{"id": "m"}]})
     with serving(Answers(get_status=401)) as target:
-        assert bench(target, "openai") == 1
+        assert bench_at(target, "openai") == 1
     assert capsys.readouterr().err == f"tgis: http://{target}/v1/models: HTTP 401: {body}\n"
 
 
 def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Answers()) as target:
         pass
-    assert bench(target, "tgi") == 1
+    assert bench_at(target, "tgi") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tgis: http://{target}/info: Cannot connect to host {target} ")
 
@@ -311,8 +309,7 @@ def test_options_that_mean_nothing_are_refused(
 
 def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     before = time.process_time()
-    with serving(Answers()) as target:
-        assert bench(target, "tgi", "--requests", "4", "--server-pid", str(os.getpid())) == 0
+    assert bench(Answers(), "tgi", "--requests", "4", "--server-pid", str(os.getpid())) == 0
     text, level = level_of(capsys)
     seconds = level["server_cpu_us_per_token"] * 4 * NEW_TOKENS / 1e6
     assert level["client_cpu"] * level["duration_s"] == pytest.approx(seconds, rel=0.2)  # both are this process
@@ -321,6 +318,5 @@ def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_such_process(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Answers()) as target:
-        assert bench(target, "tgi", "--server-pid", str(2**22)) == 1  # one more than the most that Linux has
+    assert bench(Answers(), "tgi", "--server-pid", str(2**22)) == 1  # one more than the most that Linux has
     assert capsys.readouterr().err.splitlines()[-1] == f"tgis: no process {2**22} on this machine"

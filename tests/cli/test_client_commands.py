@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from terminal import tgis_on_terminal
 
 from benchmarks.certificates import make_pair
 from tgis import __main__
@@ -199,27 +200,10 @@ def test_a_reader_that_has_left_is_no_traceback(argv: list[str], *, buffered: bo
 
 def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     served.service.texts = ["a\x1b[31mb\n", "\x9b\u00e9"]
-    command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
-    assert run_on_terminal(command) == (
-        "a\ufffd[31mb\r\n\ufffdé\r\n",
-        "2 tokens",
-        "MAX_TOKENS",
-    )
-
-
-def run_on_terminal(command: list[str]) -> tuple[str, str, str]:
-    """The text, and start and end of the statistics line."""
-    ours, theirs = os.openpty()
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
-        os.close(theirs)
-        written = b""
-        while b"\x1b[0m" not in written:
-            written += os.read(ours, 4096)
-        assert process.wait(20) == 0
-    os.close(ours)
-    text, _, stats = written.decode().partition("\x1b[2m")
-    stats = stats.partition("\x1b[0m")[0]
-    return text, stats.partition(" in ")[0], stats.rpartition(", ")[2]
+    text, _, statistics = tgis_on_terminal("generate", "--target", served.target, "x").partition("\x1b[2m")
+    assert text == "a\ufffd[31mb\r\n\ufffdé\r\n"
+    assert statistics.startswith("2 tokens in ")
+    assert ", MAX_TOKENS\x1b[0m" in statistics
 
 
 def test_terminal_safe_keeps_text() -> None:
