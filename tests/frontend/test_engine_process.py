@@ -120,31 +120,19 @@ def pause_both(simulation: Simulation, seconds: float, draw: random.Random) -> N
     simulation.run(draw.uniform(0, 0.5), front=last, engine=not last)
 
 
-def test_pauses_of_the_front_end_or_of_both_turn_nothing_off() -> None:
-    """Though many of them fall into one long step."""
-    draw = random.Random(1)
-    simulation = Simulation(draw, lambda: draw.uniform(0, 80))
+@pytest.mark.parametrize(("of_engine", "longest_step"), [(False, 80), (True, 2)])
+def test_pauses_kill_nothing_and_those_of_the_engine_alone_turn_health_off(of_engine: bool, longest_step: int) -> None:
+    """Though many of the front end or of both fall into one long step."""
+    draw = random.Random(longest_step)
+    simulation = Simulation(draw, lambda: draw.uniform(0, longest_step))
     for _ in range(5000):
         simulation.run(draw.uniform(1, 6), front=True, engine=True)
         if draw.random() < 0.5:
-            simulation.run(draw.uniform(0.1, 30), front=False, engine=True)
+            simulation.run(draw.uniform(0.1, 30), front=of_engine, engine=not of_engine)
         else:
             pause_both(simulation, draw.uniform(0.1, 30), draw)
-    assert (simulation.kills, simulation.off) == (0, 0)
-
-
-def test_pauses_of_the_engine_turn_health_off_until_they_end_and_kill_nothing() -> None:
-    draw = random.Random(2)
-    simulation = Simulation(draw, lambda: draw.uniform(0, 2))
-    for _ in range(5000):
-        simulation.run(draw.uniform(1, 6), front=True, engine=True)
-        kind, seconds = draw.randrange(3), draw.uniform(0.1, 30)
-        if kind:
-            simulation.run(seconds, front=True, engine=False)
-        else:
-            pause_both(simulation, seconds, draw)
     assert simulation.kills == 0
-    assert simulation.off > 0
+    assert (simulation.off > 0) == of_engine
 
 
 @pytest.mark.parametrize("seed", range(20))
