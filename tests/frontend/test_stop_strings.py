@@ -78,6 +78,7 @@ def test_releases_all_text_that_is_final(pieces: list[str], stops: list[str], in
         (["The", " first"], ["x"], False, False, ["The", " first", ""]),  # other decoders
         (["x st", "ay"], ["stop"], False, False, ["x ", "stay", ""]),  # what may become one that is not part of it
         (["x st", "ay"], ["stop"], True, False, ["x st", "ay", ""]),
+        (["é你好", "x"], ["你好a"], False, True, ["é", "你好", "x"]),  # several grapheme clusters of it
     ],
 )
 def test_what_is_held_back(pieces: list[str], stops: list[str], include: bool, hold: bool, deltas: list[str]) -> None:
