@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from harness import Server, running_server, unary_request
+from harness import Server, running_fake, unary_request
 from repository import REPOSITORY
 from safetensors.numpy import save
-
-from demo.fake_model import make_fake_model
 
 ADDRESS = "localhost:8033"
 README = (REPOSITORY / "README.md").read_text()
@@ -38,10 +36,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("readme")
-    model = make_fake_model(directory / "model")
-    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+    with running_fake(tmp_path_factory.mktemp("readme"), template="{{ messages[0]['content'] }}") as running:
         yield running
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from chat_templates import LAST_MESSAGE, write_template
-from harness import Server, running_server
+from chat_templates import LAST_MESSAGE
+from harness import Server, running_fake
 from openai.types.chat import ChatCompletionChunk
 
-from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
 
 MAX_LENGTH, MAX_NEW = 200, 169
@@ -26,14 +25,13 @@ TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("openai")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0)
-    write_template(model, LAST_MESSAGE)
+    steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.002, "poison_token": 0}
     adapter = directory / "store" / "tuned" / "one"
     adapter.mkdir(parents=True)
     (adapter / "decoder.pt").touch()
     options: dict[str, Any] = {"SERVED_MODEL_NAME": NAME, "PREFIX_STORE_PATH": directory / "store"}
     options |= {"MAX_NEW_TOKENS": MAX_NEW, "MAX_BEST_OF": 4}
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    with running_fake(directory, steps, LAST_MESSAGE, **options) as running:
         yield running
 
 

@@ -12,10 +12,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from harness import Server, as_stream_request, run_async, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
-from demo.fake_model import make_fake_model
 from tgis.api.grpc.status import error_boundary
 from tgis.errors import InvalidRequest
 from tgis.pb import generation_pb2 as pb
@@ -27,21 +26,16 @@ MAX_LENGTH, MAX_NEW, MAX_INPUTS, MAX_TEXTS = 200, 169, 40, 10_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("service")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.03, poison_token=0)
-    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS}
-    options["MAX_CALL_MEMORY_MB"] = 128
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.03, "poison_token": 0}
+    options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_CALL_MEMORY_MB": 128}
+    with running_fake(tmp_path_factory.mktemp("service"), steps, **options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("partial")
-    model = make_fake_model(directory / "model", step_seconds=1.0)
-    options: dict[str, Any] = {"DEADLINE_PARTIAL": "true", "LIMIT_BY_ADDRESS": "true"}
-    options["MAX_CONCURRENT_REQUESTS_PER_CLIENT"] = 2
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    options = {"DEADLINE_PARTIAL": True, "LIMIT_BY_ADDRESS": True, "MAX_CONCURRENT_REQUESTS_PER_CLIENT": 2}
+    with running_fake(tmp_path_factory.mktemp("partial"), {"step_seconds": 1.0}, **options) as running:
         yield running
 
 

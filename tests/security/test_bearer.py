@@ -15,9 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, as_stream_request, run_async, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request
 
-from demo.fake_model import make_fake_model
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.security.bearer import TokenFile, caller_identity
@@ -32,9 +31,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
     (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
-    model = make_fake_model(directory / "model", step_seconds=0.002)
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": directory / "tokens", "MAX_BATCH_SIZE": 2}
-    with running_server(directory, model, 60, **options) as running:
+    options = {"AUTH_TOKEN_PATH": directory / "tokens", "MAX_BATCH_SIZE": 2}
+    with running_fake(directory, {"step_seconds": 0.002}, **options) as running:
         yield running
 
 
@@ -174,9 +172,7 @@ def counter(server: Server, name: str) -> float:
 
 def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("first\nsecond\n")
-    model = make_fake_model(tmp_path / "model", block_size=4)
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": tmp_path / "tokens"}
-    with running_server(tmp_path, model, 60, **options) as server:
+    with running_fake(tmp_path, {"block_size": 4}, AUTH_TOKEN_PATH=tmp_path / "tokens") as server:
         hits = []
         for token in ("first", "second", "first", "second"):
             text(server, f"Bearer {token}", "abcdefghi" * 2)

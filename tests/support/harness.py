@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import grpc
+from chat_templates import write_template
 from repository import TEST_CACHE
 
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -120,6 +122,16 @@ def running_server(
 ) -> contextlib.AbstractContextManager[Server]:
     """Serve `model`, logging to `directory`; killed at the end of the block."""
     return running_module(["tgis", "serve"], directory, timeout, **{"MODEL_NAME": model, **options})
+
+
+def running_fake(
+    directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, **options: object
+) -> contextlib.AbstractContextManager[Server]:
+    """Serve a model of the engine `fake`, which repeats its prompt."""
+    model = make_fake_model(directory / "model", **(steps or {}))
+    if template is not None:
+        write_template(model, template)
+    return running_server(directory, model, **{"DEPLOYMENT_FRAMEWORK": "fake", **options})
 
 
 @contextlib.contextmanager
