@@ -36,7 +36,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_fake(tmp_path_factory.mktemp("readme"), template="{{ messages[0]['content'] }}") as running:
+    with running_fake(tmp_path_factory.mktemp("readme"), {}, "{{ messages[0]['content'] }}") as running:
         yield running
 
 

@@ -53,7 +53,7 @@ def test_all_answers_are_as_described(tmp_path: Path) -> None:
     options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "50"]
     options += ["--suppress-health-check", "all"]
     until = time.monotonic() + FUZZ_SECONDS
-    with running_fake(tmp_path, template=LAST_MESSAGE, MAX_NEW_TOKENS=100) as running:
+    with running_fake(tmp_path, {}, LAST_MESSAGE, MAX_NEW_TOKENS=100) as running:
         url = f"http://localhost:{running.http_port}/openapi.json"
         seeds = itertools.count(FUZZ_SEED)
         while time.monotonic() < until:

@@ -125,7 +125,7 @@ def running_server(
 
 
 def running_fake(
-    directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, **options: object
+    directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, /, **options: Any
 ) -> contextlib.AbstractContextManager[Server]:
     """Serve a model of the engine `fake`, which repeats its prompt."""
     model = make_fake_model(directory / "model", **(steps or {}))
