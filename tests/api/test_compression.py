@@ -17,7 +17,7 @@ LIMIT = 1 << 16
 TEXT = b"\x0a\xff\x01" + random.Random(0).randbytes(100) * 300  # as a message begins
 
 
-@pytest.mark.parametrize("algorithm", grpc.Compression)
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Deflate, grpc.Compression.Gzip])
 @run_async
 async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression) -> None:
     config = replace(CONFIG, grpc_max_message_bytes=LIMIT)
@@ -28,9 +28,7 @@ async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression)
         assert await send(TEXT, timeout=30, compression=algorithm) == TEXT
         with pytest.raises(grpc.aio.AioRpcError, match=f"{LIMIT}") as caught:
             await send(TEXT * 3, timeout=30, compression=algorithm)
-        compressed = algorithm is not grpc.Compression.NoCompression  # gRPC itself refuses the others
-        expected = grpc.StatusCode.INVALID_ARGUMENT if compressed else grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert caught.value.code() is expected
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await send(TEXT, timeout=30, compression=algorithm) == TEXT
 
 
