@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,9 @@ def test_curl_example(server: Server, words: list[str]) -> None:
     url, header_flag, header, data_flag, data = words
     assert url.startswith("localhost:3000/v1/")
     assert (header_flag, data_flag) == ("-H", "-d")
-    name, _, value = header.partition(": ")
-    url = url.replace("localhost:3000", f"http://localhost:{server.http_port}")
-    request = urllib.request.Request(url, data.encode(), {name: value})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        (choice,) = json.load(response)["choices"]
-    assert choice["message"]["content"]
+    assert header == "Content-Type: application/json"
+    _, answer = server.post(url.removeprefix("localhost:3000"), data.encode())
+    assert answer["choices"][0]["message"]["content"]
 
 
 def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:

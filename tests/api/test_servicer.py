@@ -3,7 +3,6 @@
 import math
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_calls import connected, service, serving
 from grpc_status import rpc_status
 from harness import Server, as_stream_request, run_async, running_fake, unary_request
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
@@ -55,11 +55,7 @@ def test_an_answer_comes_shortly_before_its_deadline(partial_server: Server) -> 
         with pytest.raises(grpc.RpcError) as caught:  # streams have sent their text
             list(stub.GenerateStream(as_stream_request(request), timeout=0.5))
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def test_a_call_without_deadline_goes_on(partial_server: Server) -> None:
-    with partial_server.stub() as stub:
-        (whole,) = stub.Generate(unary_request("ab", 2)).responses
+        (whole,) = stub.Generate(unary_request("ab", 2)).responses  # without a deadline
     assert (whole.text, whole.stop_reason) == ("ab", pb.MAX_TOKENS)
 
 
@@ -98,12 +94,12 @@ def test_what_gathers_while_nobody_reads_comes_in_one_message_unless_tokens_are_
 ) -> None:
     request = unary_request("abcdefgh", MAX_NEW)
     request.params.response.generated_tokens = tokens
-    before = gauge(server, "tgi_batch_generated_tokens_total")
+    before = server.metric("tgi_batch_generated_tokens_total")
     window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
     with grpc.insecure_channel(server.target, options=window) as channel:
         messages = pb_grpc.GenerationServiceStub(channel).GenerateStream(as_stream_request(request), timeout=60)
         next(messages)
-        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + MAX_NEW)
+        server.wait_for_metric(f"tgi_batch_generated_tokens_total {before + MAX_NEW}")
         rest = list(messages)
     assert "".join(message.text for message in rest) == ("abcdefgh" * 22)[:MAX_NEW]
     assert rest[-1].generated_token_count == MAX_NEW
@@ -224,10 +220,10 @@ def test_streams_that_nobody_reads_keep_no_places(server: Server, stub: Stub) ->
     request = as_stream_request(unary_request("abc", 5)).SerializeToString()
     method = "/fmaas.GenerationService/GenerateStream"
     streams = [call_frames(method, request, 2 * index + 1) for index in range(MAX_INPUTS)]
-    before = gauge(server, "tgi_batch_generated_tokens_total")
+    before = server.metric("tgi_batch_generated_tokens_total")
     with socket.create_connection(("localhost", server.grpc_port)) as connection:
         connection.sendall(HELLO_WITHOUT_WINDOW + b"".join(streams))
-        wait_until(lambda: gauge(server, "tgi_batch_generated_tokens_total") == before + 5 * MAX_INPUTS)
+        server.wait_for_metric(f"tgi_batch_generated_tokens_total {before + 5 * MAX_INPUTS}")
         full = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abc")] * MAX_INPUTS)
         texts = [response.text for response in stub.Generate(full, timeout=30).responses]
     assert texts == ["abcabcabcabcabcabcab"] * MAX_INPUTS
@@ -287,19 +283,19 @@ def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
 
 def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) -> None:
     cancelled, generated = 'tgi_request_failure{err="cancelled"}', "tgi_batch_generated_tokens_total"
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)  # what other tests have cancelled is counted
-    before = {name: gauge(server, name) for name in (cancelled, generated)}
+    server.wait_for_metric("tgi_batch_current_size 0.0")  # what other tests have cancelled is counted
+    before = {name: server.metric(name) for name in (cancelled, generated)}
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "!", "def")])
     request.params.stopping.max_new_tokens = MAX_NEW
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
-    assert gauge(server, cancelled) - before[cancelled] == 2
-    assert gauge(server, generated) - before[generated] < 2 * MAX_NEW
+    server.wait_for_metric("tgi_batch_current_size 0.0")
+    assert server.metric(cancelled) - before[cancelled] == 2
+    assert server.metric(generated) - before[generated] < 2 * MAX_NEW
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_cancelled_call_frees_its_rows(server: Server, stub: Stub, streamed: bool) -> None:
-    before = gauge(server, "tgi_batch_generated_tokens_total")
+    before = server.metric("tgi_batch_generated_tokens_total")
     batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
     batch.params.stopping.max_new_tokens = MAX_NEW
     if streamed:
@@ -308,11 +304,11 @@ def test_a_cancelled_call_frees_its_rows(server: Server, stub: Stub, streamed: b
             next(call), next(call)
     else:
         calls = [stub.Generate.future(batch)]
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 10)
+    server.wait_for_metric("tgi_batch_current_size 10.0")
     for call in calls:
         call.cancel()
-    wait_until(lambda: gauge(server, "tgi_batch_current_size") == 0)
-    assert gauge(server, "tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
+    server.wait_for_metric("tgi_batch_current_size 0.0")
+    assert server.metric("tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
 
 
 def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
@@ -344,37 +340,6 @@ def violations(error: Any) -> list[error_details_pb2.BadRequest.FieldViolation]:
     return list(bad.field_violations)
 
 
-def gauge(server: Server, name: str) -> float:
-    labels = set(name.rstrip("}").partition("{")[2].split(",")) - {""}
-    for line in server.get("/metrics")[1].splitlines():
-        series, _, value = line.rpartition(" ")
-        bare, _, rest = series.partition("{")
-        if bare == name.partition("{")[0] and set(rest.rstrip("}").split(",")) - {""} == labels:
-            return float(value)
-    raise AssertionError(f"no {name}")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        threading.Event().wait(0.005)
-
-
-async def refusal_of(handler: Callable[[bytes, Any], Any], request: bytes) -> grpc.aio.AioRpcError:
-    """What a server with nothing but this handler says to it."""
-    server = grpc.aio.server()
-    methods = {"Refuse": grpc.unary_unary_rpc_method_handler(handler)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Service", methods),))
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"localhost:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/tests.Service/Refuse", bytes, bytes)(request)
-    await server.stop(None)
-    return caught.value
-
-
 @run_async
 async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     async def refuse(_request: bytes, context: Any) -> bytes:
@@ -382,7 +347,10 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
             raise InvalidRequest("text", "ä" * 20_000)
         return b""
 
-    error: Any = await refusal_of(refuse, b"")
+    async with serving(service(Refuse=refuse)) as (_, port), connected(port) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/test.Service/Refuse", bytes, bytes)(b"")
+    error: Any = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
     assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}

@@ -381,7 +381,7 @@ def one_line(text: str) -> str:
         ({"MODEL_NAME": "/nowhere"}, "/nowhere", 1),
         ({"MODEL_NAME": "/proc/self"}, "config.json", 1),
         ({"DEPLOYMENT_FRAMEWORK": "hf_transformers"}, "safetensors", 1),
-        ({"TLS_CERT_PATH": "/nowhere/cert.pem", "TLS_KEY_PATH": "/nowhere/key.pem"}, "/nowhere/cert.pem", 2),
+        ({"TLS_CERT_PATH": "/x.pem", "TLS_KEY_PATH": "/y.pem", "MODEL_NAME": "/none"}, "/x.pem", 2),
         ({"MAX_BATCH_SIZE": "many"}, "many", 2),
         ({}, "step_seconds", 1),  # found by the engine process
     ],

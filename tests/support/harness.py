@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -78,10 +79,20 @@ class Server:
         with grpc.insecure_channel(self.target) as channel:
             yield pb_grpc.GenerationServiceStub(channel)
 
-    def get(self, path: str, timeout: float = 10) -> tuple[int, str]:
+    def get(self, path: str, timeout: float = 10, **headers: str) -> tuple[int, str]:
         """Status and body of an HTTP request."""
+        return self._ask(path, None, headers, timeout)
+
+    def post(self, path: str, body: Any, timeout: float = 60, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an HTTP request with a body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, text = self._ask(path, data, headers | {"Content-Type": "application/json"}, timeout)
+        return status, json.loads(text)
+
+    def _ask(self, path: str, data: bytes | None, headers: dict[str, str], timeout: float) -> tuple[int, str]:
+        request = urllib.request.Request(f"http://localhost:{self.http_port}{path}", data, headers)
         try:
-            with urllib.request.urlopen(f"http://localhost:{self.http_port}{path}", timeout=timeout) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
