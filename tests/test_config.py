@@ -276,25 +276,14 @@ def test_options_without_effect_are_warnings(name: str, neutral: list[str], aski
         assert read(**{name: text}) == read()
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"TRUST_REMOTE_CODE": "true"},
-        {"SPECULATOR_REVISION": "main"},
-        {"DEPLOYMENT_FRAMEWORK": "ds_inference"},
-        {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort", "FLASH_ATTENTION": "true"},
-        {"MAX_BATCHSIZE": "8"},
-    ],
-)
-def test_strict_options_refuse_what_is_a_warning_otherwise(environ: dict[str, str]) -> None:
-    (warning,) = read(**environ).warnings
-    assert refusal(**environ, STRICT_OPTIONS="true") == f"STRICT_OPTIONS: {warning}"
-
-
-def test_strict_options_name_everything_at_once() -> None:
-    said = refusal("--strict-options", "--quantize=gptq", "--dtype", "int8", RANK="0")
-    assert said == "STRICT_OPTIONS: " + "; ".join(read("--quantize=gptq", "--dtype", "int8", RANK="0").warnings)
-    assert all(part in said for part in ("--quantize='gptq'", "--dtype='int8'", "RANK"))
+def test_strict_options_refuse_all_that_is_a_warning_otherwise() -> None:
+    flags = ("--quantize=gptq", "--dtype", "int8")
+    variables = {"RANK": "0", "TRUST_REMOTE_CODE": "true", "FLASH_ATTENTION": "true", "MAX_BATCHSIZE": "8"}
+    variables["DEPLOYMENT_FRAMEWORK"] = "hf_optimum_ort"
+    warnings = read(*flags, **variables).warnings
+    assert refusal("--strict-options", *flags, **variables) == "STRICT_OPTIONS: " + "; ".join(warnings)
+    named = ("--quantize=", "--dtype=", "RANK", "TRUST_REMOTE_CODE=", "DEPLOYMENT_FRAMEWORK=", "MAX_BATCHSIZE is")
+    assert all(any(name in warning for warning in warnings) for name in named)
 
 
 def test_visible_devices_do_not_set_the_number_of_shards() -> None:

@@ -2,8 +2,6 @@
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,18 +10,17 @@ from config_parsing import read, refusal
 
 from benchmarks.certificates import make_pair
 from tgis.config import prepare_environment
-from tgis.errors import OptionError, StartError
+from tgis.errors import StartError
 from tgis.server import load_credentials
 
 
 @pytest.fixture(scope="module")
 def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Paths of PEM files: ca, cert, key, and some that are wrong."""
+    """Paths of PEM files: ca, cert, key."""
     directory = tmp_path_factory.mktemp("pem")
     authority = make_pair()
-    leaf, other = make_pair(authority), make_pair(authority)
-    contents = {"ca": authority.cert, "cert": leaf.cert, "key": leaf.key, "key2": other.key, "garbage": b"x"}
-    for name, data in contents.items():
+    leaf = make_pair(authority)
+    for name, data in {"ca": authority.cert, "cert": leaf.cert, "key": leaf.key}.items():
         (directory / name).write_bytes(data)
     return lambda name: str(directory / name)
 
@@ -39,37 +36,10 @@ def test_credentials_are_loaded_only_where_configured(pem: Callable[[str], str],
     assert tokens.accepts("secret")
 
 
-@pytest.mark.parametrize(
-    ("cert", "key", "ca", "named"),
-    [
-        ("missing", "key", "", "cert-path"),
-        ("cert", "missing", "", "key-path"),
-        ("cert", "key", "missing", "ca-cert-path"),
-        ("garbage", "key", "", "cert-path"),
-        ("cert", "garbage", "", "key-path"),
-        ("cert", "key2", "", "key-path"),
-        ("cert", "key", "garbage", "ca-cert-path"),
-    ],
-)
-def test_tls_files_are_checked(pem: Callable[[str], str], cert: str, key: str, ca: str, named: str) -> None:
-    names = {"TLS_CERT_PATH": cert, "TLS_KEY_PATH": key, "TLS_CLIENT_CA_CERT_PATH": ca}
-    config = read(**{name: pem(file) for name, file in names.items() if file})
-    with pytest.raises(OptionError, match=named):
-        load_credentials(config)
-
-
 @pytest.mark.parametrize("names", [("CERT",), ("KEY",), ("CLIENT_CA_CERT",), ("KEY", "CLIENT_CA_CERT")])
 def test_tls_needs_certificate_and_key(names: tuple[str, ...]) -> None:
     environ = {f"TLS_{name}_PATH": "x.pem" for name in names}
     assert refusal(**environ) == "TLS needs both TLS_CERT_PATH and TLS_KEY_PATH"
-
-
-def test_unusable_credentials_are_exit_code_2_and_one_line(pem: Callable[[str], str], tmp_path: Path) -> None:
-    """Checked before the model, which does not exist."""
-    files = ["--tls-cert-path", pem("garbage"), "--tls-key-path", pem("key"), "--cache-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "tgis", "serve", "--model-name", "/none", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, f"tgis: --tls-cert-path {pem('garbage')}: not PEM certificates\n")
 
 
 @pytest.mark.parametrize("name", ["PREFIX_STORE_PATH", "ADAPTER_CACHE"])

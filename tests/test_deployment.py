@@ -29,26 +29,16 @@ def load(name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.fixture(scope="module")
-def deployment() -> dict[str, Any]:
-    return load("deployment.yaml")
+DEPLOYMENT = load("deployment.yaml")
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(SERVER,) = POD["containers"]
+RECIPE = (ROOT / "Containerfile").read_text()
+IMAGE = containerfile.describe(RECIPE, Path("/"))
 
 
 @pytest.fixture(scope="module")
-def pod(deployment: dict[str, Any]) -> dict[str, Any]:
-    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
-    return spec
-
-
-@pytest.fixture(scope="module")
-def server(pod: dict[str, Any]) -> dict[str, Any]:
-    (container,) = pod["containers"]
-    return dict(container)
-
-
-@pytest.fixture(scope="module")
-def config(server: dict[str, Any]) -> Config:
-    environ = {entry["name"]: entry["value"] for entry in server["env"]}
+def config() -> Config:
+    environ = {entry["name"]: entry["value"] for entry in SERVER["env"]}
     assert all(isinstance(value, str) for value in environ.values())  # Kubernetes accepts only strings
     assert set(environ) <= NAMES
     return parse([], environ, "tgis serve")
@@ -85,94 +75,83 @@ def test_the_environment_is_a_valid_configuration(config: Config) -> None:
     assert str(config.hub_cache).startswith("/shared_model_storage/")
 
 
-def test_the_drain_fits_into_the_grace_of_the_pod(config: Config, pod: dict[str, Any], server: dict[str, Any]) -> None:
-    (_, seconds) = server["lifecycle"]["preStop"]["exec"]["command"]
+def test_the_drain_fits_into_the_grace_of_the_pod(config: Config) -> None:
+    (_, seconds) = SERVER["lifecycle"]["preStop"]["exec"]["command"]
     exit_seconds = 10  # of the engine process and what is left in the front end
-    assert int(seconds) + config.shutdown_grace_seconds + exit_seconds <= pod["terminationGracePeriodSeconds"] == 120
+    assert int(seconds) + config.shutdown_grace_seconds + exit_seconds <= POD["terminationGracePeriodSeconds"] == 120
 
 
-def test_the_ports_are_those_of_the_server(config: Config, server: dict[str, Any]) -> None:
-    assert {port["name"]: port["containerPort"] for port in server["ports"]} == {
+def test_the_ports_are_those_of_the_server(config: Config) -> None:
+    assert {port["name"]: port["containerPort"] for port in SERVER["ports"]} == {
         "http": config.port,
         "grpc": config.grpc_port,
     }
 
 
-def test_the_service_exposes_grpc(deployment: dict[str, Any]) -> None:
+def test_the_service_exposes_grpc() -> None:
     service = load("service.yaml")
     (port,) = service["spec"]["ports"]
     assert port == {"name": "grpc", "port": 8033, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"}
     assert service["spec"]["clusterIP"] == "None"
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert service["metadata"]["name"] == deployment["metadata"]["name"] == "inference-server"
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert service["metadata"]["name"] == DEPLOYMENT["metadata"]["name"] == "inference-server"
 
 
-def test_the_pod_is_confined_and_can_write_only_to_tmp(
-    config: Config, pod: dict[str, Any], server: dict[str, Any]
-) -> None:
-    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    assert server["securityContext"] == {
+def test_the_pod_is_confined_and_can_write_only_to_tmp(config: Config) -> None:
+    assert POD["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert SERVER["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "privileged": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    writable = [mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")]
+    writable = [mount["mountPath"] for mount in SERVER["volumeMounts"] if not mount.get("readOnly")]
     assert writable == ["/tmp"]
     assert config.cache_dir.is_relative_to("/tmp")
-    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in server["volumeMounts"]}
+    assert {volume["name"] for volume in POD["volumes"]} == {mount["name"] for mount in SERVER["volumeMounts"]}
 
 
-def test_the_download_puts_the_served_model_where_the_server_finds_it(
-    config: Config, pod: dict[str, Any], server: dict[str, Any]
-) -> None:
+def test_the_download_puts_the_served_model_where_the_server_finds_it(config: Config) -> None:
     assert load("download-weights/kustomization.yaml")["patches"] == [{"path": "deployment.yaml"}]
     patch = load("download-weights/deployment.yaml")
-    assert patch["metadata"]["name"] == load("deployment.yaml")["metadata"]["name"]
+    assert patch["metadata"]["name"] == DEPLOYMENT["metadata"]["name"]
     changes = patch["spec"]["template"]["spec"]
     (init,), (served,) = changes["initContainers"], changes["containers"]
     environ = {entry["name"]: entry.get("value") for entry in init["env"]}
-    assert served == {"name": server["name"], "env": [{"name": "MODEL_NAME", "value": environ["MODEL_NAME"]}]}
+    assert served == {"name": SERVER["name"], "env": [{"name": "MODEL_NAME", "value": environ["MODEL_NAME"]}]}
     assert environ["HF_HUB_CACHE"] == str(config.hub_cache)
     assert init["command"] == ["tgis", "download-weights", "$(MODEL_NAME)"]
     assert init["command"][1] in COMMANDS
     for name in ("image", "securityContext", "terminationMessagePolicy"):
-        assert init[name] == server[name]
+        assert init[name] == SERVER[name]
     assert init["volumeMounts"] == [
-        {name: value for name, value in mount.items() if name != "readOnly"} for mount in server["volumeMounts"]
+        {name: value for name, value in mount.items() if name != "readOnly"} for mount in SERVER["volumeMounts"]
     ]
     (volume,) = changes["volumes"]
     volume["persistentVolumeClaim"]["readOnly"] = True
-    assert volume in pod["volumes"]
+    assert volume in POD["volumes"]
 
 
-@pytest.fixture(scope="module")
-def recipe() -> str:
-    return (ROOT / "Containerfile").read_text()
+def test_the_image_starts_the_server_as_its_first_process() -> None:
+    assert IMAGE.command == ["tgis", "serve"]
+    assert IMAGE.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
 
 
-def test_the_image_starts_the_server_as_its_first_process(recipe: str) -> None:
-    image = containerfile.describe(recipe, Path("/"))
-    assert image.command == ["tgis", "serve"]
-    assert image.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
-
-
-def test_the_environment_of_the_image_is_a_valid_configuration(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = containerfile.describe(recipe, Path("/"))
-    assert set(image.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
-    monkeypatch.setattr(os, "environ", image.environment)
-    config = parse([], {"MODEL_NAME": "m", **image.environment}, "tgis serve")
-    assert image.ports == [config.port, config.grpc_port]
+def test_the_environment_of_the_image_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(IMAGE.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
+    monkeypatch.setattr(os, "environ", IMAGE.environment)
+    config = parse([], {"MODEL_NAME": "m", **IMAGE.environment}, "tgis serve")
+    assert IMAGE.ports == [config.port, config.grpc_port]
     assert config.cache_dir.is_relative_to("/tmp")
     assert config.hf_home.is_relative_to("/tmp")
 
 
-def test_the_build_context_is_what_the_image_copies(recipe: str) -> None:
+def test_the_build_context_is_what_the_image_copies() -> None:
     copied = {
         source.rstrip("/")
-        for instruction, argument in containerfile.steps(recipe)
+        for instruction, argument in containerfile.steps(RECIPE)
         if instruction == "COPY" and not argument.startswith("--from=")
         for source in argument.split()[:-1]
     }
@@ -183,8 +162,8 @@ def test_the_build_context_is_what_the_image_copies(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("extras", "installed"), [("", "."), ("onnx", ".[onnx]")])
-def test_the_image_installs_an_extra_on_demand(recipe: str, extras: str, installed: str) -> None:
-    (argument,) = re.findall(r"^RUN pip install .* (\S+EXTRAS\S+)$", recipe, re.MULTILINE)
+def test_the_image_installs_an_extra_on_demand(extras: str, installed: str) -> None:
+    (argument,) = re.findall(r"^RUN pip install .* (\S+EXTRAS\S+)$", RECIPE, re.MULTILINE)
     shown = subprocess.check_output(["sh", "-c", f"echo {argument}"], env={"EXTRAS": extras}, text=True)
     assert shown == f"{installed}\n"
     assert not extras or extras in setup_cfg()["options.extras_require"]
@@ -193,11 +172,11 @@ def test_the_image_installs_an_extra_on_demand(recipe: str, extras: str, install
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_image_builds_and_works_for_any_user(recipe: str) -> None:
+def test_the_image_builds_and_works_for_any_user() -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         root.chmod(0o755)
-        image = containerfile.replay(recipe, ROOT, root)
+        image = containerfile.replay(RECIPE, ROOT, root)
         user = containerfile.unprivileged_uid()
         assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
         for script in ("text-generation-launcher", "text-generation-server", "model-util", "grpc_healthcheck"):

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from harness import Server, running_server, unary_request
+from harness import Server, running_fake, unary_request
 from repository import REPOSITORY
 from safetensors.numpy import save
-
-from demo.fake_model import make_fake_model
 
 ADDRESS = "localhost:8033"
 README = (REPOSITORY / "README.md").read_text()
@@ -38,10 +35,7 @@ PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("readme")
-    model = make_fake_model(directory / "model")
-    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+    with running_fake(tmp_path_factory.mktemp("readme"), {}, "{{ messages[0]['content'] }}") as running:
         yield running
 
 
@@ -96,12 +90,9 @@ def test_curl_example(server: Server, words: list[str]) -> None:
     url, header_flag, header, data_flag, data = words
     assert url.startswith("localhost:3000/v1/")
     assert (header_flag, data_flag) == ("-H", "-d")
-    name, _, value = header.partition(": ")
-    url = url.replace("localhost:3000", f"http://localhost:{server.http_port}")
-    request = urllib.request.Request(url, data.encode(), {name: value})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        (choice,) = json.load(response)["choices"]
-    assert choice["message"]["content"]
+    assert header == "Content-Type: application/json"
+    _, answer = server.post(url.removeprefix("localhost:3000"), data.encode())
+    assert answer["choices"][0]["message"]["content"]
 
 
 def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:

@@ -195,10 +195,6 @@ def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
     assert {name for name in known - documented if not name.startswith("no-")} == set()
 
 
-def test_strict_options_refuse_what_is_ignored() -> None:
-    assert refusal("--block-size", "16", STRICT_OPTIONS="true") == "STRICT_OPTIONS: ignored options: --block-size"
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -3,46 +3,33 @@
 import gzip
 import random
 import zlib
+from dataclasses import replace
 
 import grpc
 import pytest
-from grpc_calls import make_calls
+from grpc_calls import CONFIG, connected, echo, make_calls, serving
 from harness import run_async
 
 from tgis.api.grpc.calls import decompress
-from tgis.api.grpc.server import GrpcServer
-from tgis.config import Config
 from tgis.errors import InvalidRequest
 
 LIMIT = 1 << 16
-CONFIG = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0, grpc_max_message_bytes=LIMIT)
 TEXT = b"\x0a\xff\x01" + random.Random(0).randbytes(100) * 300  # as a message begins
 
 
-async def echo(data: bytes, _context: object) -> bytes:
-    return data
-
-
-@pytest.mark.parametrize("algorithm", grpc.Compression)
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Deflate, grpc.Compression.Gzip])
 @run_async
 async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression) -> None:
-    calls = make_calls(CONFIG)
+    config = replace(CONFIG, grpc_max_message_bytes=LIMIT)
+    calls = make_calls(config)
     handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler(echo)})
-    server = GrpcServer([handler], CONFIG, calls)
-    port = server.bind()
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", compression=algorithm) as channel:
-            call = channel.unary_unary("/test.Service/Echo", bytes, bytes)
-            assert await call(TEXT, timeout=30) == TEXT
-            with pytest.raises(grpc.aio.AioRpcError, match=f"{LIMIT}") as caught:
-                await call(TEXT * 3, timeout=30)
-            compressed = algorithm is not grpc.Compression.NoCompression  # gRPC itself refuses the others
-            expected = grpc.StatusCode.INVALID_ARGUMENT if compressed else grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert caught.value.code() is expected
-            assert await call(TEXT, timeout=30) == TEXT
-    finally:
-        await server.stop()
+    async with serving(handler, config, calls) as (_, port), connected(port) as channel:
+        send = channel.unary_unary("/test.Service/Echo", bytes, bytes)
+        assert await send(TEXT, timeout=30, compression=algorithm) == TEXT
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{LIMIT}") as caught:
+            await send(TEXT * 3, timeout=30, compression=algorithm)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await send(TEXT, timeout=30, compression=algorithm) == TEXT
 
 
 @pytest.mark.parametrize("size", [0, 1, LIMIT - 1, LIMIT])

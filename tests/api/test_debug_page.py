@@ -15,10 +15,9 @@ from urllib.error import HTTPError
 import msgspec
 import pytest
 from batches import EOS, limits
-from harness import Server, as_stream_request, run_async, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request
 from http_port import NO_AUTH, serving
 
-from demo.fake_model import make_fake_model
 from tgis.api.http.pages.batch import render_json, render_page
 from tgis.api.http.probes import Probes
 from tgis.batcher.batcher import Batcher
@@ -146,9 +145,8 @@ SECRET = "password"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("debug")
-    model = make_fake_model(directory / "model", step_seconds=0.01, padded=True)
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", DEBUG_BATCH="true", MAX_BATCH_SIZE=2) as running:
+    steps = {"step_seconds": 0.01, "padded": True}
+    with running_fake(tmp_path_factory.mktemp("debug"), steps, DEBUG_BATCH=True, MAX_BATCH_SIZE=2) as running:
         yield running
 
 

@@ -121,14 +121,6 @@ def clients(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield made
 
 
-def check(clients: Clients, kind: Kind) -> None:
-    """Nothing of such calls is left."""
-    for _ in range(CALLS):
-        with suppress(grpc.RpcError):
-            kind(clients)
-    assert clients.collected() == {}
-
-
 def _cancel_a_unary_call(clients: Clients) -> None:
     call = clients.start("ab", "c")
     clients.server.wait_for_metric("tgi_batch_current_size 2.0")
@@ -188,11 +180,6 @@ GRPC: dict[str, Kind] = {
 }
 
 
-@pytest.mark.parametrize("kind", GRPC)
-def test_grpc_calls(clients: Clients, kind: str) -> None:
-    check(clients, GRPC[kind])
-
-
 def tgi(text: str, tokens: int = 5, **parameters: Any) -> dict[str, Any]:
     return {"inputs": text, "parameters": {"max_new_tokens": tokens, **parameters}}
 
@@ -215,11 +202,6 @@ HTTP: dict[str, Kind] = {
     "no route": lambda to: to.post("/nothing", {}),
     "no HTTP": lambda to: to.send_line(b"\0\r\n"),
 }
-
-
-@pytest.mark.parametrize("kind", HTTP)
-def test_http_calls(clients: Clients, kind: str) -> None:
-    check(clients, HTTP[kind])
 
 
 def completion(prompt: Any, tokens: int = 5, **more: Any) -> dict[str, Any]:
@@ -248,9 +230,15 @@ OPENAI: dict[str, Kind] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPENAI)
-def test_openai_calls(clients: Clients, kind: str) -> None:
-    check(clients, OPENAI[kind])
+KINDS = {"grpc": GRPC, "http": HTTP, "openai": OPENAI}
+
+
+@pytest.mark.parametrize(("api", "kind"), [(api, kind) for api, kinds in KINDS.items() for kind in kinds])
+def test_nothing_of_such_calls_is_left(clients: Clients, api: str, kind: str) -> None:
+    for _ in range(CALLS):
+        with suppress(grpc.RpcError):
+            KINDS[api][kind](clients)
+    assert clients.collected() == {}
 
 
 def test_calls_without_a_token(model: Path, tmp_path: Path) -> None:

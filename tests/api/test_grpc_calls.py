@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import grpc_calls
 import pytest
 from google.rpc import error_details_pb2
-from grpc_calls import make_calls
+from grpc_calls import CONFIG, connected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
@@ -22,18 +23,10 @@ from tgis.api import clients
 from tgis.api.grpc import fair_queue
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
-from tgis.api.grpc.server import GrpcServer
-from tgis.config import Config
 
 GRPC_VERSION = tuple(map(int, grpc.__version__.split(".")[:2]))
 SHORT = 1.0  # for attackers, and in parts for honest clients on a busy machine
 LONG = 1000.0  # longer than a test may take
-CONFIG = Config(
-    model_name="m",
-    bind_address="127.0.0.1",
-    grpc_port=0,
-    client_timeout_seconds=LONG,
-)
 MESSAGE_TIMEOUT = f"the message has not arrived within {SHORT:g} s"
 
 
@@ -63,24 +56,13 @@ class Service:
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Service, int]]:
-    config = replace(CONFIG, **options)
-    calls = make_calls(config)
+    config = replace(CONFIG, **{"client_timeout_seconds": LONG} | options)
+    calls = grpc_calls.make_calls(config)
     service = Service(calls)
-    server = GrpcServer([service.handler], config, calls)
-    port = server.bind()
-    await server.start()
-    sweep = asyncio.create_task(calls.clients.sweep_forever())
-    try:
+    async with grpc_calls.serving(service.handler, config, calls) as (_, port):
+        sweep = asyncio.create_task(calls.clients.sweep_forever())
         yield service, port
-    finally:
         sweep.cancel()
-        await server.stop()
-
-
-@asynccontextmanager
-async def connected(port: int) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
-        yield channel
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -126,11 +108,8 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
 
 @run_async
 async def test_a_slow_reader_keeps_its_stream() -> None:
-    window = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]  # the server sends what is asked for
-    async with (
-        serving(client_timeout_seconds=1.5) as (service, port),
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}", window) as channel,
-    ):
+    window = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)  # the server sends what is asked for
+    async with serving(client_timeout_seconds=1.5) as (service, port), connected(port, *window) as channel:
         answers = channel.unary_stream("/test.Service/Stream", bytes, bytes)(bytes(100_000))
         for _ in range(12):  # takes longer than the limit, each much less
             assert await answers.read() == bytes(100_000)

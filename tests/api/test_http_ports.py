@@ -1,7 +1,6 @@
 """Which HTTP port serves what, with and without TLS."""
 
 import logging
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,19 +9,20 @@ from typing import Any
 
 import aiohttp
 import grpc
+import grpc_calls
 import pytest
 from aiohttp import web
 from harness import run_async
 from http_port import NO_AUTH
+from mounted_secret import Clock, Secret
 
-from benchmarks.certificates import Pair, make_pair
+from benchmarks.certificates import make_pair
 from tgis.api.clients import Clients
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.config import Config
 from tgis.security.bearer import caller_identity
-from tgis.security.tls import Certificates, TlsFiles
-from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
+from tgis.security.tls import Certificates
 
 
 async def identity(request: web.Request) -> web.Response:
@@ -72,38 +72,23 @@ async def test_ports(options: dict[str, Any], on_probes: dict[str, int], on_api:
         assert (probes == api) == (on_probes == on_api)
 
 
-class Files:
-    """A server's certificate and key, and the authority of its clients."""
+@pytest.fixture
+def secret(tmp_path: Path) -> Secret:
+    return Secret(tmp_path, make_pair())
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.authority = make_pair()
-        self.issue(self.authority)
 
-    def issue(self, authority: Pair) -> None:
-        self.authority, self.client = authority, make_pair(authority)
-        server = make_pair(authority)
-        for name, content in {"cert": server.cert, "key": server.key, "ca": authority.cert}.items():
-            (self._directory / "new").write_bytes(content)
-            os.replace(self._directory / "new", self._directory / name)
-
-    def certificates(self, *, mutual: bool, clock: list[float]) -> Certificates:
-        cert, key, ca = (str(self._directory / name) for name in ("cert", "key", "ca"))
-        return Certificates(TlsFiles(cert, key, ca if mutual else None), lambda: clock[0])
-
-    def client_context(self, *, mutual: bool) -> ssl.SSLContext:
-        context = ssl.create_default_context(cadata=self.authority.cert.decode())
-        context.check_hostname = False
-        if mutual:
-            for name, content in {"client": self.client.cert, "client-key": self.client.key}.items():
-                (self._directory / name).write_bytes(content)
-            context.load_cert_chain(self._directory / "client", self._directory / "client-key")
-        return context
+def client_context(directory: Path, secret: Secret, *, mutual: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=secret.authority.cert.decode())
+    context.check_hostname = False
+    if mutual:
+        (directory / "client").write_bytes(secret.pair.cert + secret.pair.key)
+        context.load_cert_chain(directory / "client")
+    return context
 
 
 @run_async
-async def test_with_tls_the_apis_need_a_port(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(Files(tmp_path).certificates(mutual=False, clock=[0.0])) as (probes, api):
+async def test_with_tls_the_apis_need_a_port(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Certificates(secret.files())) as (probes, api):
         assert api is None
         assert await statuses(probes) == PROBES
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -112,46 +97,43 @@ async def test_with_tls_the_apis_need_a_port(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("mutual", [False, True])
 @run_async
-async def test_tls_follows_changes_of_its_files(mutual: bool, tmp_path: Path) -> None:
-    files, clock = Files(tmp_path), [0.0]
-    async with serving(files.certificates(mutual=mutual, clock=clock), http_api_port=0) as (probes, api):
+async def test_tls_follows_changes_of_its_files(mutual: bool, secret: Secret, tmp_path: Path) -> None:
+    clock = Clock()
+    async with serving(Certificates(secret.files(mutual=mutual), clock), http_api_port=0) as (probes, api):
         assert api is not None
         assert await statuses(probes) == PROBES
-        before = files.client_context(mutual=mutual)
+        before = client_context(tmp_path, secret, mutual=mutual)
         assert await statuses(api, ssl=before) == API
-        files.issue(make_pair())
-        clock[0] += 2 * CHECK_INTERVAL_SECONDS
+        secret.authority = make_pair()
+        secret.renew()
+        clock.next_check()
         with pytest.raises(aiohttp.ClientError):
             await statuses(api, ssl=before)
-        assert await statuses(api, ssl=files.client_context(mutual=mutual)) == API
+        assert await statuses(api, ssl=client_context(tmp_path, secret, mutual=mutual)) == API
         if mutual:
             with pytest.raises((aiohttp.ClientError, ConnectionError)):
-                await statuses(api, ssl=files.client_context(mutual=False))
+                await statuses(api, ssl=client_context(tmp_path, secret, mutual=False))
 
 
 @run_async
-async def test_a_client_certificate_is_the_same_client_over_grpc(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    certificates = files.certificates(mutual=True, clock=[0.0])
+async def test_a_client_certificate_is_the_same_client_over_grpc(secret: Secret, tmp_path: Path) -> None:
+    certificates = Certificates(secret.files(mutual=True))
     identities: list[bytes] = []
 
     async def handle(_request: bytes, context: Any) -> bytes:
         identities.append(caller_identity(context, bearer_auth=True))
         return b""
 
-    server = grpc.aio.server()
-    handlers = {"m": grpc.unary_unary_rpc_method_handler(handle)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", handlers),))
-    port = server.add_secure_port("localhost:0", certificates.server_credentials())
-    await server.start()
-    async with serving(certificates, http_api_port=0) as (_, api), aiohttp.ClientSession() as client:
-        context = files.client_context(mutual=True)
+    async with (
+        grpc_calls.serving(grpc_calls.service(Call=handle), certificates=certificates) as (_, port),
+        serving(certificates, http_api_port=0) as (_, api),
+        aiohttp.ClientSession() as client,
+    ):
+        context = client_context(tmp_path, secret, mutual=True)
         async with client.get(f"https://127.0.0.1:{api}/identity", ssl=context) as answer:
             over_http = await answer.text()
-        pair = files.client
-        credentials = grpc.ssl_channel_credentials(files.authority.cert, pair.key, pair.cert)
+        credentials = grpc.ssl_channel_credentials(secret.authority.cert, secret.pair.key, secret.pair.cert)
         async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
-            await channel.unary_unary("/s/m", bytes, bytes)(b"")
-    await server.stop(0)
+            await channel.unary_unary("/test.Service/Call", bytes, bytes)(b"")
     assert [identity.hex() for identity in identities] == [over_http]
     assert over_http

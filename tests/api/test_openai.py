@@ -1,7 +1,6 @@
 """OpenAI's API end to end: a server process with the fake engine, which repeats its prompt, and OpenAI's client."""
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from chat_templates import LAST_MESSAGE, write_template
-from harness import Server, running_server
+from chat_templates import LAST_MESSAGE
+from harness import Server, running_fake
 from openai.types.chat import ChatCompletionChunk
 
-from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
 
 MAX_LENGTH, MAX_NEW = 200, 169
@@ -26,14 +24,13 @@ TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("openai")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0)
-    write_template(model, LAST_MESSAGE)
+    steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.002, "poison_token": 0}
     adapter = directory / "store" / "tuned" / "one"
     adapter.mkdir(parents=True)
     (adapter / "decoder.pt").touch()
     options: dict[str, Any] = {"SERVED_MODEL_NAME": NAME, "PREFIX_STORE_PATH": directory / "store"}
     options |= {"MAX_NEW_TOKENS": MAX_NEW, "MAX_BEST_OF": 4}
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    with running_fake(directory, steps, LAST_MESSAGE, **options) as running:
         yield running
 
 
@@ -57,18 +54,6 @@ def streamed(client: openai.OpenAI, content: str, **params: Any) -> list[ChatCom
 def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(choice.delta.content or "" for choice in choices)
-
-
-def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    """Status and JSON of a request that no client would send."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"http://localhost:{server.http_port}{path}"
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def test_a_chat_is_answered(client: openai.OpenAI) -> None:
@@ -131,10 +116,14 @@ X_IS_1 = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": X_IS_1}}}, {"x": 1}),
         ({"response_format": {"type": "json_object", "schema": X_IS_1}}, {"x": 1}),
         ({"response_format": {"type": "json", "value": X_IS_1}}, {"x": 1}),
+        ({"response_format": {"type": "json_schema", "value": {"schema": X_IS_1}}}, {"x": 1}),
+        ({"response_format": {"type": "json_object", "value": json.dumps(X_IS_1)}}, {"x": 1}),
         ({"extra_body": {"structured_outputs": {"json": X_IS_1}}}, {"x": 1}),
         ({"extra_body": {"guided_json": X_IS_1}}, {"x": 1}),
         ({"extra_body": {"guided_json": json.dumps(X_IS_1)}}, {"x": 1}),
         ({"extra_body": {"guided_regex": "[4-6]{3}"}}, 444),
+        ({"extra_body": {"structured_outputs": {"regex": "[4-6]{3}"}}}, 444),
+        ({"extra_body": {"structured_outputs": {"choice": ["17", "18"]}}}, 17),
         ({"extra_body": {"guided_choice": ["17", "18"]}}, 17),
         ({"extra_body": {"guided_grammar": 'root ::= "[" "2"{2} "]"'}}, [22]),
     ],
@@ -340,8 +329,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_the_document_knows_the_last_event(server: Server) -> None:
-    with urllib.request.urlopen(f"http://localhost:{server.http_port}/openapi.json", timeout=20) as answer:
-        document = json.loads(answer.read())
+    document = json.loads(server.get("/openapi.json")[1])
     content = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
     event, last = content["text/event-stream"]["schema"]["anyOf"]
     schemas = event["properties"]["data"]["contentSchema"]["anyOf"]
@@ -433,7 +421,7 @@ def test_bad_requests_name_their_field(client: openai.OpenAI, name: str, stream:
     ],
 )
 def test_bodies_of_the_wrong_types(server: Server, body: Any, status: int) -> None:
-    found, answer = post(server, "/v1/chat/completions", body)
+    found, answer = server.post("/v1/chat/completions", body)
     assert (found, answer["error"]["type"], answer["error_type"]) == (status, "invalid_request_error", "validation")
 
 
@@ -445,15 +433,15 @@ def test_a_failed_step_is_an_error(server: Server, client: openai.OpenAI) -> Non
 def test_fields_may_be_null_and_unknown(server: Server) -> None:
     nulls = {field.name: None for field in msgspec.structs.fields(ChatCompletionRequest) if not field.required}
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
-    status, answer = post(server, "/v1/chat/completions", nulls | body | {"max_tokens": 4, "future": {"x": 1}})
+    status, answer = server.post("/v1/chat/completions", nulls | body | {"max_tokens": 4, "future": {"x": 1}})
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "abab")
 
 
 def test_routes_of_tgi_take_chats(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "hé"}], "max_tokens": 3, "temperature": 0}
-    status, answer = post(server, "/chat_tokenize", body)
+    status, answer = server.post("/chat_tokenize", body)
     assert (status, answer["templated_text"]) == (200, "hé")
     spans = [(token["start"], token["stop"], token["text"]) for token in answer["tokenize_response"]]
     assert spans == [(0, 1, "h"), (1, 3, "é"), (1, 3, "é")]
-    status, answer = post(server, "/invocations", body)
+    status, answer = server.post("/invocations", body)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "hé")

@@ -9,14 +9,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # has no stubs
-from grpc_calls import make_calls
+from grpc_calls import CONFIG, connected, echo, make_calls, service
 from raw_http2 import HELLO, call_frames
 
 from benchmarks.chaos.http2 import ACK, PING, frame
 from tgis.api.grpc import private
 from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import run
-from tgis.config import Config
 
 
 class Queue(FairQueue):
@@ -29,17 +28,12 @@ class Queue(FairQueue):
         super().add(connection, call)
 
 
-async def echo(message: bytes, _context: object) -> bytes:
-    return message
-
-
 async def call_works(queue: FairQueue) -> bool:
     """Whether a server with this queue answers."""
-    methods = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
-    server = private.make_server([grpc.method_handlers_generic_handler("test.Service", methods)], (), [], queue)
+    server = private.make_server([service(Echo=echo)], (), [], queue)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with connected(port) as channel:
         answer: bytes = await channel.unary_unary("/test.Service/Echo", bytes, bytes)(b"x", timeout=20)
     await server.stop(0)
     return answer == b"x"
@@ -102,8 +96,7 @@ def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
     messages: list[bytes] = []
 
     async def serve() -> None:
-        config = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
-        calls = make_calls(config)
+        calls = make_calls(CONFIG)
 
         async def remember(data: bytes, _context: object) -> bytes:
             messages.append(data)

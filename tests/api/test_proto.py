@@ -211,11 +211,3 @@ def test_everything_in_the_proto_has_a_comment() -> None:
     named = [i for i, line in enumerate(lines) if DECLARATION.match(line) or MEMBER.match(line)]
     silent = [lines[i].strip() for i in named if not lines[i - 1].strip().startswith("// ")]
     assert silent == []
-
-
-def test_stubs_have_the_fields_of_the_proto() -> None:
-    written = sorted(match.groups() for line in PROTO.read_text().splitlines() if (match := MEMBER.match(line)))
-    in_proto = [rows for message, rows in FIELDS.items() if not message.endswith("Entry")]  # of a map
-    fields = [(name, str(number)) for rows in in_proto for number, name, _ in rows]
-    values = [(name, str(number)) for names in ENUMS.values() for number, name in enumerate(names)]
-    assert written == sorted(fields + values)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Server, running_server
+from harness import Server, running_fake
 from hypothesis import example, given
 from hypothesis import strategies as st
 from repository import REPOSITORY
 
-from demo.fake_model import make_fake_model
 from tgis.api.tgi.convert import json_float
 
 MAX_LENGTH, MAX_NEW, MAX_INPUTS = 200, 150, 8
@@ -26,13 +25,11 @@ POISON = "!"  # token 0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("tgi")
-    model = make_fake_model(
-        directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0, memory_tokens=MAX_LENGTH - 20
-    )
+    steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.002, "poison_token": 0}
+    steps["memory_tokens"] = MAX_LENGTH - 20
     options = {"MAX_NEW_TOKENS": MAX_NEW, "MAX_CONCURRENT_REQUESTS": MAX_INPUTS, "MAX_INPUT_TOKENS": 160}
     options |= {"MAX_BEST_OF": 3, "PAYLOAD_LIMIT": 100_000}
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
+    with running_fake(tmp_path_factory.mktemp("tgi"), steps, **options) as running:
         yield running
 
 
@@ -385,8 +382,7 @@ def test_the_document_describes_every_route(client: Client, server: Server) -> N
 
 @pytest.mark.parametrize(("grace", "tokens"), [(30, 30), (0.3, 1000)])
 def test_a_stream_may_finish_while_the_server_drains(grace: float, tokens: int, tmp_path: Path) -> None:
-    model = make_fake_model(tmp_path / "model", step_seconds=0.02)
-    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", SHUTDOWN_GRACE_SECONDS=grace) as running:
+    with running_fake(tmp_path, {"step_seconds": 0.02}, SHUTDOWN_GRACE_SECONDS=grace) as running:
         with closing(Client(running).connect()) as connection:
             body = json.dumps({"inputs": "ab", "parameters": {"max_new_tokens": tokens}})
             connection.request("POST", "/generate_stream", body, {"Content-Type": "application/json"})

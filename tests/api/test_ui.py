@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from browser import CONTROL, SHIFT, BrowserPage, needs_chromium, open_page, running_chromium
-from chat_templates import LAST_MESSAGE, write_template
-from harness import Server, run_async, running_server
+from chat_templates import LAST_MESSAGE
+from harness import Server, run_async, running_fake
 from http_port import serving_while_loading
-
-from demo.fake_model import make_fake_model
 
 pytestmark = needs_chromium
 
@@ -41,14 +39,11 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("ui")
-    model = make_fake_model(directory / "model", 2048, step_seconds=0.006)
-    write_template(model, LAST_MESSAGE)
     adapter = directory / "store" / "tuned"
     adapter.mkdir(parents=True)
     (adapter / "decoder.pt").touch()
-    with running_server(
-        directory, model, DEPLOYMENT_FRAMEWORK="fake", DEBUG_BATCH="true", PREFIX_STORE_PATH=directory / "store"
-    ) as running:
+    options = {"DEBUG_BATCH": True, "PREFIX_STORE_PATH": directory / "store"}
+    with running_fake(directory, {"step_seconds": 0.006}, LAST_MESSAGE, **options) as running:
         yield running
 
 
@@ -65,6 +60,12 @@ async def opened(chromium: int, server: Server, *, phone: bool = False) -> Async
 
 async def answered(page: BrowserPage, how: str) -> None:
     await page.until(f"[...document.querySelectorAll('.facts')].at(-1)?.textContent.endsWith({how!r})")
+
+
+async def ask(page: BrowserPage, text: str) -> None:
+    await page.click("#text")
+    await page.type(text)
+    await page.press("Enter")
 
 
 async def heading(page: BrowserPage) -> list[str]:
@@ -90,9 +91,7 @@ async def test_a_chat_is_streamed_and_its_tokens_explained(chromium: int, server
         names = await page.value("[...document.querySelectorAll('[name=model] option')].map(e => e.textContent)")
         assert names[1:] == ["tuned"]  # an adapter
         await page.fill("[name=max_tokens]", "20")
-        await page.click("#text")
-        await page.type("hello ")
-        await page.press("Enter")
+        await ask(page, "hello ")
         await answered(page, "cut at the limit")
         assert await page.value("document.querySelector('.answer').textContent") == "hello hello hello he"
         assert (await page.text(".facts")).startswith("6 tokens in · 20 out · first after ")
@@ -155,9 +154,7 @@ async def test_text_is_never_markup(chromium: int, server: Server) -> None:
     hostile = "<img src=x onerror=alert(1)><script>document.title = 'hacked'</script>&amp;"
     async with opened(chromium, server) as page:
         await page.fill("[name=max_tokens]", str(len(hostile)))
-        await page.click("#text")
-        await page.type(hostile)
-        await page.press("Enter")
+        await ask(page, hostile)
         await answered(page, "cut at the limit")
         for selector in (".question", ".answer"):
             assert await page.value(f"document.querySelector('{selector}').textContent") == hostile
@@ -199,9 +196,7 @@ async def test_a_field_out_of_sight_that_is_wrong_is_shown(chromium: int, server
 async def test_clear_stops_no_answer_of_the_other_log(chromium: int, server: Server) -> None:
     async with opened(chromium, server) as page:
         await page.fill("[name=max_tokens]", "300")
-        await page.click("#text")
-        await page.type("hello ")
-        await page.press("Enter")
+        await ask(page, "hello ")
         await page.until("document.querySelector('.token')")
         await page.click(".modes label:last-of-type")
         await page.click("#clear")
@@ -212,8 +207,7 @@ async def test_clear_stops_no_answer_of_the_other_log(chromium: int, server: Ser
 async def test_a_question_that_was_cleared_does_not_come_back(chromium: int, server: Server) -> None:
     async with opened(chromium, server) as page:
         await answer_with(page, "({ signal }) => new Promise((_, no) => signal.onabort = () => no(signal.reason))")
-        await page.type("hello")
-        await page.press("Enter")
+        await ask(page, "hello")
         await page.until("document.querySelector('article.running')")
         await page.click("#clear")
         await page.until("document.getElementById('send').textContent === 'Send'")
@@ -227,8 +221,7 @@ async def test_text_of_unknown_tokens_has_no_card(chromium: int, server: Server)
         chunk = json.dumps({"choices": [{"delta": {"content": "plain"}, "finish_reason": "stop"}]})
         events = f"data: {chunk}\n\ndata: [DONE]\n\n"
         await answer_with(page, f"async () => new Response({json.dumps(events)})")
-        await page.type("hello")
-        await page.press("Enter")
+        await ask(page, "hello")
         await answered(page, "complete")
         assert await page.value("document.querySelector('.answer').textContent") == "plain"
         await page.value("document.querySelector('.answer').focus()")
@@ -271,8 +264,7 @@ async def test_a_stop_frees_the_row(chromium: int, server: Server) -> None:
 
 @run_async
 async def test_a_model_without_a_template_continues_prompts(chromium: int, tmp_path: Path) -> None:
-    model = make_fake_model(tmp_path / "model")
-    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as plain:
+    with running_fake(tmp_path) as plain:
         async with opened(chromium, plain) as page:
             await page.until("document.querySelector('[value=chat]').disabled")
             assert await page.value("document.querySelector('[value=prompt]').checked")
@@ -291,9 +283,8 @@ async def test_a_model_that_is_loading_is_waited_for(chromium: int) -> None:
 
 @run_async
 async def test_a_token_may_be_typed_where_the_page_came_by_a_proxy(chromium: int, tmp_path: Path) -> None:
-    model, tokens = make_fake_model(tmp_path / "model"), tmp_path / "tokens"
-    tokens.write_text(TOKEN)
-    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake", AUTH_TOKEN_PATH=tokens) as guarded:
+    (tmp_path / "tokens").write_text(TOKEN)
+    with running_fake(tmp_path, AUTH_TOKEN_PATH=tmp_path / "tokens") as guarded:
         url = f"http://localhost:{guarded.http_port}/ui"
         async with open_page(chromium, url) as page:
             assert "a valid bearer token is required" in await page.text("body")

@@ -71,14 +71,14 @@ def test_chat(client: InferenceClient) -> None:
 @pytest.mark.parametrize("choice", ["required", "count", {"function": {"name": "count"}}])
 def test_tools(client: InferenceClient, choice: Any) -> None:
     call: Any = [{"role": "user", "content": '<tool_call>\n{"name": "count", "arguments": {"n": 5}}\n</tool_call>'}]
-    params: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 100, "parallel_tool_calls": False}
-    extra = {"extra_body": {"parallel_tool_calls": params.pop("parallel_tool_calls")}}
-    (found,) = client.chat_completion(call, **params, **extra).choices
+    params: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
+    params["extra_body"] = {"parallel_tool_calls": False}
+    (found,) = client.chat_completion(call, **params).choices
     assert found.message.tool_calls
     assert [(each.function.name, each.function.arguments) for each in found.message.tool_calls] == [
         ("count", '{"n": 5}')
     ]
-    chunks = list(client.chat_completion(call, stream=True, **params, **extra))
+    chunks = list(client.chat_completion(call, stream=True, **params))
     pieces: Any = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
     assert "".join(piece.function.arguments or "" for piece in pieces) == '{"n": 5}'
 

@@ -3,7 +3,6 @@
 `make test-clients` makes the environment of those whose pins clash with ours.
 """
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -11,14 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chat_templates import LAST_MESSAGE, write_template
-from harness import Server, running_server
+from chat_templates import LAST_MESSAGE
+from harness import Server, running_fake
 from repository import REPOSITORY
-
-from demo.fake_model import make_fake_model
 
 BIN = REPOSITORY / ".cache" / "clients" / "bin"
 FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.environ.get("FUZZ_SEED", "1"))
@@ -26,19 +22,10 @@ FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.env
 slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test-clients makes the environment"))
 
 
-@contextlib.contextmanager
-def serving(directory: Path, options: dict[str, int], **steps: Any) -> Iterator[Server]:
-    """A chat model that repeats its prompt."""
-    model = make_fake_model(directory / "model", **steps)
-    write_template(model, LAST_MESSAGE)
-    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake", **options) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = {"MAX_CONCURRENT_REQUESTS": 2, "MAX_NEW_TOKENS": 1600}
-    with serving(tmp_path_factory.mktemp("clients"), options, step_seconds=0.005, poison_token=0) as running:
+    steps, options = {"step_seconds": 0.005, "poison_token": 0}, {"MAX_CONCURRENT_REQUESTS": 2, "MAX_NEW_TOKENS": 1600}
+    with running_fake(tmp_path_factory.mktemp("clients"), steps, LAST_MESSAGE, **options) as running:
         yield running
 
 
@@ -66,7 +53,7 @@ def test_all_answers_are_as_described(tmp_path: Path) -> None:
     options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "50"]
     options += ["--suppress-health-check", "all"]
     until = time.monotonic() + FUZZ_SECONDS
-    with serving(tmp_path, {"MAX_NEW_TOKENS": 100}) as running:
+    with running_fake(tmp_path, {}, LAST_MESSAGE, MAX_NEW_TOKENS=100) as running:
         url = f"http://localhost:{running.http_port}/openapi.json"
         seeds = itertools.count(FUZZ_SEED)
         while time.monotonic() < until:

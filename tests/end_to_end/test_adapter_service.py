@@ -16,7 +16,7 @@ import pytest
 import tuning
 from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server
 from lora_files import BROKEN_LORA
-from prompt_files import matrix, peft, write
+from prompt_files import write
 from transformers import AutoTokenizer
 from tuning import Continuation, Tuned
 
@@ -49,7 +49,6 @@ def server(
         "PROMPT_CACHE_SIZE_MB": 1,
         "MAX_SEQUENCE_LENGTH": 256,
         "DTYPE": "float32",
-        "NUM_THREADS": 1,
     }
     with running_server(directory, glassllm_dir, **options) as running:
         yield running
@@ -158,33 +157,11 @@ def failed(stub: Stub, request: pb.BatchedGenerationRequest) -> tuple[grpc.Statu
     return failure(lambda: stub.Generate(request, timeout=20))
 
 
-def test_unsupported_adapter_types_are_named(stub: Stub, store: Path) -> None:
-    write(store / "ia3", peft({"ia3": matrix()}, peft_type="IA3"))
-    wanted = (grpc.StatusCode.INVALID_ARGUMENT, "adapter type IA3 is not currently supported")
-    inputs = [pb.GenerationRequest(text="a")]
-    assert failed(stub, pb.BatchedGenerationRequest(requests=inputs, prefix_id="ia3")) == wanted
-    assert failed(stub, pb.BatchedGenerationRequest(requests=inputs, adapter_id="ia3")) == wanted
-
-
 def test_long_and_hostile_ids_are_truncated_and_escaped(stub: Stub) -> None:
     _, details = failed(stub, prompt_call("x" * 100_000))
     assert details.startswith(f"can't retrieve prompt prefix with id '{'x' * 100}...': the id must contain only")
     _, details = failed(stub, prompt_call("a\nfake log line\x1b[2J"))
     assert details.startswith("can't retrieve prompt prefix with id 'a?fake log line?[2J': ")
-
-
-def test_a_replaced_prompt_is_used_at_once_and_a_deleted_one_is_not_found(stub: Stub, store: Path) -> None:
-    shutil.copytree(store / "soft/queen", store / "changing-prompt")
-    request = prompt_call("changing-prompt")
-    first = output_tokens(stub, request)
-    (store / "new-prompt").mkdir()
-    shutil.copy(store / "soft/nested/king" / "adapter_model.bin", store / "new-prompt" / "adapter_model.bin")
-    shutil.rmtree(store / "changing-prompt")
-    (store / "new-prompt").rename(store / "changing-prompt")
-    second = output_tokens(stub, request)
-    assert first != second == output_tokens(stub, prompt_call("soft/nested/king"))
-    shutil.rmtree(store / "changing-prompt")
-    assert 'prefix id "changing-prompt" not found' in failed(stub, request)[1]
 
 
 def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:

@@ -24,7 +24,7 @@ from harness import (
     as_stream_request,
     failure,
     run_async,
-    running_server,
+    running_fake,
     server_environment,
     unary_request,
     wait_until,
@@ -40,16 +40,13 @@ SLOW = {"step_seconds": 0.05}
 
 
 def start(tmp_path: Path, steps: dict[str, Any] | None = None, **options: object) -> Any:
-    model = make_fake_model(tmp_path / "model", **(steps or {}))
-    log = tmp_path / "termination"
-    log.touch()
-    settings: dict[str, Any] = {"DEPLOYMENT_FRAMEWORK": "fake", "TERMINATION_LOG": log}
-    return running_server(tmp_path, model, **(settings | options))
+    (tmp_path / "termination").touch()
+    return running_fake(tmp_path, steps, TERMINATION_LOG=tmp_path / "termination", **options)
 
 
-def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list["Call"]:
+def open_calls(server: Server, count: int) -> list["Call"]:
     """Open calls, half of them streams, and wait until all run."""
-    calls = [Call(server, streamed=n % 2 == 0, channels=channels) for n in range(count)]
+    calls = [Call(server, streamed=n % 2 == 0) for n in range(count)]
     server.wait_for_metric(f"tgi_batch_current_size {count:.1f}")
     assert all(call.status is None for call in calls)
     return calls
@@ -58,17 +55,16 @@ def open_calls(server: Server, count: int, channels: list[grpc.Channel]) -> list
 class Call:
     """A call in its own thread: its status, and when it ended."""
 
-    def __init__(self, server: Server, *, streamed: bool, channels: list[grpc.Channel]) -> None:
+    def __init__(self, server: Server, *, streamed: bool) -> None:
         self.status: grpc.StatusCode | None = None
         self.details: str | None = ""
         self.ended = 0.0
-        channel = grpc.insecure_channel(server.target)
-        channels.append(channel)
-        self._thread = threading.Thread(target=self._run, args=(channel, streamed), daemon=True)
+        self.channel = grpc.insecure_channel(server.target)
+        self._thread = threading.Thread(target=self._run, args=(streamed,), daemon=True)
         self._thread.start()
 
-    def _run(self, channel: grpc.Channel, streamed: bool) -> None:
-        stub = pb_grpc.GenerationServiceStub(channel)
+    def _run(self, streamed: bool) -> None:
+        stub = pb_grpc.GenerationServiceStub(self.channel)
         request = unary_request("never ending story ", 1000)
         try:
             if streamed:
@@ -81,9 +77,16 @@ class Call:
             self.status, self.details = error.code(), error.details()
         self.ended = time.monotonic()
 
-    def wait(self, seconds: float = 20) -> None:
-        self._thread.join(seconds)
+    def wait(self) -> None:
+        self._thread.join(20)
         assert self.status is not None
+
+
+def statuses(calls: list[Call]) -> set[grpc.StatusCode | None]:
+    """How they end."""
+    for each in calls:
+        each.wait()
+    return {each.status for each in calls}
 
 
 def health(server: Server, service: str = "") -> Any:
@@ -93,15 +96,12 @@ def health(server: Server, service: str = "") -> Any:
 
 
 def test_killing_the_engine_fails_all_calls_at_once(tmp_path: Path) -> None:
-    channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW) as server:
         assert health(server, "fmaas.GenerationService") == health_pb2.HealthCheckResponse.SERVING
-        calls = open_calls(server, 20, channels)
+        calls = open_calls(server, 20)
         killed = time.monotonic()
         os.kill(server.engine_pid(), signal.SIGKILL)
-        for each in calls:
-            each.wait()
-        assert {each.status for each in calls} == {grpc.StatusCode.UNAVAILABLE}
+        assert statuses(calls) == {grpc.StatusCode.UNAVAILABLE}
         assert max(each.ended for each in calls) - killed < 10  # the step timeout is 120 s
         assert server.process.wait(20) == 1
     assert "signal 9" in (tmp_path / "termination").read_text()
@@ -116,16 +116,13 @@ def test_the_engine_exits_when_its_front_end_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_stopped_engine_trips_the_step_timeout(tmp_path: Path) -> None:
-    channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW, STEP_TIMEOUT_SECONDS=1) as server:
         time.sleep(1.5)
         assert server.get("/health") == (200, "")  # an idle engine is not stuck
-        calls = open_calls(server, 4, channels)
+        calls = open_calls(server, 4)
         os.kill(server.engine_pid(), signal.SIGSTOP)
         stopped = time.monotonic()
-        for each in calls:
-            each.wait()
-        assert {each.status for each in calls} == {grpc.StatusCode.UNAVAILABLE}
+        assert statuses(calls) == {grpc.StatusCode.UNAVAILABLE}
         assert "no step for 1 s" in (calls[0].details or "")
         assert 0.9 < max(each.ended for each in calls) - stopped < 20  # far from the default, 120 s
         assert server.process.wait(20) == 1
@@ -181,15 +178,12 @@ def test_sigterm_lets_calls_finish_and_exits_zero(tmp_path: Path) -> None:
 
 
 def test_the_shutdown_grace_is_limited(tmp_path: Path) -> None:
-    channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW, SHUTDOWN_GRACE_SECONDS=0.5) as server:
-        calls = open_calls(server, 2, channels)
+        calls = open_calls(server, 2)
         started = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - started < 20  # the calls take 50 s
-        for each in calls:
-            each.wait()
-            assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert statuses(calls) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
 
 
@@ -251,34 +245,29 @@ def test_a_fatal_engine_error_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_the_server_does_not_start_if_the_longest_request_does_not_fit(tmp_path: Path) -> None:
+    settings = fake(tmp_path, MAX_SEQUENCE_LENGTH=51, MAX_NEW_TOKENS=20)
     make_fake_model(tmp_path / "model", weight_limit=50)
-    settings = {"MODEL_NAME": tmp_path / "model", "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache"}
-    done = run(**settings, MAX_SEQUENCE_LENGTH=51, MAX_NEW_TOKENS=20)
+    done = run(**settings)
     assert done.returncode == 1
     assert "MAX_SEQUENCE_LENGTH 51 does not fit into memory, 50 does" in one_line(done.stderr)
 
 
 def test_clients_that_disconnect_leave_nothing_running(tmp_path: Path) -> None:
-    channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW) as server:
-        open_calls(server, 60, channels)
-        for channel in channels:
-            channel.close()
+        for call in open_calls(server, 60):
+            call.channel.close()
         server.wait_for_metric("tgi_batch_current_size 0.0")
         assert 'tgi_request_failure{err="cancelled"} 60.0' in server.get("/metrics")[1]
 
 
 def test_a_second_sigint_ends_the_grace(tmp_path: Path) -> None:
-    channels: list[grpc.Channel] = []
     with start(tmp_path, SLOW, SHUTDOWN_GRACE_SECONDS=1000) as server:
-        calls = open_calls(server, 2, channels)
+        calls = open_calls(server, 2)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "draining: 2 inputs" in server.log.read_text(), "line in the log")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 0  # the calls take 50 s
-        for each in calls:
-            each.wait()
-            assert each.status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert statuses(calls) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
 
 
@@ -385,18 +374,33 @@ def one_line(text: str) -> str:
     return line
 
 
+@pytest.mark.parametrize("json_output", [False, True])
 @pytest.mark.parametrize(
     ("options", "reason", "code"),
     [
         ({"MODEL_NAME": "/nowhere"}, "/nowhere", 1),
         ({"MODEL_NAME": "/proc/self"}, "config.json", 1),
         ({"DEPLOYMENT_FRAMEWORK": "hf_transformers"}, "safetensors", 1),
-        ({"TLS_CERT_PATH": "/nowhere/cert.pem", "TLS_KEY_PATH": "/nowhere/key.pem"}, "/nowhere/cert.pem", 2),
+        ({"TLS_CERT_PATH": "/x.pem", "TLS_KEY_PATH": "/y.pem", "MODEL_NAME": "/none"}, "/x.pem", 2),
+        ({"MAX_BATCH_SIZE": "many"}, "many", 2),
+        ({}, "step_seconds", 1),  # found by the engine process
     ],
 )
-def test_what_is_missing_is_one_error_line(tmp_path: Path, options: dict[str, object], reason: str, code: int) -> None:
-    done = run(**fake(tmp_path, **options))
-    assert (done.returncode, reason in one_line(done.stderr)) == (code, True)
+def test_a_start_that_fails_says_why_in_one_line_and_in_the_termination_log(
+    tmp_path: Path, options: dict[str, object], reason: str, code: int, json_output: bool
+) -> None:
+    (tmp_path / "termination").touch()
+    settings = fake(tmp_path, JSON_OUTPUT=json_output, TERMINATION_LOG=tmp_path / "termination")
+    if not options:
+        make_fake_model(tmp_path / "model", step_seconds="long")
+    done = run(**settings | options)
+    if json_output:
+        last = [json.loads(line) for line in done.stdout.splitlines()][-1]
+        assert (done.returncode, done.stderr, last["level"]) == (code, "", "CRITICAL")
+        assert reason in last["message"]
+    else:
+        assert (done.returncode, reason in one_line(done.stderr)) == (code, True)
+    assert code == 2 or reason in (tmp_path / "termination").read_text()
 
 
 @pytest.mark.parametrize("option", ["GRPC_PORT", "PORT"])
@@ -408,36 +412,6 @@ def test_a_port_in_use_is_one_error_line(tmp_path: Path, option: str) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("tgis: ")]  # gRPC logs its own
     assert len(lines) == 1
     assert str(port) in lines[0]
-
-
-def test_an_engine_that_cannot_load_is_one_error_line_and_a_termination_log(tmp_path: Path) -> None:
-    settings = fake(tmp_path, TERMINATION_LOG=tmp_path / "termination")
-    (tmp_path / "termination").touch()
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 257, "fake": {"step_seconds": "long"}}')
-    done = run(**settings)
-    assert done.returncode == 1
-    assert "step_seconds" in one_line(done.stderr)
-    assert "step_seconds" in (tmp_path / "termination").read_text()
-
-
-@pytest.mark.parametrize(
-    ("steps", "options", "reason", "code"),
-    [
-        ({}, {"MAX_BATCH_SIZE": "many"}, "many", 2),
-        ({}, {"MODEL_NAME": "/nowhere"}, "/nowhere", 1),
-        ({"step_seconds": "long"}, {}, "step_seconds", 1),  # found by the engine process
-    ],
-)
-def test_every_line_is_json_with_json_output(
-    tmp_path: Path, steps: dict[str, Any], options: dict[str, object], reason: str, code: int
-) -> None:
-    settings = fake(tmp_path, JSON_OUTPUT="true", TERMINATION_LOG=tmp_path / "termination")
-    make_fake_model(tmp_path / "model", **steps)
-    done = run(**settings | options)
-    assert (done.returncode, done.stderr) == (code, "")
-    last = [json.loads(line) for line in done.stdout.splitlines()][-1]
-    assert last["level"] == "CRITICAL"
-    assert reason in last["message"]
 
 
 @pytest.mark.parametrize(

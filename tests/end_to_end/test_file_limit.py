@@ -9,9 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from harness import Server, running_server, unary_request, wait_until
+from harness import Server, running_fake, unary_request, wait_until
 
-from demo.fake_model import make_fake_model
 from tgis.cli.serve import FILE_TABLE_SIZE, MAX_OPEN_FILES, raise_file_limit
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -32,8 +31,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixtu
 
 
 def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(tmp_path: Path) -> None:
-    model = make_fake_model(tmp_path / "model")
-    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
+    with running_fake(tmp_path) as server, server.stub() as stub:
         assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
         (size,) = re.findall(r"FDSize:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text())
         assert int(size) >= min(FILE_TABLE_SIZE, resource.getrlimit(resource.RLIMIT_NOFILE)[1])

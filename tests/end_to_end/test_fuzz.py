@@ -12,10 +12,9 @@ import grpc
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
-from harness import Server, failure, running_server, unary_request, wait_until
+from harness import Server, failure, running_fake, unary_request, wait_until
 
 from benchmarks.structured_output.random_grammars import random_grammar
-from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 
 MAX_IN_FLIGHT = 48
@@ -48,11 +47,8 @@ class Attack:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("fuzz")
-    model = make_fake_model(directory / "model", max_sequence_length=256)
-    with running_server(
-        directory, model, DEPLOYMENT_FRAMEWORK="fake", MAX_NEW_TOKENS=64, MAX_CONCURRENT_REQUESTS=INPUTS
-    ) as running:
+    options = {"MAX_NEW_TOKENS": 64, "MAX_CONCURRENT_REQUESTS": INPUTS}
+    with running_fake(tmp_path_factory.mktemp("fuzz"), {"max_sequence_length": 256}, **options) as running:
         yield running
 
 

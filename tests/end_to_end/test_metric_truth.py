@@ -16,10 +16,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from harness import Server, running_server
+from harness import Server, running_fake
 
 from benchmarks.soak.reconcile import MetricValues, nonzero_gauges, parse_metrics
-from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -234,7 +233,6 @@ async def check(server: Server) -> None:
 
 @pytest.mark.parametrize("kind", [{"block_size": 4}, {"padded": True}])
 def test_counters_equal_the_books_of_the_clients(tmp_path: Path, kind: dict[str, Any]) -> None:
-    model = make_fake_model(tmp_path / "model", step_seconds=0.002, poison_token=0, **kind)
-    settings: dict[str, Any] = OPTIONS | {"DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": tmp_path / "cache"}
-    with running_server(tmp_path, model, **settings) as server:
+    steps = {"step_seconds": 0.002, "poison_token": 0} | kind
+    with running_fake(tmp_path, steps, CACHE_DIR=tmp_path / "cache", **OPTIONS) as server:
         asyncio.run(check(server))

@@ -30,18 +30,9 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
 def server(tuned: Tuned, glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     again = f'{{"name": "the king", "path": "{tuned.store}/nested/king", "base_model_name": "glassllm"}}'
     flags = [
-        *(
-            "--model",
-            str(glassllm_dir),
-            "--served-model-name",
-            "alice",
-            "other",
-            "--dtype",
-            "float",
-            "--host",
-            "localhost",
-        ),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
+        *("--model", str(glassllm_dir), "--served-model-name", "alice", "other"),
+        *("--dtype", "float", "--host", "localhost", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "32"),
         *("--gpu-memory-utilization", "0.9", "--swap-space", "4", "--max-logprobs", "20", "--disable-log-requests"),
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"queen={tuned.store}/queen", again),
     ]

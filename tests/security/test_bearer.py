@@ -3,10 +3,8 @@
 import asyncio
 import errno
 import itertools
-import json
 import logging
 import os
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, as_stream_request, run_async, running_server, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request
 
-from demo.fake_model import make_fake_model
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.security.bearer import TokenFile, caller_identity
@@ -32,9 +29,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Server]:
     (directory / "tokens").write_text("# for tests\nfirst-token\n\n  second-token  \n")
-    model = make_fake_model(directory / "model", step_seconds=0.002)
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": directory / "tokens", "MAX_BATCH_SIZE": 2}
-    with running_server(directory, model, 60, **options) as running:
+    options = {"AUTH_TOKEN_PATH": directory / "tokens", "MAX_BATCH_SIZE": 2}
+    with running_fake(directory, {"step_seconds": 0.002}, **options) as running:
         yield running
 
 
@@ -51,12 +47,12 @@ def test_a_valid_token_is_accepted(server: Server, authorization: str) -> None:
 
 def test_anything_else_is_unauthenticated(server: Server) -> None:
     refused = (None, "", "first-token", "Bearer", "Bearer ", "Bearer first", "Bearer # for tests", "Basic first-token")
-    before = counter(server, "tgi_authentication_failure_total")
+    before = server.metric("tgi_authentication_failure_total")
     for authorization in refused:
         with pytest.raises(grpc.RpcError) as caught:
             text(server, authorization)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, authorization
-    assert counter(server, "tgi_authentication_failure_total") - before == len(refused)
+    assert server.metric("tgi_authentication_failure_total") - before == len(refused)
 
 
 def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server) -> None:
@@ -74,18 +70,15 @@ def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server)
 
 
 def test_http_routes_need_a_token_and_probes_and_metrics_none(server: Server) -> None:
-    before = counter(server, "tgi_authentication_failure_total")
+    before = server.metric("tgi_authentication_failure_total")
     paths = "/info", "/openapi.json", "/docs", "/ui"
     for path in paths:
         assert server.get(path) == (
             401,
             '{"error":"a valid bearer token is required","error_type":"unauthorized"}',
         )
-        asked = urllib.request.Request(f"http://localhost:{server.api_port}{path}")
-        asked.add_header("Authorization", "Bearer first-token")
-        with urllib.request.urlopen(asked) as answer:
-            assert answer.status == 200
-    assert counter(server, "tgi_authentication_failure_total") - before == len(paths)
+        assert server.get(path, Authorization="Bearer first-token")[0] == 200
+    assert server.metric("tgi_authentication_failure_total") - before == len(paths)
     for path in ("/", "/health", "/ping", "/metrics"):
         assert server.get(path)[0] == 200
 
@@ -151,14 +144,12 @@ async def test_a_flood_with_one_token_does_not_keep_calls_with_another_in_the_qu
                 pass
 
         async def post() -> None:
-            body = json.dumps({"inputs": "abc", "parameters": {"max_new_tokens": 3}}).encode()
-            headers = {"Content-Type": "application/json", "Authorization": "Bearer second-token"}
-            request = urllib.request.Request(f"http://localhost:{server.http_port}/generate", body, headers)
-            assert json.load(await asyncio.to_thread(urllib.request.urlopen, request, timeout=30))
+            body = {"inputs": "abc", "parameters": {"max_new_tokens": 3}}
+            assert await asyncio.to_thread(server.post, "/generate", body, Authorization="Bearer second-token")
             answered.append("http")
 
         flood = [asyncio.create_task(stream("first-token", 200)) for _ in range(100)]
-        while counter(server, "tgi_queue_size") < 90:
+        while server.metric("tgi_queue_size") < 90:
             await asyncio.sleep(0.01)
         await asyncio.gather(stream("second-token", 3), post())
         for call in flood:
@@ -166,21 +157,13 @@ async def test_a_flood_with_one_token_does_not_keep_calls_with_another_in_the_qu
     assert len(answered) < 50, "before the queue of the flood was through"
 
 
-def counter(server: Server, name: str) -> float:
-    _, scrape = server.get("/metrics")
-    (line,) = (line for line in scrape.splitlines() if line.startswith(f"{name} "))
-    return float(line.split()[1])
-
-
 def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("first\nsecond\n")
-    model = make_fake_model(tmp_path / "model", block_size=4)
-    options = {"DEPLOYMENT_FRAMEWORK": "fake", "AUTH_TOKEN_PATH": tmp_path / "tokens"}
-    with running_server(tmp_path, model, 60, **options) as server:
+    with running_fake(tmp_path, {"block_size": 4}, AUTH_TOKEN_PATH=tmp_path / "tokens") as server:
         hits = []
         for token in ("first", "second", "first", "second"):
             text(server, f"Bearer {token}", "abcdefghi" * 2)
-            hits.append(counter(server, "tgi_prefix_cache_hit_tokens_total"))
+            hits.append(server.metric("tgi_prefix_cache_hit_tokens_total"))
     assert hits == [0, 0, 16, 32]
 
 

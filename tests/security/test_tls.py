@@ -2,22 +2,21 @@
 
 import asyncio
 import logging
-import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import grpc
 import pytest
 from cryptography import x509
-from grpc_calls import make_calls
+from grpc_calls import OWN_CONNECTION, echo, service
+from grpc_calls import serving as serving_grpc
 from harness import run_async
+from mounted_secret import Clock, Secret
 
 from benchmarks.certificates import Pair, make_pair
 from tgis.api.grpc.server import GrpcServer
-from tgis.config import Config
 from tgis.errors import OptionError
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
@@ -28,66 +27,19 @@ def authority() -> Pair:
     return make_pair()
 
 
-class Secret:
-    """A mounted Kubernetes secret: the files are links through `..data`, which is swapped in one rename."""
-
-    def __init__(self, directory: Path, authority: Pair) -> None:
-        self._directory = directory
-        self._versions = 0
-        self.authority = authority
-        self.pair = make_pair(authority)
-        self.publish(self.pair.cert, self.pair.key)
-        for name in ("tls.crt", "tls.key", "ca.crt"):
-            (directory / name).symlink_to(Path("..data") / name)
-
-    def publish(self, cert: bytes, key: bytes) -> None:
-        self._versions += 1
-        version = self._directory / f"..{self._versions}"
-        version.mkdir()
-        (version / "tls.crt").write_bytes(cert)
-        (version / "tls.key").write_bytes(key)
-        (version / "ca.crt").write_bytes(self.authority.cert)
-        link = self._directory / "..tmp"
-        link.symlink_to(version.name)
-        os.replace(link, self._directory / "..data")
-
-    def renew(self) -> Pair:
-        self.pair = make_pair(self.authority)
-        self.publish(self.pair.cert, self.pair.key)
-        return self.pair
-
-    def files(self, *, mutual: bool = False) -> TlsFiles:
-        path = str(self._directory)
-        return TlsFiles(f"{path}/tls.crt", f"{path}/tls.key", f"{path}/ca.crt" if mutual else None)
-
-
 @pytest.fixture
 def secret(tmp_path: Path, authority: Pair) -> Secret:
     return Secret(tmp_path, authority)
 
 
-async def echo(request: bytes, _context: object) -> bytes:
-    return request
-
-
-@asynccontextmanager
-async def serving(files: TlsFiles) -> AsyncIterator[int]:
-    method = grpc.unary_unary_rpc_method_handler(echo)
-    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": method})
-    config = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
-    server = GrpcServer([handler], config, make_calls(config), Certificates(files))
-    port = server.bind()
-    await server.start()
-    try:
-        yield port
-    finally:
-        await server.stop()
+def serving(files: TlsFiles) -> AbstractAsyncContextManager[tuple[GrpcServer, int]]:
+    return serving_grpc(service(Echo=echo), certificates=Certificates(files))
 
 
 def connect(port: int, authority: Pair, client: Pair | None = None) -> grpc.aio.Channel:
     key, cert = (client.key, client.cert) if client else (None, None)
     credentials = grpc.ssl_channel_credentials(authority.cert, key, cert)
-    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options=[("grpc.use_local_subchannel_pool", 1)])
+    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options=OWN_CONNECTION)
 
 
 async def call(channel: grpc.aio.Channel) -> grpc.StatusCode:
@@ -129,35 +81,35 @@ async def until_shown(port: int, authority: Pair, serial: int) -> None:
 
 
 def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
-    now = 0.0
-    certificates = Certificates(secret.files(mutual=True), lambda: now)
+    clock = Clock()
+    certificates = Certificates(secret.files(mutual=True), clock)
     assert certificates.expiry == {"server": expires(secret.pair), "client_ca": expires(secret.authority)}
     assert Certificates(secret.files()).expiry == {"server": expires(secret.pair)}
     chain = make_pair(secret.authority, days=3)
     secret.publish(chain.cert + secret.authority.cert, chain.key)
-    now += 2 * CHECK_INTERVAL_SECONDS
+    clock.next_check()
     certificates.fetch()
     assert certificates.expiry["server"] == min(expires(chain), expires(secret.authority)) == expires(secret.authority)
     secret.publish(b"nonsense", chain.key)
-    now += 2 * CHECK_INTERVAL_SECONDS
+    clock.next_check()
     certificates.fetch()
     assert certificates.expiry["server"] == expires(secret.authority)
 
 
 def test_an_expired_certificate_is_a_warning(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
+    clock = Clock()
     Certificates(secret.files(mutual=True))
     assert caplog.messages == []
     expired = make_pair(secret.authority, days=0)
     secret.publish(expired.cert, expired.key)
-    certificates = Certificates(secret.files(mutual=True), lambda: now)
+    certificates = Certificates(secret.files(mutual=True), clock)
     (said,) = caplog.messages
     day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
     assert said.startswith(f"{secret.files().cert} has a certificate that expired on {day} at ")
     caplog.clear()
     renewed = make_pair(secret.authority, days=0)
     secret.publish(renewed.cert, renewed.key)
-    now += 2 * CHECK_INTERVAL_SECONDS
+    clock.next_check()
     certificates.fetch()
     assert [" expired on " in message for message in caplog.messages] == [True]
 
@@ -168,7 +120,7 @@ def expires(pair: Pair) -> float:
 
 @run_async
 async def test_calls_need_tls(secret: Secret) -> None:
-    async with serving(secret.files()) as port:
+    async with serving(secret.files()) as (_, port):
         assert await call_once(port, secret.authority) is grpc.StatusCode.OK
         async with grpc.aio.insecure_channel(f"localhost:{port}") as plain:
             assert await call(plain) is grpc.StatusCode.UNAVAILABLE
@@ -178,7 +130,7 @@ async def test_calls_need_tls(secret: Secret) -> None:
 
 @run_async
 async def test_mutual_tls_requires_a_certificate_of_the_client_ca(secret: Secret) -> None:
-    async with serving(secret.files(mutual=True)) as port:
+    async with serving(secret.files(mutual=True)) as (_, port):
         stranger = make_pair(make_pair())
         for client, code in (
             (None, grpc.StatusCode.UNAVAILABLE),
@@ -194,7 +146,7 @@ async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret,
     client = make_pair(secret.authority)
     old = secret.pair.certificate.serial_number
     async with (
-        serving(secret.files(mutual=mutual)) as port,
+        serving(secret.files(mutual=mutual)) as (_, port),
         connect(port, secret.authority, client) as open_one,
     ):
         assert await call(open_one) is grpc.StatusCode.OK
@@ -204,19 +156,6 @@ async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret,
         assert await call_once(port, secret.authority, client) is grpc.StatusCode.OK
         if mutual:
             assert await call_once(port, secret.authority) is grpc.StatusCode.UNAVAILABLE
-
-
-class Clock:
-    """A fake clock."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def next_check(self) -> None:
-        self.now += CHECK_INTERVAL_SECONDS
 
 
 def test_files_are_checked_once_a_second(secret: Secret) -> None:

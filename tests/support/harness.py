@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import grpc
+from chat_templates import write_template
 from repository import TEST_CACHE
 
+from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -76,10 +79,20 @@ class Server:
         with grpc.insecure_channel(self.target) as channel:
             yield pb_grpc.GenerationServiceStub(channel)
 
-    def get(self, path: str, timeout: float = 10) -> tuple[int, str]:
+    def get(self, path: str, timeout: float = 10, **headers: str) -> tuple[int, str]:
         """Status and body of an HTTP request."""
+        return self._ask(path, None, headers, timeout)
+
+    def post(self, path: str, body: Any, timeout: float = 60, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an HTTP request with a body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, text = self._ask(path, data, headers | {"Content-Type": "application/json"}, timeout)
+        return status, json.loads(text)
+
+    def _ask(self, path: str, data: bytes | None, headers: dict[str, str], timeout: float) -> tuple[int, str]:
+        request = urllib.request.Request(f"http://localhost:{self.http_port}{path}", data, headers)
         try:
-            with urllib.request.urlopen(f"http://localhost:{self.http_port}{path}", timeout=timeout) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -120,6 +133,16 @@ def running_server(
 ) -> contextlib.AbstractContextManager[Server]:
     """Serve `model`, logging to `directory`; killed at the end of the block."""
     return running_module(["tgis", "serve"], directory, timeout, **{"MODEL_NAME": model, **options})
+
+
+def running_fake(
+    directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, /, **options: Any
+) -> contextlib.AbstractContextManager[Server]:
+    """Serve a model of the engine `fake`, which repeats its prompt."""
+    model = make_fake_model(directory / "model", **(steps or {}))
+    if template is not None:
+        write_template(model, template)
+    return running_server(directory, model, **{"DEPLOYMENT_FRAMEWORK": "fake", **options})
 
 
 @contextlib.contextmanager
