@@ -147,15 +147,6 @@ def test_requests_expire_in_the_queue_without_a_token() -> None:
     assert len(batcher.waiting) == 0
 
 
-@pytest.mark.parametrize("block_size", [0, 4])
-def test_a_request_whose_deadline_passes_before_its_first_step_gets_one_token(block_size: int) -> None:
-    batcher = Batcher(limits(padded=not block_size, block_size=block_size), {EOS})
-    (seq,) = batcher.submit([request(1, deadline=1.0, min_new=4)], 0.0)
-    assert batcher.expire(2.0) == []
-    assert ids(run_step(batcher, now=2.0)[1]) == [1]
-    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
-
-
 def test_a_failed_step_takes_no_request_its_only_token() -> None:
     """Its own prefill was under way: it has not waited through anybody's step."""
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})

@@ -9,7 +9,7 @@ from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.messages import BatcherCounters, WaitReason
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 SIZE = 4  # tokens of a block
 BUDGET = 8  # prefill tokens of a step without decodes
@@ -198,20 +198,6 @@ def test_blocks_of_a_failed_step_are_not_cached() -> None:
     assert computed(one, 2) == 20
 
 
-def test_the_least_recently_used_prefix_is_evicted() -> None:
-    one = batcher(blocks=12)
-    for number in range(3):
-        one.submit([ask(number, prompt(16, 100 * number))], 0.0)
-        work(one)
-    one.submit([ask(3, prompt(16, 0))], 0.0)  # used again
-    work(one)
-    one.submit([ask(4, prompt(12, 900))], 0.0)  # takes three blocks
-    work(one)
-    for number, first, hits in [(5, 0, 12), (6, 200, 12), (7, 900, 8)]:
-        one.submit([ask(number, prompt(16, first)[: 12 if first == 900 else 16])], 0.0)
-        assert computed(one, number) == (12 if first == 900 else 16) - hits
-
-
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
     one = queued([ask(1, prompt(24))], blocks=8)
     work(one)
@@ -228,36 +214,6 @@ def test_shared_blocks_are_counted_once() -> None:
     one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # of ten blocks it needs seven, six of them shared
     assert ids(step(one).seqs) == [1, 2]
     assert pool_of(one).num_used == 8
-
-
-def grown(blocks: int, *requests: Request, steps: int) -> Batcher:
-    """A batcher after so many steps of these requests, none of them preempted."""
-    one = batcher(blocks, prefix_cache=False, prefill_tokens=64)
-    one.submit(requests, 0.0)
-    for _ in range(steps):
-        assert preempted(next_plan(one)) == []
-        step(one)
-    assert len(one.waiting) == 0
-    return one
-
-
-def test_the_youngest_is_preempted_and_loses_no_token() -> None:
-    requests = [ask(number, prompt(4, 100 * number), 12) for number in range(3)]
-    one = grown(9, *requests, steps=9)  # three blocks each, all in use
-    plan = step(one)
-    assert (ids(plan.seqs), ids(preempted(plan))) == ([0, 1], [2])
-    (lost,) = preempted(plan)
-    assert (lost.num_generated_tokens, lost.num_computed_tokens, lost.block_table) == (9, 0, [])
-    assert one.take_counters().preemptions == 1
-    ends: list[Sequence] = []
-    while busy(one):
-        plan = next_plan(one)
-        if lost in plan.seqs and not lost.num_computed_tokens:
-            assert plan.num_scheduled_tokens[plan.seqs.index(lost)] == 4 + 9  # generated tokens included
-        ends += one.commit(plan, [[7]] * len(plan.sampled), 0.0)
-    assert [(seq.id, seq.num_generated_tokens, seq.stop_reason) for seq in ends] == [
-        (n, 12, StopReason.MAX_TOKENS) for n in range(3)
-    ]
 
 
 def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
@@ -288,7 +244,9 @@ def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
 
 
 def test_out_of_memory_frees_all_blocks_and_shrinks_the_batch() -> None:
-    one = grown(20, *(ask(n, prompt(12, 100 * n), 4) for n in range(4)), steps=2)
+    one = queued([ask(n, prompt(12, 100 * n), 4) for n in range(4)], 20, prefix_cache=False, prefill_tokens=64)
+    step(one)
+    step(one)
     assert one.rollback(next_plan(one), out_of_memory=True) == []
     assert (len(one.running), len(one.waiting), pool_of(one).num_used) == (0, 4, 0)
     plan = step(one)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from attention_oracle import reference_attention
 from chunk_batches import ChunkedBatch, chunk_batch
 from cpu_kernels import kernels_of, num_threads
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
@@ -77,11 +76,7 @@ def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionPara
 
 def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: AttentionParams) -> float:
     """The largest difference from the oracle."""
-    parts = [
-        reference_attention(chunks.q[chunk.tokens], k, v, params)
-        for chunk, (k, v) in zip(chunks.batch.chunks, chunks.contexts, strict=True)
-    ]
-    expected = torch.cat(parts)
+    expected = chunks.expected(params)
     return max(float((prefill_by(kernel, chunks, params).double() - expected).abs().max()) for kernel in kernels)
 
 

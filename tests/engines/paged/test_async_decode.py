@@ -264,33 +264,6 @@ def _num_changed_tokens(subject: Subject, rows: list[Sequence]) -> list[int]:
     return found
 
 
-def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * 6, 9), 0.0) for n in range(2)]
-    for number, row in enumerate(rows):
-        row.block_table = [2 * number, 2 * number + 1]
-    for in_flight, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
-        plan = StepPlan.compute_all(rows)
-        commit(plan, subject.step(plan))
-        assert launches.in_flight == in_flight
-        rows[5 in blocks].block_table += blocks
-    subject.engine.release(rows)
-
-
-def test_nothing_is_launched_ahead_beside_an_unfinished_prompt(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * (5 + 12 * n), 9), 0.0) for n in range(2)]
-    for number, row in enumerate(rows):
-        row.block_table = list(range(number * 10, number * 10 + 10))
-    for work, launched in (
-        ({0: rows[0].num_uncomputed_tokens}, ([1], [1])),
-        ({0: 1, 1: 9}, ([1, 0], [1])),
-        ({0: 1, 1: 8}, ([1, 0, 2], [1, 2])),
-    ):
-        plan = StepPlan.of([rows[number] for number in work], [*work.values()])
-        commit(plan, subject.step(plan))
-        assert (launches.planned, launches.in_flight) == launched
-    subject.engine.release(rows)
-
-
 @dataclass
 class Run:
     """Steps of a batcher, as the worker takes them."""
