@@ -44,6 +44,11 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
     return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
 
 
+@pytest.fixture(scope="module", params=ENGINES)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
+    return make_setup(request.param, glassllm_dir)
+
+
 @pytest.fixture(scope="module")
 def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
     return store_for(setup, tuned.store)

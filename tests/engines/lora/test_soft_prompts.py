@@ -42,6 +42,11 @@ def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
     return tuning.tuned("glassllm", glassllm_dir, cache_dir)
 
 
+@pytest.fixture(scope="module", params=ENGINES)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
+    return make_setup(request.param, glassllm_dir)
+
+
 @pytest.fixture(scope="module")
 def store(glassllm_dir: Path, tuned: Tuned) -> AdapterStore:
     return AdapterStore(str(tuned.store), 1 << 20, TargetModel(128, 64, torch.float32, torch.device("cpu")))

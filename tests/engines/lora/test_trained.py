@@ -7,10 +7,24 @@ from typing import Any
 
 import pytest
 import tuning
-from adapter_batches import AdapterRequest, EngineSetup, find_adapter, generate_all, store_for, without_near_ties
+from adapter_batches import (
+    ENGINES,
+    AdapterRequest,
+    EngineSetup,
+    find_adapter,
+    generate_all,
+    make_setup,
+    store_for,
+    without_near_ties,
+)
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
+    return make_setup(request.param, glassllm_dir)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 24])
@@ -49,11 +63,9 @@ def test_all_and_none_in_one_batch_generate_what_each_generates_alone(
 
 
 @pytest.mark.parametrize("name", ["titles", "titles-lora"])
-def test_an_encoder_decoder_generates_what_peft_generates(
-    name: str, titles: EngineSetup, titles_dir: Path, cache_dir: Path
-) -> None:
+def test_an_encoder_decoder_generates_what_peft_generates(name: str, titles_dir: Path, cache_dir: Path) -> None:
     """With what was trained and without, alone and in one batch."""
-    tuned = tuning.tuned(name, titles_dir, cache_dir)
+    titles, tuned = make_setup("padded", titles_dir), tuning.tuned(name, titles_dir, cache_dir)
     store, wanted = store_for(titles, tuned.store), without_near_ties(tuned.trained.continuations)
     bare = {tuple(one.tokens): one.generated for one in wanted if not one.prompt}
     assert sum(one.generated != bare[tuple(one.tokens)] for one in wanted if one.prompt) >= 6
