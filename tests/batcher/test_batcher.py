@@ -170,12 +170,6 @@ def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
 
 
-@pytest.mark.parametrize(("padded", "cost"), [(True, 3 * (10 + 5)), (False, (10 + 5) + 2 * (2 + 5))])
-def test_a_batch_costs_sequences_times_the_longest_or_the_sum_with_outputs(cost: int, *, padded: bool) -> None:
-    batcher = queued([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], cost, padded=padded)
-    assert ids(next_plan(batcher).seqs) == [1, 2, 3]
-
-
 def test_padding_bounds_a_prefill() -> None:
     batcher = queued([request(1, 10), request(2, 8), request(3, 2)], max_prefill_padding=0.2)
     assert ids(run_step(batcher)[0].seqs) == [1, 2]

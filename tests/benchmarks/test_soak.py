@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from repository import REPOSITORY
+from scraped_metrics import make_metrics
 
 from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, assemble_answer, difference
@@ -90,10 +91,6 @@ def test_a_stream_that_violates_the_protocol_is_an_error(stream: list[pb.Generat
         assemble_answer(stream)
 
 
-def metrics() -> Metrics:
-    return Metrics(max_sequence_length=128, max_new_tokens=64, max_batch_size=4, token_capacity=1000)
-
-
 STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_requeued=0, first_scheduled={})
 
 
@@ -122,7 +119,7 @@ def make_calls(server: Metrics, log: ClientLog) -> None:
 
 def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """The discrepancies after these calls and one change."""
-    server, log = metrics(), ClientLog()
+    server, log = make_metrics(), ClientLog()
     before = reconcile.parse_metrics(b"".join(server.scrape()).decode())
     make_calls(server, log)
     change(server, log)
@@ -163,7 +160,7 @@ def batch_of(inputs: int) -> GenerateCall:
 
 
 def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> None:
-    server = metrics()
+    server = make_metrics()
     with pytest.raises(asyncio.CancelledError), RequestLog(batch_of(3), server, log_text=False):
         raise asyncio.CancelledError
     with pytest.raises(InvalidRequest), RequestLog(batch_of(2), server, log_text=False):

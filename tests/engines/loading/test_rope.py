@@ -9,7 +9,7 @@ import torch
 import transformers
 from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
+from tiny_models import LLAMA_LIKE, MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -20,16 +20,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+SMALL = LLAMA_LIKE | TOKEN_IDS | {"initializer_range": 0.2, "max_position_embeddings": 256}
 NATURAL = 64  # tokens that the model was first made for
 
 
@@ -51,7 +42,7 @@ DYNAMIC = {
 
 def make(directory: Path, kind: str, **values: Any) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | values), dtype=torch.float32)
     model.save_pretrained(directory)
     return directory
 
@@ -99,7 +90,7 @@ def test_all_sequences_have_the_frequencies_of_the_longest_one_served(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_have_what_the_model_computes(dtype: torch.dtype) -> None:
-    config = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=256)
+    config = AutoConfig.for_model("llama", **SMALL)
     model, plain = AutoModelForCausalLM.from_config(config, dtype=dtype), LlamaRotaryEmbedding(config)
     assert tabulate_angles(model, 200) == 1
     positions = torch.randint(200, (2, 30))
@@ -145,5 +136,5 @@ def test_tables_that_give_other_logits_are_not_used(
 
 
 def test_angles_of_several_kinds_of_layers_are_computed() -> None:
-    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, max_position_embeddings=256)
+    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16)
     assert tabulate_angles(AutoModelForCausalLM.from_config(config), 200) == 0

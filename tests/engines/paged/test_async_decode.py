@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import sampling_oracle as oracle
 import torch
-from batches import check_pool, engine_options, limits
+from batches import check_pool, engine_options, limits, pool_of
 from fake_cuda_graphs import record
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
@@ -288,7 +288,7 @@ class Run:
         self.batcher.drop(failed)
         tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
         self.ended += self.batcher.commit(plan.without(result.failed), tokens, 0.0)
-        check_pool(self._pool())
+        check_pool(pool_of(self.batcher))
         return True
 
     def finish(self) -> None:
@@ -296,11 +296,7 @@ class Run:
             pass
         for row in self.ended:
             self.subject.check(row)
-        assert (self.batcher.idle, self._pool().num_used) == (True, 0)
-
-    def _pool(self) -> Any:
-        assert self.batcher._block_manager is not None
-        return self.batcher._block_manager.pool
+        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
 
 
 def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: Any) -> Run:
