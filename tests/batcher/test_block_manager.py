@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from batches import EOS, busy, check_pool, ids, limits, next_plan, preempted
+from batches import EOS, busy, check_pool, ids, limits, next_plan, pool_of, preempted
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -43,11 +43,6 @@ def step(one: Batcher, token: int = 7, now: float = 0.0) -> StepPlan:
     one.commit(plan, [[token]] * len(plan.sampled), now)
     check_pool(pool_of(one))
     return plan
-
-
-def pool_of(one: Batcher):  # type: ignore[no-untyped-def]
-    assert one._block_manager is not None
-    return one._block_manager.pool
 
 
 def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
@@ -214,18 +209,6 @@ def test_shared_blocks_are_counted_once() -> None:
     one.submit([ask(2, [*prompt(24), 5, 5], 2)], 0.0)  # of ten blocks it needs seven, six of them shared
     assert ids(step(one).seqs) == [1, 2]
     assert pool_of(one).num_used == 8
-
-
-def test_a_preempted_sequence_queues_behind_those_it_overtook() -> None:
-    one = queued([ask(0, prompt(4), 40)], 13, prefix_cache=False, prefill_tokens=64)
-    step(one)
-    one.submit([ask(1, prompt(40, 100)), ask(2, prompt(16, 200), 18)], 0.1)
-    assert ids(step(one).seqs) == [0, 2]
-    while not preempted(plan := step(one)):
-        pass
-    assert ids(preempted(plan)) == [2]
-    assert [seq.id for seq in one.state(0.0, max_seqs=9).waiting_requests] == [1, 2]
-    assert one.waiting.num_requeued == 1
 
 
 def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:

@@ -34,38 +34,29 @@ EXPECTED = Answer(
 
 
 @pytest.mark.parametrize(
-    "got",
+    ("got", "right"),
     [
-        Answer("one two", EXPECTED.tokens, pb.STOP_SEQUENCE),
-        Answer("one", EXPECTED.tokens[:2], pb.TIME_LIMIT),
-        Answer("one t", EXPECTED.tokens[:2], pb.TIME_LIMIT),  # text held back is sent at the end
-        Answer("one two-o", EXPECTED.tokens, pb.TIME_LIMIT),  # too late for the stop sequence
-        Answer("", [], pb.TIME_LIMIT),
-        Answer("", EXPECTED.tokens[:1], pb.NOT_FINISHED),
-        Answer("one", EXPECTED.tokens[:2], pb.NOT_FINISHED),
+        (Answer("one two", EXPECTED.tokens, pb.STOP_SEQUENCE), True),
+        (Answer("one", EXPECTED.tokens[:2], pb.TIME_LIMIT), True),
+        (Answer("one t", EXPECTED.tokens[:2], pb.TIME_LIMIT), True),  # text held back is sent at the end
+        (Answer("one two-o", EXPECTED.tokens, pb.TIME_LIMIT), True),  # too late for the stop sequence
+        (Answer("", [], pb.TIME_LIMIT), True),
+        (Answer("", EXPECTED.tokens[:1], pb.NOT_FINISHED), True),
+        (Answer("one", EXPECTED.tokens[:2], pb.NOT_FINISHED), True),
+        (Answer("one", EXPECTED.tokens[:2], pb.STOP_SEQUENCE), False),
+        (Answer("one two", EXPECTED.tokens, pb.MAX_TOKENS), False),
+        (Answer("one twO", EXPECTED.tokens, pb.STOP_SEQUENCE), False),
+        (Answer("one two", ["▁one", "▁t", "w", "O-o"], pb.STOP_SEQUENCE), False),
+        (Answer("one two", ["▁one", "▁T"], pb.TIME_LIMIT), False),
+        (Answer("one two-O", EXPECTED.tokens, pb.TIME_LIMIT), False),
+        (Answer("one two-o", EXPECTED.tokens, pb.NOT_FINISHED), False),
+        (Answer("one three", EXPECTED.tokens[:2], pb.TIME_LIMIT), False),
+        (Answer("on", EXPECTED.tokens[:2], pb.TIME_LIMIT), False),  # shorter than the text of two tokens
+        (Answer("two", EXPECTED.tokens[:2], pb.NOT_FINISHED), False),
     ],
 )
-def test_equal_answers_and_prefixes_are_right(got: Answer) -> None:
-    assert difference(EXPECTED, got) == ""
-
-
-@pytest.mark.parametrize(
-    "got",
-    [
-        Answer("one", EXPECTED.tokens[:2], pb.STOP_SEQUENCE),
-        Answer("one two", EXPECTED.tokens, pb.MAX_TOKENS),
-        Answer("one twO", EXPECTED.tokens, pb.STOP_SEQUENCE),
-        Answer("one two", ["▁one", "▁t", "w", "O-o"], pb.STOP_SEQUENCE),
-        Answer("one two", ["▁one", "▁T"], pb.TIME_LIMIT),
-        Answer("one two-O", EXPECTED.tokens, pb.TIME_LIMIT),
-        Answer("one two-o", EXPECTED.tokens, pb.NOT_FINISHED),
-        Answer("one three", EXPECTED.tokens[:2], pb.TIME_LIMIT),
-        Answer("on", EXPECTED.tokens[:2], pb.TIME_LIMIT),  # shorter than the text of two tokens
-        Answer("two", EXPECTED.tokens[:2], pb.NOT_FINISHED),
-    ],
-)
-def test_other_answers_are_wrong(got: Answer) -> None:
-    assert difference(EXPECTED, got) != ""
+def test_equal_answers_and_prefixes_are_right_and_no_others(got: Answer, right: bool) -> None:
+    assert (difference(EXPECTED, got) == "") == right
 
 
 def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> pb.GenerationResponse:
