@@ -55,9 +55,10 @@ def work(one: Batcher, token: int = 7) -> list[dict[int, int]]:
     return steps
 
 
-def computed(one: Batcher, number: int) -> int:
-    """Run to the end; how many tokens one request computed."""
-    return sum(counts.get(number, 0) for counts in work(one))
+def computed(one: Batcher, last: Request) -> int:
+    """Run to the end; how many tokens the last request computed."""
+    one.submit([last], 0.0)
+    return sum(counts.get(last.id, 0) for counts in work(one))
 
 
 def prompt(length: int, first: int = 1000) -> list[int]:
@@ -68,11 +69,10 @@ def prompt(length: int, first: int = 1000) -> list[int]:
     ("length", "hits"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28), (33, 32)]
 )
 def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: int) -> None:
-    one = queued([ask(1, prompt(length), 2)])
-    assert computed(one, 1) == length + 1
+    one = batcher()
+    assert computed(one, ask(1, prompt(length), 2)) == length + 1
     assert one.take_counters() == BatcherCounters(prefix_cache_queries=length)
-    one.submit([ask(2, prompt(length))], 0.0)
-    assert computed(one, 2) == length - hits  # at least one, for its logits
+    assert computed(one, ask(2, prompt(length))) == length - hits  # at least one, for its logits
     assert one.take_counters() == BatcherCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
 
 
@@ -85,26 +85,22 @@ def test_only_equal_beginnings_are_shared() -> None:
         (4, prompt(20)[4:], 0),
         (5, [5, *prompt(20)[1:]], 0),
     ]:
-        one.submit([ask(number, tokens)], 0.0)
-        assert computed(one, number) == len(tokens) - hits
+        assert computed(one, ask(number, tokens)) == len(tokens) - hits
 
 
 def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     one = queued([ask(1, prompt(10), 8)])
     work(one, token=3)
-    one.submit([ask(2, [*prompt(10), *[3] * 7, 5, 5, 5])], 0.0)
-    assert computed(one, 2) == 20 - 16
+    assert computed(one, ask(2, [*prompt(10), *[3] * 7, 5, 5, 5])) == 20 - 16
 
 
 def test_requests_of_different_salts_share_nothing() -> None:
     one = batcher()
     salts = [b"", b"a" * 32, b"b" * 32, b"a" * 31]
     for number, salt in enumerate(salts):
-        one.submit([ask(number, prompt(20), salt=salt)], 0.0)
-        assert computed(one, number) == 20
+        assert computed(one, ask(number, prompt(20), salt=salt)) == 20
     for number, salt in enumerate(salts, 10):
-        one.submit([ask(number, prompt(20), salt=salt)], 0.0)
-        assert computed(one, number) == 4
+        assert computed(one, ask(number, prompt(20), salt=salt)) == 4
 
 
 def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
@@ -112,28 +108,23 @@ def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
     one = queued([ask(1, prompt(20), salt=b"a" * 32)])
     work(one)
     for number, key in enumerate(list(pool_of(one)._cached_blocks), 2):
-        one.submit([ask(number, prompt(20)[4:], salt=key)], 0.0)
-        assert computed(one, number) == 16
+        assert computed(one, ask(number, prompt(20)[4:], salt=key)) == 16
 
 
 def test_without_the_cache_everything_is_computed() -> None:
     one = batcher(prefix_cache=False)
     for number in (1, 2):
-        one.submit([ask(number, prompt(20))], 0.0)
-        assert computed(one, number) == 20
+        assert computed(one, ask(number, prompt(20))) == 20
     assert one.take_counters() == BatcherCounters()
 
 
 def test_prompts_with_prompt_logprobs_are_computed() -> None:
     one = batcher()
     facts = LogprobOptions(input_tokens=True, logprobs=True)
-    one.submit([ask(1, prompt(20), details=facts)], 0.0)
-    assert computed(one, 1) == 20
-    one.submit([ask(2, prompt(20), details=facts)], 0.0)
-    assert computed(one, 2) == 20
+    assert computed(one, ask(1, prompt(20), details=facts)) == 20
+    assert computed(one, ask(2, prompt(20), details=facts)) == 20
     assert one.take_counters() == BatcherCounters()
-    one.submit([ask(3, prompt(20))], 0.0)  # others use what they have computed
-    assert computed(one, 3) == 4
+    assert computed(one, ask(3, prompt(20))) == 4  # others use what they have computed
 
 
 def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
@@ -150,7 +141,7 @@ def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
 def test_a_prompt_waits_for_an_inflight_prefix() -> None:
     one, plan = started()
     one.commit(plan, [], 0.0)
-    assert computed(one, 2) == 1
+    assert sum(counts.get(2, 0) for counts in work(one)) == 1
     assert one.take_counters() == BatcherCounters(prefix_cache_queries=24 + 25, prefix_cache_hits=24)
 
 
@@ -189,8 +180,7 @@ def test_blocks_of_a_failed_step_are_not_cached() -> None:
     for _ in range(2):
         one.rollback(next_plan(one), out_of_memory=False)  # it fails alone for the second time
     assert not busy(one)
-    one.submit([ask(2, prompt(20))], 0.0)
-    assert computed(one, 2) == 20
+    assert computed(one, ask(2, prompt(20))) == 20
 
 
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
@@ -198,8 +188,7 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
     work(one)
     one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are evicted
     work(one)
-    one.submit([ask(3, prompt(24))], 0.0)
-    assert computed(one, 3) == 24 - 16
+    assert computed(one, ask(3, prompt(24))) == 24 - 16
 
 
 def test_shared_blocks_are_counted_once() -> None:

@@ -67,6 +67,14 @@ def last_logits(engine: PagedEngine, *rows: Sequence) -> torch.Tensor:
     return logits.clone()
 
 
+def assert_logits_of(model: Path, engine: PagedEngine) -> None:
+    """The engine gives a prompt the logits of a model in transformers."""
+    seq = row(1, 20, 0)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([seq.tokens])).logits[0, -1:]
+    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC)])
 def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     engine = load(make(tmp_path, kind, **values), longest=256)
@@ -81,11 +89,7 @@ def test_all_sequences_have_the_frequencies_of_the_longest_one_served(
     tmp_path: Path, longest: int, factor: float
 ) -> None:
     engine = load(make(tmp_path / "both", "phi3", **longrope(1.0, 8.0)), longest)
-    short = row(1, 20, 0)
-    oracle = AutoModelForCausalLM.from_pretrained(make(tmp_path / "one", "phi3", **longrope(factor, factor)))
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([short.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, short), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(make(tmp_path / "one", "phi3", **longrope(factor, factor)), engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,10 +114,7 @@ def test_angles_as_one_complex_tensor_are_computed(tmp_path: Path, name: str, si
     config = getattr(transformers, f"{name}Config")(**TOKEN_IDS | MORE_ARCHITECTURES[name] | sizes)
     engine = load(make_model_from_config(config, tmp_path), longest=128)
     assert isinstance(engine._graphs, RecordedSteps)
-    seq = row(1, 20, 0)
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(tmp_path, engine)
 
 
 def test_tables_that_give_other_logits_are_not_used(
@@ -129,10 +130,7 @@ def test_tables_that_give_other_logits_are_not_used(
     monkeypatch.setattr(rope, "_tables", shifted)
     engine = load(make(tmp_path, "llama", head_dim=16, max_position_embeddings=128), longest=128)
     assert "the model computes its rotary embeddings in every step: tabulated steps do not give" in caplog.text
-    seq = row(1, 20, 0)
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(tmp_path, engine)
 
 
 def test_angles_of_several_kinds_of_layers_are_computed() -> None:
