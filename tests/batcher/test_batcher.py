@@ -147,15 +147,6 @@ def test_requests_expire_in_the_queue_without_a_token() -> None:
     assert len(batcher.waiting) == 0
 
 
-@pytest.mark.parametrize("block_size", [0, 4])
-def test_a_request_whose_deadline_passes_before_its_first_step_gets_one_token(block_size: int) -> None:
-    batcher = Batcher(limits(padded=not block_size, block_size=block_size), {EOS})
-    (seq,) = batcher.submit([request(1, deadline=1.0, min_new=4)], 0.0)
-    assert batcher.expire(2.0) == []
-    assert ids(run_step(batcher, now=2.0)[1]) == [1]
-    assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
-
-
 def test_a_failed_step_takes_no_request_its_only_token() -> None:
     """Its own prefill was under way: it has not waited through anybody's step."""
     batcher = Batcher(limits(padded=False, block_size=4, prefill_tokens=4), {EOS})
@@ -177,12 +168,6 @@ def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
     assert (plan.has_prefill, ids(plan.seqs), ids(ended)) == (False, [1], [1])
     plan, _ = run_step(batcher)
     assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
-
-
-@pytest.mark.parametrize(("padded", "cost"), [(True, 3 * (10 + 5)), (False, (10 + 5) + 2 * (2 + 5))])
-def test_a_batch_costs_sequences_times_the_longest_or_the_sum_with_outputs(cost: int, *, padded: bool) -> None:
-    batcher = queued([request(1, 10), request(2, 2), request(3, 2), request(4, 2)], cost, padded=padded)
-    assert ids(next_plan(batcher).seqs) == [1, 2, 3]
 
 
 def test_padding_bounds_a_prefill() -> None:

@@ -4,7 +4,7 @@ import zlib
 from dataclasses import dataclass, field
 from itertools import islice
 
-from batches import EOS, check_pool, limits, next_plan, preempted, request
+from batches import EOS, check_pool, limits, next_plan, pool_of, preempted, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,8 +122,7 @@ class World:
 
     def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
         """The oldest of a client proceed, its youngest are preempted."""
-        assert batcher._block_manager is not None
-        check_pool(batcher._block_manager.pool)
+        check_pool(pool_of(batcher))
         assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
@@ -228,24 +227,20 @@ ARRIVALS = st.lists(
     ),
     max_size=25,
 )
-BOUNDS = st.builds(
+PADDED = {
+    "weight": st.sampled_from([40, 90, 200, 1000]),
+    "max_batch_size": st.integers(1, 8),
+    "prefill_tokens": st.sampled_from([4, 40]),
+    "max_prefill_padding": st.sampled_from([0.0, 0.2, 1.0]),
+    "max_waiting_tokens": st.sampled_from([0, 3, 24]),
+}
+BOUNDS = st.builds(limits, **PADDED) | st.builds(
     limits,
-    st.sampled_from([40, 90, 200, 1000]),
-    max_batch_size=st.integers(1, 8),
-    prefill_tokens=st.sampled_from([4, 40]),
-    max_prefill_padding=st.sampled_from([0.0, 0.2, 1.0]),
+    **PADDED,
     padded=st.just(False),
     block_size=st.sampled_from([0, 1, 4]),
     lookahead=st.sampled_from([0, 1]),
     prefix_cache=st.booleans(),
-    max_waiting_tokens=st.sampled_from([0, 3, 24]),
-) | st.builds(
-    limits,
-    st.sampled_from([40, 90, 200, 1000]),
-    max_batch_size=st.integers(1, 8),
-    prefill_tokens=st.sampled_from([4, 40]),
-    max_prefill_padding=st.sampled_from([0.0, 0.2, 1.0]),
-    max_waiting_tokens=st.sampled_from([0, 3, 24]),
 )
 
 

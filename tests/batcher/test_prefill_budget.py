@@ -1,13 +1,16 @@
 """When prefills interrupt decodes, and how the budget of a step is split, in simulated time."""
 
+from itertools import count
+from statistics import median
+
 import pytest
-from batches import EOS, limits, request
+from batches import EOS, limits, next_plan, request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.prefill_budget import split_budget
+from tgis.batcher.prefill_budget import DecodeTimes, split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
@@ -60,9 +63,9 @@ def test_until_decodes_have_been_measured_prompts_fill_the_steps() -> None:
 
     def prompt_tokens_of_step() -> int:
         plan = batcher.plan(0.0)
-        count = sum(plan.num_prefill_tokens)
+        tokens = sum(plan.num_prefill_tokens)
         batcher.commit(plan, [[7]] * len(plan.sampled), 0.1)
-        return count
+        return tokens
 
     batcher.submit([request(1, 5, max_new=99)], 0.0)
     assert prompt_tokens_of_step() == 5
@@ -89,12 +92,44 @@ def test_the_budget_is_split_without_waste(seqs: list[tuple[int, bool]], budget:
         if decoding:
             seq.num_computed_tokens = len(seq.tokens)
             seq.tokens.append(7)
-    count = {seq.id: tokens for seq, tokens in split_budget(sequences, budget)}
+    split = {seq.id: tokens for seq, tokens in split_budget(sequences, budget)}
     prefilling = [seq for seq in sequences if not seq.decoding]
-    assert all(count[seq.id] == 1 for seq in sequences if seq.decoding)
-    assert sum(count.get(seq.id, 0) for seq in prefilling) == min(
+    assert all(split[seq.id] == 1 for seq in sequences if seq.decoding)
+    assert sum(split.get(seq.id, 0) for seq in prefilling) == min(
         budget, sum(seq.num_uncomputed_tokens for seq in prefilling)
     )
-    assert all(1 <= count.get(seq.id, 1) <= seq.num_uncomputed_tokens for seq in prefilling)
+    assert all(1 <= split.get(seq.id, 1) <= seq.num_uncomputed_tokens for seq in prefilling)
     if prefilling:
-        assert count[prefilling[0].id] >= min(prefilling[0].num_uncomputed_tokens, (budget + 1) // 2)
+        assert split[prefilling[0].id] >= min(prefilling[0].num_uncomputed_tokens, (budget + 1) // 2)
+
+
+@pytest.mark.parametrize("before", [1, 8, 32])
+def test_many_clients_get_their_first_tokens_soon_whatever_ran_before(before: int) -> None:
+    """32 clients in a closed loop, after a time with another number of them."""
+    model = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0004, prefill_token_seconds=0.0003)
+    bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_slowdown=2.5)
+    batcher, now, numbers = Batcher(bounds, ()), 0.0, count()
+    for clients in (before, 32):
+        sent: dict[int, float] = {}
+        first: dict[int, float] = {}
+        for _ in range(1000):
+            for number, _ in zip(numbers, range(clients - len(batcher.running) - len(batcher.waiting)), strict=False):
+                sent[number] = now
+                batcher.submit([request(number, 130, 128)], now)
+            plan = next_plan(batcher, now)
+            now += model.seconds(plan)
+            for seq in plan.sampled:
+                first.setdefault(seq.id, now)
+            batcher.commit(plan, [[7]] * len(plan.sampled), now)
+    assert median(first[number] - sent[number] for number in sent.keys() & first.keys()) < 10 * (0.01 + 32 * 0.0004)
+
+
+def test_unseen_batch_sizes_are_extrapolated() -> None:
+    times = DecodeTimes()
+    assert times.expected(5) is None
+    times.add(20, 2.0)
+    assert [times.expected(size) for size in (1, 16, 31, 32, 100)] == [2.0, 2.0, 2.0, 4.0, 8.0]
+    times.add(1, 1.0)
+    assert (times.expected(1), times.expected(2), times.expected(15), times.expected(16)) == (1.0, 2.0, 8.0, 2.0)
+    times.add(17, 3.0)
+    assert times.expected(20) == pytest.approx(2.1)

@@ -1,13 +1,10 @@
 """`make bench-gpu` as far as it runs without a GPU: a failed part does not stop the others, JSON comes last."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import REPOSITORY
+from repository import run_python
 
 from benchmarks.gpu import SHAPES, mixed_jobs, run_part_process
 
@@ -43,18 +40,11 @@ def test_the_mixed_load_has_the_published_lengths() -> None:
 def test_all_parts_on_a_tiny_model(tmp_path: Path) -> None:
     """Twice: the second time with the model of the first."""
     model = tmp_path / "model"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--shape", "tiny", "--cache", str(tmp_path)]
+    command = "-m", "benchmarks.gpu", "--shape", "tiny", "--cache", tmp_path
     report: dict[str, dict[str, Any]] = {}
     written = []
     for parts in ("smoke,alone,profile", "served"):
-        done = subprocess.run(
-            [*command, "--model", str(model), "--parts", parts],
-            cwd=REPOSITORY,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        report |= json.loads(done.stdout.splitlines()[-1])
+        report |= run_python(*command, "--model", model, "--parts", parts)
         assert all("error" not in figures for figures in report.values())
         written.append((model / "model.safetensors").stat().st_mtime_ns)
     assert len(set(written)) == 1

@@ -102,6 +102,11 @@ def next_prefill(batcher: Batcher) -> StepPlan:
     return plan
 
 
+def pool_of(batcher: Batcher) -> BlockPool:
+    assert batcher._block_manager is not None
+    return batcher._block_manager.pool
+
+
 def check_pool(pool: BlockPool) -> None:
     """Assert that every block is in one state only, and that hashes lead back to their blocks."""
     free, evictable, used = set(pool._free_blocks), set(pool._evictable), set(pool._ref_counts)

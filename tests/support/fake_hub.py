@@ -194,13 +194,15 @@ class _Api(_Handler):
             case "resolve":
                 return self._resolve(repo, commit, name, token)
             case "tree":
-                return self._json([_tree_entry(*item) for item in repo.commits[commit].items()])
+                return self._json(
+                    [{"type": "file"} | _entry(*item, "path", "oid", "oid") for item in repo.commits[commit].items()]
+                )
         return self._json(
             {
                 "id": found["repo"],
                 "sha": commit,
                 "private": repo.private,
-                "siblings": [_sibling(*item) for item in repo.commits[commit].items()],
+                "siblings": [_entry(*item, "rfilename", "blobId", "sha256") for item in repo.commits[commit].items()],
             }
         )
 
@@ -221,25 +223,12 @@ class _Api(_Handler):
         return self.send(302, headers | {"Location": f"{self.hub.storage}/x/{digest}/{name}?signature=s3cr3t"})
 
 
-def _sibling(name: str, content: bytes) -> dict[str, object]:
-    """A file in the model info."""
+def _entry(name: str, content: bytes, path: str, git_id: str, digest: str) -> dict[str, object]:
+    """A file, under the names that an answer has for its path, its id in git and the sha256 of a large one."""
+    found = {path: name, "size": len(content), git_id: git_hash(content)}
     if not name.endswith(LARGE):
-        return {"rfilename": name, "size": len(content), "blobId": git_hash(content)}
-    digest, pointer = _pointer(content)
-    large = {"sha256": digest, "size": len(content), "pointerSize": len(pointer)}
-    return {"rfilename": name, "size": len(content), "blobId": git_hash(pointer), "lfs": large}
-
-
-def _tree_entry(name: str, content: bytes) -> dict[str, object]:
-    """The same file in the tree listing."""
-    if not name.endswith(LARGE):
-        return {"type": "file", "path": name, "size": len(content), "oid": git_hash(content)}
-    digest, pointer = _pointer(content)
-    large = {"oid": digest, "size": len(content), "pointerSize": len(pointer)}
-    return {"type": "file", "path": name, "size": len(content), "oid": git_hash(pointer), "lfs": large}
-
-
-def _pointer(content: bytes) -> tuple[str, bytes]:
-    """The sha256 of a large file, and the LFS pointer that git stores for it."""
-    digest = hashlib.sha256(content).hexdigest()
-    return digest, f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n".encode()
+        return found
+    sha256 = hashlib.sha256(content).hexdigest()
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n"
+    large = {digest: sha256, "size": len(content), "pointerSize": len(text)}
+    return found | {git_id: git_hash(text.encode()), "lfs": large}

@@ -17,6 +17,7 @@ from golden_protocol import join_stream, violations
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from harness import as_stream_request
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -119,13 +120,7 @@ def _stream_request(case: Case) -> pb.SingleGenerationRequest:
     if isinstance(message, pb.SingleGenerationRequest):
         return message
     assert isinstance(message, pb.BatchedGenerationRequest)
-    single = pb.SingleGenerationRequest(request=message.requests[0], model_id=message.model_id)
-    if message.HasField("params"):
-        single.params.CopyFrom(message.params)
-    for name in ("prefix_id", "adapter_id"):
-        if message.HasField(name):
-            setattr(single, name, getattr(message, name))
-    return single
+    return as_stream_request(message)
 
 
 def _error_problems(wanted: Error | None, error: grpc.aio.AioRpcError, streamed: bool) -> list[str]:

@@ -190,9 +190,8 @@ def unary_request(text: str, max_new_tokens: int = 20, **stopping: Any) -> pb.Ba
 def as_stream_request(request: pb.BatchedGenerationRequest) -> pb.SingleGenerationRequest:
     """The same request for GenerateStream."""
     (one,) = request.requests
-    prefix = request.prefix_id if request.HasField("prefix_id") else None
-    adapter = request.adapter_id if request.HasField("adapter_id") else None
-    return pb.SingleGenerationRequest(request=one, params=request.params, prefix_id=prefix, adapter_id=adapter)
+    shared = {field.name: value for field, value in request.ListFields() if field.name != "requests"}
+    return pb.SingleGenerationRequest(request=one, **shared)
 
 
 def adapter_request(text: str, max_new_tokens: int, **adapter: Any) -> pb.BatchedGenerationRequest:

@@ -1,9 +1,21 @@
-"""The root of the repository, and what tests keep between runs."""
+"""The root of the repository, what tests keep between runs, and Python processes of their own."""
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY))  # the package `demo` is not installed: for scripts that are run from this folder
 TEST_CACHE = Path(os.environ.get("TGIS_TEST_CACHE", REPOSITORY / ".cache")).absolute()  # CI sets the variable
+
+
+def run_python(*arguments: str | Path, **variables: str) -> Any:
+    """The last line, from JSON, that `python ARGUMENTS...` prints."""
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths} | variables
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])

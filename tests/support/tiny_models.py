@@ -17,6 +17,7 @@ from tgis.ipc.request import Request
 from tgis.prompts.store import LoadedAdapter
 
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
+NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
 TOKEN_IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
 LLAMA_LIKE = {
@@ -26,6 +27,16 @@ LLAMA_LIKE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+}
+OPT_LIKE = LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 32}
+FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
 }
 FALCON_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -40,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Granite": LLAMA_LIKE | {"logits_scaling": 2.0},
     "StableLm": LLAMA_LIKE,
     "GPTNeoX": LLAMA_LIKE,
-    "OPT": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "OPT": OPT_LIKE,
     "GPT2": GPT2_LIKE,
     "GPTBigCode": GPT2_LIKE | {"multi_query": True},
     "CodeGen": GPT2_LIKE | {"n_ctx": 128, "rotary_dim": 4},
@@ -49,15 +60,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Falcon, alibi": FALCON_LIKE | {"alibi": True},
     "Falcon, 40b": FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "GPTBigCode, many heads": GPT2_LIKE | {"multi_query": False},
-    "OPT, galactica": LLAMA_LIKE
+    "OPT, galactica": OPT_LIKE
     | {
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 32,
         "activation_function": "gelu",
         "enable_bias": False,
         "layer_norm_elementwise_affine": False,
     },
-    "OPT, 350m": LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "OPT, 350m": OPT_LIKE | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
     "GPTJ": GPT2_LIKE | {"rotary_dim": 4},
     "GPTNeo": {
         "hidden_size": 32,
@@ -72,9 +81,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Cohere": LLAMA_LIKE,
     "Gemma": LLAMA_LIKE | {"head_dim": 8},
     "Gemma3Text": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8},
-    "Qwen3Moe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "moe_intermediate_size": 16},
+    "Qwen3Moe": LLAMA_LIKE | FEW_EXPERTS | {"head_dim": 8},
     "GptOss": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "DeepseekV3": LLAMA_LIKE
+    | ROUTED_EXPERTS
     | {
         "num_key_value_heads": 4,
         "q_lora_rank": 8,
@@ -82,12 +92,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
         "qk_nope_head_dim": 4,
-        "n_routed_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
@@ -113,15 +117,7 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
     "Glm": HEAD,
     "Glm4": HEAD,
-    "Glm4Moe": HEAD
-    | {
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "Glm4Moe": HEAD | ROUTED_EXPERTS,
     "GraniteMoe": LLAMA_LIKE | EXPERTS,
     "GraniteMoeShared": LLAMA_LIKE | EXPERTS | {"shared_intermediate_size": 16},
     "Helium": HEAD,
@@ -140,13 +136,7 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Olmoe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1},
     "Persimmon": LLAMA_LIKE,
     "Phimoe": LLAMA_LIKE | EXPERTS | {"sliding_window": 256},
-    "Qwen2Moe": LLAMA_LIKE
-    | {
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
+    "Qwen2Moe": LLAMA_LIKE | FEW_EXPERTS | {"shared_expert_intermediate_size": 16},
     "Qwen3Next": HEAD | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2},
     "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
     "Rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
@@ -241,6 +231,14 @@ def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torc
         output = network.generate(torch.tensor([request.tokens]), do_sample=False, **length)
         found.append(output[0, len(request.tokens) :].tolist())
     return found
+
+
+def check_best(logits: torch.Tensor, tokens: list[int]) -> int:
+    """Every token has the highest logit of its place; how many are no near tie. logits: [tokens, V]"""
+    for scores, token in zip(logits, tokens, strict=True):
+        assert scores.max() - scores[token] < NEAR_TIE
+    top = logits.topk(2).values
+    return int((top[:, 0] - top[:, 1] > 2 * NEAR_TIE).sum())
 
 
 def run_steps(

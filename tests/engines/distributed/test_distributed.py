@@ -18,9 +18,9 @@ from batches import engine_options, limits
 from harness import Server, as_stream_request, running_server, unary_request
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import run_steps
 from transformers import AutoModelForCausalLM
 
-from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
@@ -115,22 +115,14 @@ Got = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # tokens, fact
 
 def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
     bounds = limits(96, padded=False, block_size=16, prefix_cache=True, max_batch_size=4, prefill_tokens=7)
-    batcher = Batcher(bounds, [2])
-    batcher.submit(wanted, 0.0)
     got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
-    while not batcher.idle:
-        plan = batcher.plan(0.0)
-        engine.release(plan.to_release)
-        if not plan.seqs:
-            break
-        result = engine.step(plan)
+    for plan, result, _ in run_steps(engine, bounds, wanted, random.Random(1)):
         for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
             assert len(facts) == len(tokens)
             got[row.id][0].extend(tokens)
             got[row.id][1].extend(facts)
         for request_id, inputs in result.prompt_logprobs.items():
             got[request_id][2].extend(inputs)
-        batcher.commit(plan, result.tokens, 0.0)
     return got
 
 

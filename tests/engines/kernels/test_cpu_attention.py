@@ -5,13 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from attention_oracle import reference_attention
 from chunk_batches import ChunkedBatch, chunk_batch
 from cpu_kernels import kernels_of, num_threads
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
@@ -77,11 +76,7 @@ def prefill_by(kernel: CpuAttention, chunks: ChunkedBatch, params: AttentionPara
 
 def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: AttentionParams) -> float:
     """The largest difference from the oracle."""
-    parts = [
-        reference_attention(chunks.q[chunk.tokens], k, v, params)
-        for chunk, (k, v) in zip(chunks.batch.chunks, chunks.contexts, strict=True)
-    ]
-    expected = torch.cat(parts)
+    expected = chunks.expected(params)
     return max(float((prefill_by(kernel, chunks, params).double() - expected).abs().max()) for kernel in kernels)
 
 
@@ -211,16 +206,6 @@ def test_queries_of_any_strides(kernel: CpuAttention) -> None:
     for dims in ((1, 0, 2), (2, 1, 0)):  # heads first; numbers apart
         chunks.q = chunks.q.permute(dims).contiguous().permute(dims)
         assert torch.equal(prefill_by(kernel, chunks, AttentionParams(0.3)), expected)
-
-
-def test_sequences_point_to_their_block_tables() -> None:
-    tables, lengths, blocks = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([70, 3]), torch.arange(4)
-    batch = FlatBatch(NOTHING, NOTHING, NOTHING, tables, lengths, [PrefillChunk(slice(2, 9), 50, blocks)], NOTHING, [])
-    assert batch.cpu_sequences.tolist() == [
-        [0, 1, 70, tables.data_ptr()],
-        [1, 1, 3, tables[1].data_ptr()],
-        [2, 7, 57, blocks.data_ptr()],
-    ]
 
 
 @pytest.mark.parametrize(

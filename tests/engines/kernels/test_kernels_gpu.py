@@ -38,19 +38,9 @@ def test_triton_prefill_matches_the_oracle() -> None:
     assert {name: off for name, off in errors.items() if off > TOLERANCE[cases[name].dtype]} == {}
 
 
-def test_triton_decode_matches_the_torch_backend() -> None:
-    params = AttentionParams(0.1, window=40, softcap=20.0, sinks=torch.randn(8, device="cuda"))
-    batch, q, keys, values = _decodes(torch.float32)
-    batch.seq_lens.copy_(torch.tensor([1, 37, 64]))
-    plain, fast = (
-        backend(batch, q, (keys, values), params) for backend in (attention._torch_decode, attention._triton_decode)
-    )
-    torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-5)
-
-
 def test_a_captured_decode_reads_new_block_tables_and_lengths() -> None:
     params = AttentionParams(0.1)
-    batch, q, keys, values = _decodes(torch.bfloat16)
+    batch, q, keys, values = _decodes()
     layer = keys, values
     attention._triton_decode(batch, q, layer, params)
     graph = torch.cuda.CUDAGraph()
@@ -90,12 +80,12 @@ def test_prefill_accepts_strides_of_merged_projections() -> None:
     torch.testing.assert_close(output.double(), chunks.expected(AttentionParams(0.1)), atol=3e-2, rtol=0)
 
 
-def _decodes(dtype: torch.dtype) -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
+def _decodes() -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
     """Three sequences of four blocks each, 8 query and 2 KV heads: with q, keys and values."""
     nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
     tables, lengths = torch.arange(12, device="cuda").view(3, 4), torch.tensor([64, 5, 17], device="cuda")
-    keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
-    q = torch.randn(3, 8, 64, device="cuda", dtype=dtype)
+    keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
     return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values
 
 

@@ -1,38 +1,19 @@
 """The Triton kernels: interpreted on the CPU against the oracle, and compiled for real GPUs."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from interpreted_engine import REQUESTS
-from repository import REPOSITORY
+from repository import run_python
 from tiny_models import make_model, tokens_alone
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def child(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
-    """The last line that a script prints, from JSON; Triton interprets or compiles for a whole process."""
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / "support" / script), *arguments],
-        env=os.environ | variables | {"PYTHONPATH": paths},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def test_interpreted_draws_writes_and_choices_are_those_of_pytorch() -> None:
     """Draws except at near ties in single precision, within 1e-5."""
-    found = child("interpreted_kernels.py", "draw", "step", TRITON_INTERPRET="1")
+    found = run_python("tests/support/interpreted_kernels.py", "draw", "step", TRITON_INTERPRET="1")
     assert len(found["draw"]) == 12
     assert max(found["draw"].values()) < 0.02
     assert len(found["step"]) == 18
@@ -41,7 +22,7 @@ def test_interpreted_draws_writes_and_choices_are_those_of_pytorch() -> None:
 
 @pytest.mark.slow
 def test_interpreted_attention_and_filtered_draws_match_the_oracle() -> None:
-    found = child("interpreted_kernels.py", "decode", "prefill", "filtered", TRITON_INTERPRET="1")
+    found = run_python("tests/support/interpreted_kernels.py", "decode", "prefill", "filtered", TRITON_INTERPRET="1")
     assert {kind: len(cases) for kind, cases in found.items()} == {"decode": 25, "prefill": 12, "filtered": 13}
     assert {name: share for name, share in found["filtered"].items() if share} == {}
     for errors in (found["decode"], found["prefill"]):
@@ -52,7 +33,7 @@ def test_interpreted_attention_and_filtered_draws_match_the_oracle() -> None:
 def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp_path: Path) -> None:
     """Keys and values written, attention in chunks and decodes, and tokens chosen, all by kernels that passed."""
     model = make_model("Llama", tmp_path)
-    found = child("interpreted_engine.py", str(model), TRITON_INTERPRET="1")
+    found = run_python("tests/support/interpreted_engine.py", model, TRITON_INTERPRET="1")
     kernels = ["best", "decode", "draw", "draw_filtered", "prefill", "write"]
     assert found["kernels"] == [f"_triton_{name}" for name in kernels]
     assert found["tokens"] == tokens_alone(model, REQUESTS)
@@ -61,7 +42,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
 @pytest.mark.slow
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
-    builds = child("triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
+    builds = run_python("tests/support/triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
     assert all(builds.pop(name)[0] <= 1024 for name in ("a draw", "an argmax", "a write"))
     assert builds.pop("a filtered draw")[0] <= 16 * 1024
     assert len(builds) == 8

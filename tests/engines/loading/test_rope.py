@@ -9,7 +9,7 @@ import torch
 import transformers
 from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
+from tiny_models import LLAMA_LIKE, MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -20,16 +20,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+SMALL = LLAMA_LIKE | TOKEN_IDS | {"initializer_range": 0.2, "max_position_embeddings": 256}
 NATURAL = 64  # tokens that the model was first made for
 
 
@@ -51,7 +42,7 @@ DYNAMIC = {
 
 def make(directory: Path, kind: str, **values: Any) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | values), dtype=torch.float32)
     model.save_pretrained(directory)
     return directory
 
@@ -76,6 +67,14 @@ def last_logits(engine: PagedEngine, *rows: Sequence) -> torch.Tensor:
     return logits.clone()
 
 
+def assert_logits_of(model: Path, engine: PagedEngine) -> None:
+    """The engine gives a prompt the logits of a model in transformers."""
+    seq = row(1, 20, 0)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([seq.tokens])).logits[0, -1:]
+    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC)])
 def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     engine = load(make(tmp_path, kind, **values), longest=256)
@@ -90,16 +89,12 @@ def test_all_sequences_have_the_frequencies_of_the_longest_one_served(
     tmp_path: Path, longest: int, factor: float
 ) -> None:
     engine = load(make(tmp_path / "both", "phi3", **longrope(1.0, 8.0)), longest)
-    short = row(1, 20, 0)
-    oracle = AutoModelForCausalLM.from_pretrained(make(tmp_path / "one", "phi3", **longrope(factor, factor)))
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([short.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, short), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(make(tmp_path / "one", "phi3", **longrope(factor, factor)), engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_have_what_the_model_computes(dtype: torch.dtype) -> None:
-    config = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=256)
+    config = AutoConfig.for_model("llama", **SMALL)
     model, plain = AutoModelForCausalLM.from_config(config, dtype=dtype), LlamaRotaryEmbedding(config)
     assert tabulate_angles(model, 200) == 1
     positions = torch.randint(200, (2, 30))
@@ -119,10 +114,7 @@ def test_angles_as_one_complex_tensor_are_computed(tmp_path: Path, name: str, si
     config = getattr(transformers, f"{name}Config")(**TOKEN_IDS | MORE_ARCHITECTURES[name] | sizes)
     engine = load(make_model_from_config(config, tmp_path), longest=128)
     assert isinstance(engine._graphs, RecordedSteps)
-    seq = row(1, 20, 0)
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(tmp_path, engine)
 
 
 def test_tables_that_give_other_logits_are_not_used(
@@ -138,12 +130,9 @@ def test_tables_that_give_other_logits_are_not_used(
     monkeypatch.setattr(rope, "_tables", shifted)
     engine = load(make(tmp_path, "llama", head_dim=16, max_position_embeddings=128), longest=128)
     assert "the model computes its rotary embeddings in every step: tabulated steps do not give" in caplog.text
-    seq = row(1, 20, 0)
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([seq.tokens])).logits[0, -1:]
-    torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
+    assert_logits_of(tmp_path, engine)
 
 
 def test_angles_of_several_kinds_of_layers_are_computed() -> None:
-    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, max_position_embeddings=256)
+    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16)
     assert tabulate_angles(AutoModelForCausalLM.from_config(config), 200) == 0

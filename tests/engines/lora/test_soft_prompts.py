@@ -1,4 +1,4 @@
-"""Soft prompts in both engines generate what PEFT generates with them, alone and in mixed batches."""
+"""Soft prompts in both engines, of every kind of model: what PEFT or the tokens of their embeddings generate."""
 
 import math
 import random
@@ -14,19 +14,17 @@ import tuning
 from adapter_batches import (
     BOUNDS,
     ENGINES,
-    NEAR_TIE,
     PLACEHOLDER,
     AdapterRequest,
     EngineSetup,
-    check_greedy,
+    check_mixed,
     find_adapter,
     generate_all,
     make_setup,
-    without_near_ties,
 )
 from batches import engine_options
 from peft import PeftModelForCausalLM, PromptTuningConfig
-from tiny_models import DECODER_START, EOS, VOCAB_SIZE, make_model
+from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tuning import Tuned
 
@@ -42,11 +40,6 @@ from tgis.prompts.tensor_file import TargetModel
 @pytest.fixture(scope="module")
 def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
     return tuning.tuned("glassllm", glassllm_dir, cache_dir)
-
-
-@pytest.fixture(scope="module")
-def tuned_titles(titles_dir: Path, cache_dir: Path) -> Tuned:
-    return tuning.tuned("titles", titles_dir, cache_dir)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -83,23 +76,6 @@ def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: Adapt
         generated, _ = generate_all(EngineSetup(engine, BOUNDS["paged"]), jobs)
     finally:
         engine.close()
-    assert generated == [one.generated for one in wanted]
-
-
-@pytest.mark.parametrize("chunk_tokens", [512, 24])
-def test_different_prompts_and_none_in_one_batch_generate_what_each_generates_alone(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
-) -> None:
-    """With small chunks a padded prefill of eight sequences computes three columns at a time, through the prompts."""
-    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", chunk_tokens)
-    wanted = without_near_ties(
-        random.Random(chunk_tokens).sample(tuned.trained.continuations, len(tuned.trained.continuations))
-    )
-    generated, _ = generate_all(
-        setup,
-        [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted],
-        seed=chunk_tokens,
-    )
     assert generated == [one.generated for one in wanted]
 
 
@@ -173,16 +149,9 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
     except Unsupported:  # its attention cannot be replaced
         assert (name, kind) == ("Bloom", "paged")
         return
-    rng = random.Random(2)
     bare = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
-    models = [bare, *(with_prompt(tiny, length) for length in (1, 4, 9))]
-    prompts = [None, *(soft_prompt_of(model) for model in models[1:])]
-    tokens = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(12)]
-    generated, _ = generate_all(setup, [AdapterRequest(tokens[n], prompts[n % 4], 10) for n in range(12)], eos=EOS)
-    for n in range(12):
-        check_greedy(models[n % 4], tokens[n], generated[n])
-    differs = [best(bare, tokens[n]) != best(models[n % 4], tokens[n]) for n in range(12)]
-    assert sum(differs) >= 2
+    adapted = [with_prompt(tiny, length) for length in (1, 4, 9)]
+    assert check_mixed(setup, [bare, *adapted], [None, *map(soft_prompt_of, adapted)]) >= 2
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -216,30 +185,6 @@ def with_prompt(model: Path, length: int) -> Any:
 
 def soft_prompt_of(adapted: Any) -> SoftPrompt:
     return SoftPrompt(1, adapted.get_prompt_embedding_to_save("default"))
-
-
-def best(model: Any, tokens: list[int]) -> int:
-    with torch.no_grad():
-        return int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
-
-
-@pytest.fixture(scope="module")
-def titles(titles_dir: Path) -> EngineSetup:
-    return make_setup("padded", titles_dir)
-
-
-def test_an_encoder_decoder_generates_what_peft_generates(titles: EngineSetup, tuned_titles: Tuned) -> None:
-    """With trained prompts and without, alone and in one batch."""
-    target = TargetModel(512, 64, torch.float32, torch.device("cpu"), encoder_decoder=True)
-    store = AdapterStore(str(tuned_titles.store), 1 << 20, target)
-    wanted = without_near_ties(tuned_titles.trained.continuations)
-    bare = {tuple(one.tokens): one.generated for one in wanted if not one.prompt}
-    changed = [one.generated != bare[tuple(one.tokens)] for one in wanted if one.prompt]
-    assert sum(changed) >= 6
-    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    alone = [generate_all(titles, [job], eos=1)[0][0] for job in jobs]
-    together, _ = generate_all(titles, jobs, seed=1, eos=1)
-    assert alone == together == [one.generated for one in wanted]
 
 
 ENCODER_DECODERS = ["T5", "Bart", "M2M100", "Marian", "Pegasus", "T5Gemma"]
@@ -305,8 +250,4 @@ def answer(model: Any, tokens: list[int]) -> list[int]:
 
 def check_answer(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> int:
     """Every token has the highest logit; how many of them are no near tie."""
-    logits = seen(model, tokens, prompt, output)[: len(output)]
-    for scores, token in zip(logits, output, strict=True):
-        assert scores.max() - scores[token] < NEAR_TIE
-    top = logits.topk(2).values
-    return int((top[:, 0] - top[:, 1] > 2 * NEAR_TIE).sum())
+    return check_best(seen(model, tokens, prompt, output)[: len(output)], output)

@@ -1,15 +1,12 @@
 """A real engine under load, as full as its measured memory model allows: what it takes stays within what it may."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from batches import engine_options
-from harness import running_server, server_environment
-from repository import REPOSITORY
+from harness import running_server
+from repository import run_python
 from tiny_models import make_model
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -29,10 +26,8 @@ def test_full_batches_stay_within_the_memory_granted(
     smollm2_dir: Path, engine: str, granted: int, share: float
 ) -> None:
     """A token's keys and values are 45 KiB in float32: some thousand tokens fit, of 48 requests of 8 to 512."""
-    command = [sys.executable, "tests/support/memory_limit_run.py", engine, str(smollm2_dir), str(granted)]
-    variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
-    done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout)
+    script = "tests/support/memory_limit_run.py"
+    found = run_python(script, engine, smollm2_dir, str(granted), **LIBRARY_ENVIRONMENT)
     print(found)
     assert found["taken"] < granted
     assert found["fullest"] > 0.8 * found["room"]  # the batch became as full as it may be

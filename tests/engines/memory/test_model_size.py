@@ -1,8 +1,6 @@
 """A model too big for the memory is refused before it is loaded; one that fits is not."""
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from harness import server_environment
-from repository import REPOSITORY
+from repository import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -60,10 +57,8 @@ needs_packed_bfloat16 = pytest.mark.skipif(
 def test_loading_needs_the_predicted_memory(
     smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "tests/support/loading_peak.py", str(smollm2_dir), dtype]
-    variables = server_environment(**LIBRARY_ENVIRONMENT, PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
-    done = subprocess.run(command, cwd=REPOSITORY, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    assert 0.98 * expected < int(done.stdout) < 2 * expected  # the C library keeps some of what is given back
+    peak = run_python("tests/support/loading_peak.py", smollm2_dir, dtype, **LIBRARY_ENVIRONMENT)
+    assert 0.98 * expected < peak < 2 * expected  # the C library keeps some of what is given back
     options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)
     free(cpu=expected)
     check(options, getattr(torch, dtype), CPU)

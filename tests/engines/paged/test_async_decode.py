@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import sampling_oracle as oracle
 import torch
-from batches import check_pool, engine_options, limits
+from batches import check_pool, engine_options, limits, pool_of
 from fake_cuda_graphs import record
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
@@ -264,33 +264,6 @@ def _num_changed_tokens(subject: Subject, rows: list[Sequence]) -> list[int]:
     return found
 
 
-def test_nothing_is_launched_ahead_when_one_sequence_lacks_a_block(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * 6, 9), 0.0) for n in range(2)]
-    for number, row in enumerate(rows):
-        row.block_table = [2 * number, 2 * number + 1]
-    for in_flight, blocks in (([2], []), ([2, 2], [5]), ([2, 2], [6]), ([2, 2, 2], [])):
-        plan = StepPlan.compute_all(rows)
-        commit(plan, subject.step(plan))
-        assert launches.in_flight == in_flight
-        rows[5 in blocks].block_table += blocks
-    subject.engine.release(rows)
-
-
-def test_nothing_is_launched_ahead_beside_an_unfinished_prompt(subject: Subject, launches: Launches) -> None:
-    rows = [Sequence(Request(n, [3] * (5 + 12 * n), 9), 0.0) for n in range(2)]
-    for number, row in enumerate(rows):
-        row.block_table = list(range(number * 10, number * 10 + 10))
-    for work, launched in (
-        ({0: rows[0].num_uncomputed_tokens}, ([1], [1])),
-        ({0: 1, 1: 9}, ([1, 0], [1])),
-        ({0: 1, 1: 8}, ([1, 0, 2], [1, 2])),
-    ):
-        plan = StepPlan.of([rows[number] for number in work], [*work.values()])
-        commit(plan, subject.step(plan))
-        assert (launches.planned, launches.in_flight) == launched
-    subject.engine.release(rows)
-
-
 @dataclass
 class Run:
     """Steps of a batcher, as the worker takes them."""
@@ -315,7 +288,7 @@ class Run:
         self.batcher.drop(failed)
         tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
         self.ended += self.batcher.commit(plan.without(result.failed), tokens, 0.0)
-        check_pool(self._pool())
+        check_pool(pool_of(self.batcher))
         return True
 
     def finish(self) -> None:
@@ -323,11 +296,7 @@ class Run:
             pass
         for row in self.ended:
             self.subject.check(row)
-        assert (self.batcher.idle, self._pool().num_used) == (True, 0)
-
-    def _pool(self) -> Any:
-        assert self.batcher._block_manager is not None
-        return self.batcher._block_manager.pool
+        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
 
 
 def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: Any) -> Run:

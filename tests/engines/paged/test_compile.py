@@ -1,11 +1,7 @@
 """PT2_COMPILE: the same tokens, from the graphs that were compiled at startup."""
 
-import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from repository import REPOSITORY
+from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
@@ -95,14 +91,8 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
 @pytest.mark.slow  # the first start compiles
 @pytest.mark.timeout(900)
 def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
-    variables = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(REPOSITORY / "tests/support/compiled_start.py"), str(model)]
-    first, second = (
-        json.loads(subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout) for _ in range(2)
-    )
+    command = "tests/support/compiled_start.py", model
+    first, second = (run_python(*command, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
     assert first == {"fxgraph_cache_miss": 2}
     assert second == {"fxgraph_cache_hit": 2}
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from batches import check_pool, engine_options, limits, preempted
+from batches import check_pool, engine_options, limits, pool_of
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
@@ -150,10 +150,8 @@ class Run:
     def finish(self) -> None:
         while self.step():
             pass
-        block_manager = self.batcher._block_manager
-        assert block_manager is not None
-        check_pool(block_manager.pool)
-        assert (self.batcher.idle, block_manager.pool.num_used) == (True, 0)
+        check_pool(pool_of(self.batcher))
+        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
 
     def _count(self) -> None:
         new = self.batcher.take_counters()
@@ -232,37 +230,3 @@ def test_chunks_of_every_size(subject: Subject) -> None:
             assert plan is not None
             assert plan.num_scheduled_tokens == [1] * beside + [max(chunk - beside, 1)]
             run.finish()
-
-
-@pytest.mark.parametrize(
-    ("subject", "prefix_cache"),
-    [(PLAIN, False), (PLAIN, True), (SLIDING_WINDOW, True), (SOFT_CAPPING, False), (SINKS, True)],
-    indirect=["subject"],
-)
-def test_preemption_at_any_step(subject: Subject, prefix_cache: bool) -> None:
-    """All free blocks are taken for one step, or for every step in which others than the oldest have some."""
-    steps = _run_squeezed(subject, prefix_cache, lambda step: False)
-    for when in range(steps):
-        _run_squeezed(subject, prefix_cache, when.__eq__)
-    assert _run_squeezed(subject, prefix_cache, lambda step: True) > steps
-
-
-def _run_squeezed(subject: Subject, prefix_cache: bool, squeezes: Callable[[int], bool]) -> int:
-    """Two prompts token by token, so that the oldest needs one block in every step; how many steps it takes."""
-    run = Run(subject, subject.batcher(100, 1, prefix_cache=prefix_cache))
-    prompts = list(PROMPTS[5][:6]), list(PROMPTS[5][:4] + PROMPTS[3][:3])  # with a common prefix
-    run.batcher.submit([Request(n, prompt, 5) for n, prompt in enumerate(prompts)], 0.0)
-    assert run.batcher._block_manager is not None
-    pool, steps = run.batcher._block_manager.pool, 0
-    while len(run.batcher.running) or len(run.batcher.waiting):
-        running = run.batcher.running
-        others = pool.num_used - len(running[0].block_table) if running else 0
-        squeezed = others > 0 and squeezes(steps)
-        taken = pool.allocate(pool.num_available) if squeezed else []
-        plan = run.step()
-        assert plan is not None
-        assert bool(preempted(plan)) == squeezed
-        pool.free(taken)
-        steps += 1
-    run.finish()
-    return steps

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import VOCAB_SIZE, generate_all, greedy_requests, make_model_from_config
+from tiny_models import LLAMA_LIKE, TOKEN_IDS, generate_all, greedy_requests, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
@@ -21,15 +21,6 @@ from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, _Memory
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-}
 ROWS = 4
 
 
@@ -56,7 +47,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return make_model_from_config(LlamaConfig(**SHAPE), tmp_path)
+    config = LlamaConfig(**LLAMA_LIKE | TOKEN_IDS | {"head_dim": 16})  # for which there are kernels
+    return make_model_from_config(config, tmp_path)
 
 
 def generated(model: Path, **options: Any) -> list[list[int]]:

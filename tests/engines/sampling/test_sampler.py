@@ -5,7 +5,6 @@ import math
 import random
 from collections.abc import Collection
 
-import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
@@ -125,13 +124,6 @@ def test_tiny_top_p_is_greedy(share: float) -> None:
     assert choose(rows, logits).tokens == greedy
 
 
-def test_typical_p_may_remove_the_best() -> None:
-    logits = [math.log(p) for p in (0.4, *[0.006] * 100)]
-    found = candidates(SamplingParams(temperature=1.0, typical_p=0.3), logits)
-    assert set(found) == set(range(1, 101))  # ties are kept, though a half of them would do
-    assert found[1] == pytest.approx(-math.log(100))
-
-
 @pytest.mark.parametrize(
     ("penalty", "logits", "best"),
     [
@@ -154,18 +146,6 @@ def test_extreme_penalties_together_stay_finite() -> None:
     sampling = SamplingParams(length_penalty=(0, 10.0), repetition_penalty=1e-38)
     row = make_row(sampling, generated=100)
     assert choose([row], torch.tensor([[5.0, 1.0, 2.0, 3.0]]), torch.tensor([[3]]), EOS[:1]).tokens == [3]
-
-
-def test_length_penalty_starts_with_token_ten() -> None:
-    """start_index 8: nine tokens as before, the tenth (nine are generated) is the first with a boost."""
-    sampling = SamplingParams(length_penalty=(8, 1.5))
-    logits = torch.tensor([0.0, 1.0, 0.5, -2.0, 0.25, 0.0, 0.0, 4.0])
-    for generated, factor in [(0, 1.0), (7, 1.0), (8, 1.0), (9, 1.5), (10, 1.5**2), (13, 1.5**5)]:
-        expected = logits.clone()
-        for token in EOS:
-            expected[token] += abs(expected[token]) * (factor - 1)
-        found = candidates(sampling, logits, generated, EOS)
-        assert [found[token] for token in range(8)] == pytest.approx(expected.log_softmax(-1).tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -272,27 +252,6 @@ def same(left: TokenLogprobs | None, right: TokenLogprobs | None) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", [0.5, 5.0])
-def test_a_batch_equals_its_rows_one_by_one(dtype: torch.dtype, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_processors, "_CPU_BLOCK_SCORES", 7000)
-    rows = [
-        make_row(replace(sampling, seed=seed), details, generated)
-        for seed, ((sampling, details), generated) in enumerate(itertools.product(ROWS, (1, 6)))
-    ]
-    logits, context = (
-        normal(len(rows), 3001, spread=spread).to(dtype),
-        torch.randint(0, 3001, (len(rows), 20)),
-    )
-    order = np.random.default_rng(1).permutation(len(rows)).tolist()
-    together = choose([rows[i] for i in order], logits[order], context[order], EOS)
-    assert together.invalid == []
-    for place, i in enumerate(order):
-        alone = choose([rows[i]], logits[i : i + 1], context[i : i + 1], EOS)
-        assert together.tokens[place] == alone.tokens[0]
-        assert same(together.logprobs[place], alone.logprobs[0] if alone.logprobs else None)
-
-
 @pytest.mark.parametrize("poison", ["nan", "one nan", "infinite", "nothing left", "only the end"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_invalid_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
@@ -316,21 +275,6 @@ def test_an_invalid_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
     assert sampled.invalid == list(range(len(ROWS)))
     assert sampled.tokens[len(ROWS) :] == expected.tokens[len(ROWS) :]
     assert sampled.logprobs[len(ROWS) :] == expected.logprobs[len(ROWS) :]
-
-
-def test_a_draw_depends_on_seed_and_length_only() -> None:
-    logits = normal(1, 3000, spread=1.0)
-    for sampling in (SamplingParams(temperature=1.0, seed=77), SamplingParams(temperature=1.0, top_k=200, seed=77)):
-        row = make_row(sampling, generated=12)
-        (expected,) = choose([row], logits).tokens
-        for size, place in [(2, 0), (2, 1), (33, 17), (64, 63)]:
-            others = [make_row(SamplingParams(temperature=1.0, top_k=i % 5, seed=i), generated=i) for i in range(size)]
-            others[place] = row
-            everything = normal(size, 3000, seed=size, spread=1.0)
-            everything[place] = logits[0]
-            assert choose(others, everything).tokens[place] == expected
-        steps = {choose([make_row(sampling, generated=i)], logits).tokens[0] for i in range(30)}
-        assert len(steps) > 20
 
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])
