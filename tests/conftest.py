@@ -63,8 +63,9 @@ def _process_state() -> Iterator[None]:
 
 
 @pytest.fixture
-def logging_as_before() -> Iterator[None]:
+def logging_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that configure the logging of this process."""
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
     loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
     levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
     loggers[0].handlers = []

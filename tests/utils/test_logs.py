@@ -6,6 +6,7 @@ import contextvars
 import itertools
 import json
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from harness import wait_until
 
 from tgis.utils import log_queue, logs
+from tgis.utils.log_queue import QueuedStream
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -184,6 +186,16 @@ def test_repeated_warnings_are_counted(lines: Lines, monkeypatch: pytest.MonkeyP
         ("no descriptor for 1", 2, None),
         ("no descriptor for 2", None, None),
     ]
+
+
+def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure(level="info", json_output=False)
+    print("one", "\ud800", file=sys.stderr, flush=True)
+    print("two", file=sys.stderr)
+    stream = sys.stderr.buffer
+    assert isinstance(stream, QueuedStream)
+    stream.lines.close()
+    assert capfd.readouterr().err == "one \\ud800\ntwo\n"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,5 +1,6 @@
-"""Log lines on their way to stdout: queued, so that nobody waits for a reader; repeated ones are counted."""
+"""Log lines on their way to stdout and stderr: queued, so that nobody waits for a reader; repeated ones are counted."""
 
+import io
 import logging
 import math
 import os
@@ -51,6 +52,25 @@ class LineQueue(QueueHandler):
                     line = line[os.write(fd, line) :]
             except OSError:  # the reader has gone, the disk is full, ...
                 self.num_dropped += 1
+
+
+class QueuedStream(io.RawIOBase):
+    """A stream whose writes are queued."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self.lines = LineQueue(fd)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+        self.lines.enqueue(bytes(data))
+        return len(data)
 
 
 class RepeatedLines:

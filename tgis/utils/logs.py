@@ -5,9 +5,11 @@ LOG_TEXT is on.
 """
 
 import contextlib
+import io
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +18,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tgis.utils.log_queue import LineQueue, RepeatedLines
+from tgis.utils.log_queue import LineQueue, QueuedStream, RepeatedLines
 
 _NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().items()}
 LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 PROGRESS_SECONDS = 10.0
-_STDOUT = 1
+_STDOUT, _STDERR = 1, 2
 
 _log = logging.getLogger(__name__)
+_queues: list[LineQueue] = []  # of stdout and stderr
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -34,18 +37,22 @@ _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 def configure(*, level: str, json_output: bool, process: str | None = None) -> None:
     """Log to stdout; `process` names the process in every line, unless it is the front end.
 
-    `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
+    `level` applies to tgis, an unknown one means info; libraries log from WARNING up. What Python and libraries write
+    to stderr makes nobody wait either.
     """
     handler = _Handler(_JsonFormatter(process) if json_output else _TextFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
+    stderr = QueuedStream(_STDERR)
+    _queues[:] = handler, stderr.lines
+    sys.stderr = io.TextIOWrapper(stderr, errors="backslashreplace", write_through=True)
     for name in ("tgis", "__main__"):  # of a module run as a script
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
 
 
 def num_dropped_lines() -> int:
     """Lines of this process that did not fit into the queue, because nobody read them, or that could not be written."""
-    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, LineQueue))
+    return sum(lines.num_dropped for lines in _queues)
 
 
 @contextlib.contextmanager
