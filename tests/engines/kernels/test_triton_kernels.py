@@ -20,7 +20,6 @@ def test_interpreted_draws_writes_and_choices_are_those_of_pytorch() -> None:
     assert {name: count for name, count in found["step"].items() if count} == {}
 
 
-@pytest.mark.slow
 def test_interpreted_attention_and_filtered_draws_match_the_oracle() -> None:
     found = run_python("tests/support/interpreted_kernels.py", "decode", "prefill", "filtered", TRITON_INTERPRET="1")
     assert {kind: len(cases) for kind, cases in found.items()} == {"decode": 25, "prefill": 12, "filtered": 13}
