@@ -35,6 +35,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
 
 
+NAMES = {"w", "x", "now", "get-w"}  # of the tools that are offered
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
 
 
@@ -66,8 +67,41 @@ OUTPUTS: dict[str, tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = {
     ),
     "hermes-text": (HERMES, "a < b, <tool_cal and <tool", "a < b, <tool_cal and <tool", []),
     "hermes-space": (HERMES, "two lines\n\nand space \n", "two lines\n\nand space \n", []),
-    "hermes-cut": (HERMES, 'So: <tool_call>\n{"name": "w', 'So:<tool_call>\n{"name": "w', []),
+    "hermes-cut": (HERMES, 'So: <tool_call>\n{"name": "w', 'So: <tool_call>\n{"name": "w', []),
     "hermes-no-json": (HERMES, "<tool_call>now</tool_call>", "<tool_call>now</tool_call>", []),
+    "hermes-empty": (HERMES, "<tool_call></tool_call>hello", "<tool_call></tool_call>hello", []),
+    "hermes-mark": (HERMES, "use <tool_call> tags", "use <tool_call> tags", []),
+    "hermes-mark-then-call": (
+        HERMES,
+        f"a <tool_call> b <tool_call>{call('w', PARIS)}",
+        "a <tool_call> b",
+        [("w", PARIS)],
+    ),
+    "hermes-bad-then-call": (
+        HERMES,
+        f"<tool_call>{{'name'}}</tool_call>\n<tool_call>\n{call('w', PARIS)}\n</tool_call>",
+        "<tool_call>{'name'}</tool_call>",
+        [("w", PARIS)],
+    ),
+    "hermes-null": (HERMES, '<tool_call>{"name": "w", "arguments": null}</tool_call>', "", [("w", {})]),
+    "hermes-surrogate": (
+        HERMES,
+        '<tool_call>{"arguments": {"city": "\\ud800"}, "name": "w"}</tool_call>',
+        "",
+        [("w", {"city": "\ud800"})],
+    ),
+    **{
+        f"hermes-{name}": (HERMES, output, output, [])
+        for name, output in {
+            "bad-escape": '<tool_call>{"name": "w\\q", "arguments": {}}</tool_call>',
+            "control-character": '<tool_call>{"name": "w\n", "arguments": {}}</tool_call>',
+            "surrogate-name": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+            "not-offered": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+            "list": '<tool_call>{"name": "w", "arguments": [1]}</tool_call>',
+        }.items()
+    },
+    "llama-answer": (LLAMA3, '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
+    "mistral-call-id": (MISTRAL, f"[TOOL_CALLS]w[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(PARIS)}", "", [("w", PARIS)]),
     "llama": (LLAMA3, call("w", PARIS, "parameters"), "", [("w", PARIS)]),
     "llama-tag": (LLAMA3, f"<|python_tag|>{call('w', PARIS, 'parameters')}", "", [("w", PARIS)]),
     "llama-two": (
@@ -97,7 +131,7 @@ OUTPUTS: dict[str, tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = {
 
 
 def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
-    parser = ToolCallParser(tool_format)
+    parser = ToolCallParser(tool_format, NAMES)
     return [piece for part in parts for piece in parser.add(part)] + parser.finish()
 
 
@@ -124,11 +158,29 @@ def test_outputs_in_any_parts(name: str, data: st.DataObject) -> None:
     check(name, [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)])
 
 
-@given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.text('<tool_cal>/|python_tag[]TOOL_CALLS{}",:;name \n1', max_size=60)
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+JSON = ['{"name": "w", "arguments": ', '"parameters": ', '{"name": "', "{}", '{"a": "}"}', "}", '"', "\\ud800", ", "]
+ARGUMENTS = st.sampled_from([{}, PARIS, ROME, None, 1, "{}", "\ud800"])
+FRAGMENTS = st.one_of(
+    st.sampled_from([*MARKS, *JSON, "w", "rm"]),
+    st.builds(call, st.sampled_from(["w", "x", "rm", "w\n"]), ARGUMENTS),
+    st.text('<tool_call>/|python_tag[]TOOL_CALLS{}",:;name \n1\\', max_size=8),
 )
-def test_any_text_is_parsed_to_its_end(tool_format: ToolFormat, output: str) -> None:
-    assert parse(tool_format, [output]) is not None
+
+
+@given(st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.lists(FRAGMENTS, max_size=12).map("".join), st.data())
+def test_any_output_is_text_and_calls_of_offered_tools(
+    tool_format: ToolFormat, output: str, data: st.DataObject
+) -> None:
+    """However it is cut; without a call, the text is the output."""
+    text, calls = complete_calls(parse(tool_format, [output]))
+    assert {name for name, _ in calls} <= NAMES
+    assert calls or text == output
+    assert all(each.encode() is not None for each in (text, *(arguments for _, arguments in calls)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
+    parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    assert complete_calls(parse(tool_format, parts)) == (text, calls)
+    assert complete_calls(parse(tool_format, list(output))) == (text, calls)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 999])
@@ -137,7 +189,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
     size = -(-len(output) // parts)
     body = ChatCompletionRequest(messages=[])
-    choice = StreamedChoice(0, body, HERMES, TokenTexts(decoder))
+    choice = StreamedChoice(0, body, ToolCallParser(HERMES, NAMES), TokenTexts(decoder))
     messages = [
         RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
     ]
@@ -152,7 +204,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
 
 
 def test_arguments_are_streamed_as_they_come() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = ToolCallParser(HERMES, NAMES)
     assert parser.add('<tool_call>{"name": "w", "arguments": ') == []
     assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
     assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
@@ -162,7 +214,7 @@ def test_arguments_are_streamed_as_they_come() -> None:
 @pytest.mark.parametrize("parts", [1, 100])
 def test_brackets_without_end_are_text(parts: int) -> None:
     output = '<tool_call>{"arguments": ' + "[" * 100_000 + "}"
-    parser, size = ToolCallParser(HERMES), -(-len(output) // parts)
+    parser, size = ToolCallParser(HERMES, NAMES), -(-len(output) // parts)
     pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
     assert complete_calls([*pieces, *parser.finish()]) == (output, [])
 

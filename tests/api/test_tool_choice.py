@@ -78,7 +78,7 @@ def test_outputs_are_calls_with_arguments_that_match(form: str, choice: Any, spe
     rng, found, counts = random.Random(7), set(), set()
     for _ in range(12):
         tokens, ended = walk(matcher, rng, 2000, eager=0.4)
-        parser = ToolCallParser(FORMATS[form])
+        parser = ToolCallParser(FORMATS[form], SCHEMAS)
         text, calls = complete_calls([*parser.add(text_of(tokens)), *parser.finish()])
         assert text == ""
         for name, arguments in calls if ended else calls[:-1]:
@@ -99,7 +99,7 @@ def test_one_call_if_only_one_is_wanted(form: str) -> None:
     matcher = compiled(FORMATS[form], request(tool_choice="required", parallel_tool_calls=False))
     for seed in range(4):
         tokens, ended = walk(matcher, random.Random(seed), 2000)
-        parser = ToolCallParser(FORMATS[form])
+        parser = ToolCallParser(FORMATS[form], SCHEMAS)
         parser.add(text_of(tokens))
         assert (parser.num_calls, ended) == (1, True)
 

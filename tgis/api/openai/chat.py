@@ -3,6 +3,7 @@
 import functools
 import random
 import string
+from collections.abc import Callable
 from dataclasses import replace
 
 from aiohttp import web
@@ -64,6 +65,10 @@ class ChatCompletions:
         check_at_most("n", n, self._max_choices)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
         params = chat_params(body, parses_tools=form is not None)
+
+        def make_parser() -> ToolCallParser | None:
+            return ToolCallParser(form, choice.names) if form else None
+
         if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if form and choice.needs_grammar:
@@ -73,9 +78,9 @@ class ChatCompletions:
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
         if not body.stream:
-            convert = functools.partial(_choice, body, form, decoder)
+            convert = functools.partial(_choice, body, make_parser, decoder)
             return await answer.whole(ChatCompletion, lambda outputs: list(map(convert, outputs)))
-        streamed = [StreamedChoice(index, body, form, TokenTexts(decoder)) for index in range(n)]
+        streamed = [StreamedChoice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
         return await answer.stream(ChatCompletionChunk, lambda output: streamed[output.index].chunks(output))
 
     async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
@@ -98,11 +103,13 @@ class ChatCompletions:
 
 
 def _choice(
-    body: ChatCompletionRequest, form: ToolFormat | None, decoder: TokenDecoder, output: RequestOutput
+    body: ChatCompletionRequest,
+    make_parser: Callable[[], ToolCallParser | None],
+    decoder: TokenDecoder,
+    output: RequestOutput,
 ) -> ChatChoice:
     text, calls = output.text, []
-    if form:
-        parser = ToolCallParser(form)
+    if parser := make_parser():
         text, named = complete_calls(_limited([*parser.add(output.text), *parser.finish()], body))
         calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
     message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
@@ -113,10 +120,12 @@ def _choice(
 class StreamedChoice:
     """One output while it is streamed."""
 
-    def __init__(self, index: int, body: ChatCompletionRequest, form: ToolFormat | None, texts: TokenTexts) -> None:
+    def __init__(
+        self, index: int, body: ChatCompletionRequest, parser: ToolCallParser | None, texts: TokenTexts
+    ) -> None:
         self._index = index
         self._body = body
-        self._parser = ToolCallParser(form) if form else None
+        self._parser = parser
         self._texts = texts
         self._has_begun = False
         self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason

@@ -1,14 +1,14 @@
 """Finds the tool calls in an output as it grows: text in, text and pieces of calls out.
 
-The formats differ in what stands around a call; a call is a JSON object with a name and arguments. What turns out to be
-none stays text. A unary answer comes from the same parser, so it has the same calls as a stream.
+The formats differ in what stands around a call; a call is a JSON object with the name of an offered tool and arguments.
+All else is text, to the character. A unary answer comes from the same parser, so it has the same calls as a stream.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+
+import regex
 
 from tgis.frontend.chat_template import ChatTemplate
 
@@ -20,13 +20,19 @@ class ToolFormat:
     start: str  # before one call or more
     end: str = ""  # after them; text may follow
     bare: bool = False  # an output that begins with { is a call as well
-    skip: re.Pattern[str] = re.compile(r"\s*")  # between calls
-    named: re.Pattern[str] | None = None  # a name that stands before its arguments
+    skip: str = r"\s*"  # a pattern, of what stands between calls
+    named: str = r"(?!)"  # a pattern, of a name that stands before its arguments: its group `name`
     # written: start, unless it is bare, opening, calls with `between` between them, closing
     opening: str = ""
     call: tuple[str, str] = ('{"name": "%s", "arguments": ', "}")  # before and after the arguments
     between: str | None = None  # there is one call only
     closing: str = ""
+
+    def next_part(self, text: str, start: int) -> "regex.Match[str] | None":
+        """What stands where a call may begin: groups `end`, `start`, `name` or `object`, a part of one, or None."""
+        marks = f"(?P<end>{regex.escape(self.end) or '(?!)'})|(?P<start>{regex.escape(self.start)})"
+        pattern = rf"{self.skip}(?:{marks}|{self.named}|(?P<object>(?=\{{)))"
+        return regex.compile(pattern).match(text, start, partial=True)
 
 
 HERMES = ToolFormat(  # and Qwen
@@ -38,20 +44,21 @@ HERMES = ToolFormat(  # and Qwen
 )
 MISTRAL = ToolFormat(
     "[TOOL_CALLS]",
-    skip=re.compile(r"(?:(?!\[TOOL_CALLS\])[\s\[\],])*"),
-    named=re.compile(r"([\w.-]+)(?:\[ARGS\])?\s*(?={)"),
+    skip=r"(?:(?!\[TOOL_CALLS\])[\s\[\],])*",
+    named=r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)",
     opening=" [",
     between=", ",
     closing="]",
 )
 MISTRAL_ARGS = replace(MISTRAL, opening="", call=("%s[ARGS]", ""), between="[TOOL_CALLS]", closing="")
-LLAMA3 = ToolFormat(
-    "<|python_tag|>", bare=True, skip=re.compile(r"[\s;]*"), call=('{"name": "%s", "parameters": ', "}")
-)
+LLAMA3 = ToolFormat("<|python_tag|>", bare=True, skip=r"[\s;]*", call=('{"name": "%s", "parameters": ', "}"))
 
-_HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_NAME_PREFIX = re.compile(r"[\w.-]+(?:\[[A-Z\]]*)?\s*")
-_decoder = json.JSONDecoder()
+# The beginning of an object whose arguments come last, as nearly all do: these are streamed.
+_HEADER = regex.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MAX_HEADER = 1024  # characters
 
 
 def tool_format(template: ChatTemplate) -> ToolFormat | None:
@@ -73,124 +80,125 @@ Piece = str | ToolCallPiece
 
 
 class ToolCallParser:
-    """The parser of one output."""
+    """The parser of one output.
 
-    def __init__(self, tool_format: ToolFormat) -> None:
+    What may be the beginning of a call is held back, from the white space before it on, until it is known to be one.
+    """
+
+    def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
+        """`names` are those of the tools that may be called."""
         self.num_calls = 0
         self._format = tool_format
-        self._text = ""  # not parsed yet
-        self._before_call = ""  # what stood where a call was expected
-        self._state: Callable[[], list[Piece] | None] = self._begin if tool_format.bare else self._content
-        self._braces = _Braces()
+        self._names = names
+        self._held = ""
+        self._mark_end = 0  # in what is held: where the text ends if no call follows
+        self._at = 0  # in what is held: where the call begins
+        self._num_read = 0  # of what is held, by `_braces`
+        self._called = False  # since the mark
         self._wrapped = False  # the arguments are in an object with the name
+        self._braces = _Braces()
+        self._state: Callable[[], list[Piece] | None] = self._next_part if tool_format.bare else self._content
 
     def add(self, text: str) -> list[Piece]:
         """Parse what is new."""
-        self._text += text
+        self._held += text
         found: list[Piece] = []
         while (pieces := self._state()) is not None:
             found += pieces
         return found
 
     def finish(self) -> list[Piece]:
-        """The rest of an output that has ended: a call that is not complete is text."""
-        rest = self._before_call + self._text
-        self._text = self._before_call = ""
+        """The rest of an output that has ended: a call that has not begun is text."""
+        rest, self._held = self._held, ""
         in_call = self._state in (self._arguments, self._tail)
-        if in_call or (self.num_calls and self._format.skip.fullmatch(rest)):
+        if in_call or (self.num_calls and regex.fullmatch(self._format.skip, rest)):
             return []
         return [rest] if rest else []
 
     # Each state parses as much as it can: None if it needs more text, else what it has found before the next state.
 
-    def _begin(self) -> list[Piece] | None:
-        if not (text := self._text.lstrip()):
+    def _content(self) -> list[Piece] | None:
+        mark = self._format.start
+        at = self._held.find(mark, self._mark_end)
+        end = at if at >= 0 else len(self._held) - _partial_length(self._held[self._mark_end :], mark)
+        text = self._held[:end].rstrip()
+        self._held = self._held[len(text) :]
+        self._mark_end = 0
+        if at >= 0:
+            self._mark_end = self._at = at + len(mark) - len(text)
+            self._called, self._state = False, self._next_part
+            return [text] if text else []
+        return [text] if text else None
+
+    def _next_part(self) -> list[Piece] | None:
+        if (part := self._format.next_part(self._held, self._at)) is None:
+            return self._no_call()
+        if part.partial:
             return None
-        self._state = self._between if text.startswith("{") else self._content
+        kind = part.lastgroup
+        if kind == "object":
+            self._at = self._num_read = part.end()
+            self._braces, self._state = _Braces(), self._object
+        elif kind == "name" and part["name"] in self._names:
+            return self._start_call(part["name"], part.end(), wrapped=False)
+        elif kind == "start":
+            self._at = part.end()
+        elif kind == "end" and self._called:
+            self._end_part(part.end())
+            self._state = self._content
+        else:
+            return self._no_call()
         return []
 
-    def _content(self) -> list[Piece] | None:
-        at = self._text.find(self._format.start)
-        if at >= 0:
-            content = self._text[:at].rstrip()
-            self._before_call, self._text = self._format.start, self._text[at + len(self._format.start) :]
-            self._state = self._between
-            return [content] if content else []
-        held = _held_length(self._text, self._format.start)
-        content, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-        return [content] if content else None
-
-    def _between(self) -> list[Piece] | None:
-        skipped = self._format.skip.match(self._text)
-        assert skipped is not None
-        text = self._text[skipped.end() :]
-        if self._format.end and text.startswith(self._format.end):
-            return self._continue(text[len(self._format.end) :], self._content)
-        if text.startswith("{"):
-            return self._continue(text, self._object, keep=skipped[0])
-        if text.startswith(self._format.start):
-            return self._continue(text[len(self._format.start) :], self._between)
-        if self._format.named and (name := self._format.named.match(text)):
-            return self._start_call(name[1], text[name.end() :], wrapped=False)
-        may_go_on = not text or any(mark.startswith(text) for mark in (self._format.end, self._format.start) if mark)
-        if may_go_on or (self._format.named and _NAME_PREFIX.fullmatch(text)):
-            return None
-        return self._give_up()
-
     def _object(self) -> list[Piece] | None:
-        if header := _HEADER.match(self._text):
-            return self._start_call(json.loads(header[1]), self._text[header.end() :], wrapped=True)
-        if "}" not in self._text:
+        header = _HEADER.match(self._held, self._at, self._at + _MAX_HEADER)
+        if header is not None and header["name"] in self._names:
+            return self._start_call(header["name"], header.end(), wrapped=True)
+        if (end := self._braces.find_end(self._held, self._num_read)) is None:
+            self._num_read = len(self._held)
             return None
-        try:
-            call, end = _decoder.raw_decode(self._text)
-        except ValueError:
-            return None
-        except RecursionError:  # brackets without end
-            return self._give_up()
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return self._give_up()
-        self._text, self._before_call = self._text[end:], ""
-        self._state = self._between
-        return [self._next_call(call["name"], _as_text(call.get("arguments", call.get("parameters", {}))))]
+        if (call := _parse_call(self._held[self._at : end], self._names)) is None:
+            return self._no_call()
+        self._end_part(end)
+        self._state = self._next_part
+        return [self._next_call(*call)]
 
     def _arguments(self) -> list[Piece] | None:
-        end = self._braces.find_end(self._text)
-        piece, self._text = (self._text, "") if end is None else (self._text[:end], self._text[end:])
+        end = self._braces.find_end(self._held)
+        piece = self._held[:end]
+        self._end_part(len(piece))
         if end is not None:
             self._braces = _Braces(depth=1)
-            self._state = self._tail if self._wrapped else self._between
+            self._state = self._tail if self._wrapped else self._next_part
         return [ToolCallPiece(self.num_calls - 1, piece)] if piece else None
 
     def _tail(self) -> list[Piece] | None:
         """The rest of the object around the arguments."""
-        end = self._braces.find_end(self._text)
-        self._text = "" if end is None else self._text[end:]
+        end = self._braces.find_end(self._held)
+        self._end_part(len(self._held) if end is None else end)
         if end is None:
             return None
-        self._state = self._between
+        self._state = self._next_part
         return []
 
-    def _start_call(self, name: str, rest: str, *, wrapped: bool) -> list[Piece]:
-        self._wrapped, self._braces, self._before_call = wrapped, _Braces(), ""
-        self._text, self._state = rest, self._arguments
+    def _start_call(self, name: str, end: int, *, wrapped: bool) -> list[Piece]:
+        self._wrapped, self._braces, self._state = wrapped, _Braces(), self._arguments
+        self._end_part(end)
         return [self._next_call(name, "")]
 
     def _next_call(self, name: str, arguments: str) -> ToolCallPiece:
         self.num_calls += 1
+        self._called = True
         return ToolCallPiece(self.num_calls - 1, arguments, name)
 
-    def _continue(self, text: str, state: Callable[[], list[Piece] | None], keep: str = "") -> list[Piece]:
-        self._before_call += keep
-        self._text, self._state = text, state
-        return []
+    def _end_part(self, end: int) -> None:
+        """Let go of what is parsed, and is no text."""
+        self._held, self._at, self._mark_end = self._held[end:], 0, 0
 
-    def _give_up(self) -> list[Piece]:
-        """It is text after all."""
-        text = self._before_call + self._text
-        self._text, self._before_call = "", ""
+    def _no_call(self) -> list[Piece]:
+        """It is text after all, up to the end of the mark; a call may begin behind it."""
         self._state = self._content
-        return [text]
+        return []
 
 
 class _Braces:
@@ -200,9 +208,10 @@ class _Braces:
         self._depth = depth
         self._in_string = self._escaped = False
 
-    def find_end(self, text: str) -> int | None:
-        """Read all of `text`, or up to the brace that closes the object, and return the index after it."""
-        for index, character in enumerate(text):
+    def find_end(self, text: str, start: int = 0) -> int | None:
+        """Read `text` from `start` on, or up to the brace that closes the object, and return the index after it."""
+        for index in range(start, len(text)):
+            character = text[index]
             if self._escaped:
                 self._escaped = False
             elif self._in_string:
@@ -217,15 +226,23 @@ class _Braces:
         return None
 
 
-def _held_length(text: str, mark: str) -> int:
-    """How much at the end may be the beginning of a mark, or the space before one."""
-    longest = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
-    rest = text[: len(text) - longest]
-    return longest + len(rest) - len(rest.rstrip())
+def _partial_length(text: str, mark: str) -> int:
+    """How much at the end may be the beginning of a mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _parse_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
+    """Name and arguments of a JSON object; None if it calls none of these tools."""
+    try:
+        call = json.loads(text)
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | str | None):
+            return None
+        if isinstance(arguments, str):  # JSON in JSON; lone surrogates cannot be sent
+            return name, arguments.encode(errors="replace").decode()
+        return name, json.dumps(arguments or {})
+    except (ValueError, RecursionError):
+        return None
 
 
 def complete_calls(pieces: Iterable[Piece]) -> tuple[str, list[tuple[str, str]]]:

@@ -56,6 +56,12 @@ class ToolChoice:
     def needs_grammar(self) -> bool:
         return self.required or any(tool.function.strict for tool in self.tools)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions that may be called."""
+        names = frozenset(tool.function.name for tool in self.tools)
+        return names if self.name is None else names & {self.name}
+
     def callable(self) -> Iterator[tuple[int, str, Any]]:
         """Index and name of each function that may be called, and the schema of its arguments."""
         for index, tool in enumerate(self.tools):
