@@ -20,6 +20,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "user": [USER],
     "conversation": [USER, {"role": "assistant", "content": "Cold."}, {"role": "user", "content": "And\n\nnow?"}],
     "tools": [USER, CALL, RESULT],
+    "called": [USER, {**CALL, "content": ""}],
     "continued": [USER, {"role": "assistant", "content": "It is about "}],
 }
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -87,6 +88,22 @@ async def test_what_a_template_says_is_an_error_of_the_request(template: str, sa
     with pytest.raises(TemplateError, match=said) as caught:
         await rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
     assert caught.value.field == "messages"
+
+
+@run_async
+async def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:
+    """transformers' own error has the whole chat: the template drops the answer that is to be continued."""
+    with pytest.raises(TemplateError) as caught:
+        await rendered(model(tmp_path, "{{ messages[0].content }}"), [USER, {"role": "assistant", "content": "secret"}])
+    assert "secret" not in str(caught.value)
+    assert str(USER["content"]) not in str(caught.value)
+
+
+@run_async
+async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    """Arguments of tool calls are JSON in JSON, so that they may escape what no text can have."""
+    messages = [{"role": "user", "content": "a\ud800b\ud83d\ude00"}]
+    assert await rendered(model(tmp_path, "{{ messages[0].content }}"), messages) == "a\ufffdb\U0001f600"
 
 
 def test_most_models_have_none(tmp_path: Path) -> None:

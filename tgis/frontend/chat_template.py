@@ -23,6 +23,7 @@ _OUR_VARIABLES = frozenset(
 )
 _REWRITING_FRAMES = 3  # the one that takes the place of a template's, and those that have made it
 _BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
+_MAX_SHOWN = 200  # characters of what a template says
 _START_COST = 1000  # microseconds: every chat is rendered in the thread
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -78,7 +79,8 @@ class ChatTemplate:
     def _render(self, messages: list[Message], tools: Tools | None, variables: dict[str, Any]) -> str:
         template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]
         last = messages[-1] if messages else {}
-        continues = last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        given = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
+        continues = isinstance(given, str) and bool(given.strip())
         try:
             (text,), _ = self._render_jinja(
                 conversations=[messages],
@@ -89,11 +91,17 @@ class ChatTemplate:
                 **self._special_tokens | variables,
             )
         except _ERRORS as error:
-            problem = str(error)
+            hidden = isinstance(error, ValueError | LookupError)  # these may show the messages
+            problem = type(error).__name__ if hidden else str(error)[:_MAX_SHOWN]
             _forget_frames(error)
         else:
-            return str(text)
+            return _without_lone_surrogates(str(text))
         raise TemplateError("messages", f"the chat template cannot be applied: {problem}")
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """JSON in JSON may escape them, but no text that is sent or tokenized has any."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _forget_frames(error: BaseException) -> None:
