@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import tuning
-from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server, wait_until
 from lora_files import BROKEN_LORA
 from prompt_files import write
 from transformers import AutoTokenizer
@@ -187,7 +187,9 @@ def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Se
 def test_a_dead_engine_fails_pending_lookups(server: Server, stub: Stub) -> None:
     """The last test of this file: it kills the engine."""
     os.kill(server.engine_pid(), signal.SIGSTOP)
+    before = server.metric("tgi_request_input_count")
     waiting = [stub.Generate.future(prompt_call("soft/queen")) for _ in range(3)]
+    wait_until(lambda: server.metric("tgi_request_input_count") == before + 3, "lookups")
     os.kill(server.engine_pid(), signal.SIGKILL)
     assert {one.exception().code() for one in waiting} == {grpc.StatusCode.UNAVAILABLE}
     assert server.process.wait(20) == 1
