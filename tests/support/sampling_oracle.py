@@ -21,7 +21,6 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogpr
 Scores = NDArray[np.float64]
 CLOSE = 1e-6
 TOLERANCE = 1e-5  # of logprobs
-REL_TOLERANCE = 1e-6  # of large ones, in single precision
 _MASK = (1 << 64) - 1
 _ids = itertools.count()
 
@@ -206,11 +205,11 @@ def check_token(token: int, expected: ProcessedScores, sampling: SamplingParams,
 
 def check_logprobs(found: TokenLogprobs, token: int, expected: ProcessedScores, details: LogprobOptions) -> None:
     assert found.logprob == pytest.approx(
-        expected.logprobs()[token] if details.logprobs else 0.0, abs=TOLERANCE, rel=REL_TOLERANCE
+        expected.logprobs()[token] if details.logprobs else 0.0, abs=TOLERANCE, rel=CLOSE
     )
     assert found.rank == (expected.rank(token) if details.ranks else 0)
     top = expected.top(details.top_n_tokens, details.logprobs)
     assert [token for token, _ in found.top_logprobs] == [token for token, _ in top]
     assert [each for _, each in found.top_logprobs] == pytest.approx(
-        [each for _, each in top], abs=TOLERANCE, rel=REL_TOLERANCE
+        [each for _, each in top], abs=TOLERANCE, rel=CLOSE
     )
