@@ -30,7 +30,6 @@ class StepModel(msgspec.Struct, frozen=True):
     weight_limit: int = 1 << 40  # tokens of context
     largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
-    tokens_per_step: int = 1  # of each sequence; more only with KV blocks
     step_seconds: float = 0.0
     row_seconds: float = 0.0  # per sequence that decodes
     context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
@@ -117,12 +116,11 @@ class FakeEngine:
         pass
 
     def _next_tokens(self, seq: Sequence) -> list[int]:
-        first = seq.num_generated_tokens
-        tokens = [seq.tokens[n % seq.prompt_length] for n in range(first, first + self._model.tokens_per_step)]
+        token = seq.tokens[seq.num_generated_tokens % seq.prompt_length]
         if seq.grammar is None:
-            return tokens
+            return [token]
         allowed = seq.grammar.allowed_ids(seq.tokens[seq.prompt_length :])
-        return tokens[:1] if tokens[0] in allowed else allowed[:1]
+        return [token] if token in allowed else allowed[:1]
 
     def _write_kv(self, seq: Sequence, count: int) -> None:
         """Write tokens to the sequence's blocks, and check that all it has there is its own."""

@@ -4,6 +4,7 @@ The formats differ in what stands around a call; a call is a JSON object with th
 All else is text, to the character. A unary answer comes from the same parser, so it has the same calls as a stream.
 """
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -30,9 +31,13 @@ class ToolFormat:
 
     def next_part(self, text: str, start: int) -> "regex.Match[str] | None":
         """What stands where a call may begin: groups `end`, `start`, `name` or `object`, a part of one, or None."""
-        marks = f"(?P<end>{regex.escape(self.end) or '(?!)'})|(?P<start>{regex.escape(self.start)})"
-        pattern = rf"{self.skip}(?:{marks}|{self.named}|(?P<object>(?=\{{)))"
-        return regex.compile(pattern).match(text, start, partial=True)
+        return _next_part_pattern(self).match(text, start, partial=True)
+
+
+@functools.cache
+def _next_part_pattern(form: ToolFormat) -> "regex.Pattern[str]":
+    marks = f"(?P<end>{regex.escape(form.end) or '(?!)'})|(?P<start>{regex.escape(form.start)})"
+    return regex.compile(rf"{form.skip}(?:{marks}|{form.named}|(?P<object>(?=\{{)))")
 
 
 HERMES = ToolFormat(  # and Qwen

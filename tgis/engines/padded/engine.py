@@ -106,7 +106,7 @@ class PaddedEngine:
             with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
                 logits, prompt_logprobs = self._model.prefill(new_seqs)
         except BaseException:
-            self.release(new_seqs)
+            self.release(new_seqs)  # at once: other rows, which move when they leave, must stay those of the cache
             raise
         result = self._sampler.sample_and_wait(new_seqs, logits)
         result.prompt_logprobs = prompt_logprobs
