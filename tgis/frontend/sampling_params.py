@@ -35,6 +35,7 @@ class RawParams:
     top_k: int = 0
     top_p: float = 0.0
     typical_p: float = 0.0
+    min_p: float = 0.0
     seed: int | None = None
     max_new_tokens: int = 0
     min_new_tokens: int = 0
@@ -49,6 +50,9 @@ class RawParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()
     watermark: bool = False
     ignore_eos: bool = False
     truncate_input_tokens: int = 0
