@@ -50,6 +50,7 @@ class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: bool = False
     ranks: bool = False
     top_n_tokens: int = 0
+    exact_top_n: bool = False  # never more candidates than asked for, however many tie with the last one
 
     @property
     def wants_details(self) -> bool:

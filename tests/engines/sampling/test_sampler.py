@@ -302,6 +302,25 @@ def test_prompt_logprobs(dtype: torch.dtype, shape: tuple[int, int], monkeypatch
             assert same(facts, TokenLogprobs(logprob, expected.rank(token) if ranks else 0, top))
 
 
+@pytest.mark.parametrize("n", [1, 5, 20])
+@pytest.mark.parametrize("num_levels", [1, 4, 60, 10_000])
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_exactly_n_candidates(n: int, num_levels: int, temperature: float) -> None:
+    """However many tie with the last one; then the chosen token is among them."""
+    values = (normal(8, 300, seed=n) * num_levels).round() / num_levels if num_levels > 1 else torch.ones(8, 300)
+    logits = values.bfloat16()
+    options = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=n, exact_top_n=True)
+    rows = [make_row(SamplingParams(temperature=temperature, seed=seed), options) for seed in range(8)]
+    sampled = choose(rows, logits.clone())
+    for row, scores in enumerate(logits.double().numpy()):
+        token, found = sampled.tokens[row], logprobs_of(sampled, row).top_logprobs
+        best = sorted(scores, reverse=True)[:n]
+        assert [scores[each] for each, _ in found] == best
+        assert len({each for each, _ in found}) == n
+        assert (token in dict(found)) == (scores[token] >= best[-1])
+        assert dict(found).get(token, logprobs_of(sampled, row).logprob) == logprobs_of(sampled, row).logprob
+
+
 def test_the_first_prompt_token_has_no_logprob() -> None:
     assert math.isnan(
         first_prompt_logprobs(LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)).logprob

@@ -18,6 +18,7 @@ from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, So
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
+_TIE_DIGITS = 9  # to which logprobs are compared: those of equal scores may differ by rounding
 _MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # of the first list
 _TIE_MARGIN = 12  # extra candidates for those that tie with the last one needed
 _RETRY_GROWTH = 32  # times, when a list was too short
@@ -170,24 +171,28 @@ def logprob_table(
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
     """The details that `options` ask for, from a row of a table."""
-    _, _, logprob, rank, num_top, *best = row
+    token, _, logprob, rank, num_top, *best = row
     half = len(best) // 2
     top = list(zip(map(int, best[:half]), best[half:], strict=True))[: int(num_top)]
     return TokenLogprobs(
         logprob + 0.0 if options.logprobs else 0.0,  # not -0.0
         int(rank) if options.ranks else 0,
-        _top_candidates(top, options.top_n_tokens, options.logprobs) if options.top_n_tokens else [],
+        _top_candidates(top, options, (int(token), logprob)) if options.top_n_tokens else [],
     )
 
 
-def _top_candidates(best: list[tuple[int, float]], n: int, logprobs: bool) -> list[tuple[int, float]]:
+def _top_candidates(
+    best: list[tuple[int, float]], options: LogprobOptions, chosen: tuple[int, float]
+) -> list[tuple[int, float]]:
     """At most 4 n of `best`, preferring those with low ids; sorted by logprob, or by id where no logprobs are asked
-    for.
+    for. With `exact_top_n` the n best; of those that tie, the chosen token first.
     """
+    n = options.top_n_tokens
+    if options.exact_top_n:
+        candidates = [chosen, *(each for each in best if each[0] != chosen[0])]
+        return sorted(candidates, key=lambda each: -round(each[1], _TIE_DIGITS))[:n]
     by_id = sorted(best)[: _MAX_TIE_FACTOR * n]
-    if not logprobs:
-        return [(token, 0.0) for token, _ in by_id]
-    return sorted(by_id, key=lambda candidate: -candidate[1])
+    return sorted(by_id, key=lambda each: -each[1]) if options.logprobs else [(token, 0.0) for token, _ in by_id]
 
 
 def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:
