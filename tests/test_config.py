@@ -75,6 +75,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "grpc_max_connection_age_seconds": (("1", 1), ("300", 300)),
     "http_api": (("false", False), ("0", False)),
     "http_api_port": (("0", 0), ("8443", 8443)),
+    "generation_config": (("none", "none"), ("auto", "auto")),
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
     "max_best_of": (("1", 1), ("8", 8)),

@@ -247,10 +247,13 @@ class Config:
     http_api: bool = option(HTTP, BOOLEAN, "serve the HTTP APIs of TGI and OpenAI", True)
     http_api_port: int | None = option(
         HTTP, PORT, "port for the HTTP APIs, with the TLS of the gRPC port", None, shown_default="PORT, without TLS")
+    generation_config: str = option(
+        HTTP, choice("auto", "none", aliases={"vllm": "none"}),
+        "auto: OpenAI's API takes sampling defaults from the model's generation_config.json", "auto")
     api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
-    max_best_of: int = option(HTTP, integer(1), "maximum best_of and n that a request may ask for", 2)
+    max_best_of: int = option(HTTP, integer(1), "maximum best_of that a request to TGI's API may ask for", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)

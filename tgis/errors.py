@@ -95,6 +95,10 @@ class InvalidRequest(RequestError):
 class TooLong(InvalidRequest):
     """An input does not fit into the maximum sequence length, or leaves too little room for the output."""
 
+    def __init__(self, field: str, message: str, max_length: int) -> None:
+        super().__init__(field, message)
+        self.max_length = max_length
+
 
 class Unimplemented(RequestError):
     """The request asks for something that is not supported."""

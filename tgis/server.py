@@ -146,7 +146,7 @@ class Server:
         api_key = config.api_key.text if config.api_key else None
         self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failure.inc)
         self._http_api = HttpApi(config, self._http_auth, self._clients)
-        self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store))
+        self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store), model.generation_config)
         self._chat_template: ChatTemplate | None = None
 
     def convert_weights(self) -> None:

@@ -12,6 +12,7 @@ from chat_templates import LAST_MESSAGE
 from harness import Server, running_fake
 from openai.types.chat import ChatCompletionChunk
 
+from benchmarks.soak.reconcile import parse_metrics
 from tgis.api.openai.bodies import ChatCompletionRequest
 
 MAX_LENGTH, MAX_NEW = 200, 169
@@ -346,10 +347,15 @@ def test_other_names_mean_the_model(client: openai.OpenAI) -> None:
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "temperature": ({"temperature": -0.5}, "temperature", "temperature must be >= 0, got -0.5"),
     "top_p": ({"top_p": 1.5}, "top_p", "top_p must be > 0.0 and <= 1.0, got 1.5"),
-    "max_tokens": ({"max_tokens": 170}, "max_tokens", "max_tokens must be <= 169, got 170"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens", "max_tokens must be >= 1, got 0"),
     "stop": ({"stop": [""]}, "stop", "can specify at most 16 non-empty stop sequences"),
-    "n": ({"n": 5}, "n", "n must be <= 4, got 5"),
+    "n": ({"n": 129}, "n", "n must be <= 128, got 129"),
+    "prompt_logprobs": ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs", "must be <= 20, got 21"),
+    "continues": (
+        {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+        "continue_final_message",
+        "continue_final_message and add_generation_prompt are mutually exclusive",
+    ),
     "seed": ({"seed": 2**64}, "seed", "seed must be a 64-bit integer"),
     "frequency": ({"frequency_penalty": 3}, "frequency_penalty", "frequency_penalty must be >= -2.0 and <= 2.0, got 3"),
     "bias": ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 257, got 999"),
@@ -406,7 +412,10 @@ def test_bad_requests_name_their_field(client: openai.OpenAI, name: str, stream:
         chat(client, "abc", stream=stream, **params)
     assert caught.value.param == field
     assert said in caught.value.message
-    code = "context_length_exceeded" if name == "long" else None
+    code = None
+    if name == "long":
+        code = "context_length_exceeded"
+        assert "This model's maximum context length is 200 tokens. However, " in caught.value.message
     assert (caught.value.type, caught.value.code) == ("invalid_request_error", code)
 
 
@@ -428,6 +437,77 @@ def test_bodies_of_the_wrong_types(server: Server, body: Any, status: int) -> No
 def test_a_failed_step_is_an_error(server: Server, client: openai.OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="failed during generation"):
         chat(client, "!")  # a poisoned token
+
+
+ASKED = {"role": "user", "content": "abc"}
+CONTINUED = [ASKED, {"role": "assistant", "content": "xy"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "num_tokens"),
+    [
+        ({"max_tokens": 4.0}, "abca", 4),
+        ({"max_tokens": "4"}, "abca", 4),
+        ({"max_tokens": 170}, ("abc" * 57)[:MAX_NEW], MAX_NEW),  # what fits
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}, ASKED]}, "abc|>", 5),
+        ({"messages": [{"role": "assistant", "refusal": "I will not."}, ASKED]}, "abc|>", 5),
+        ({"messages": [ASKED, {"role": "assistant", "refusal": "no"}]}, "nonon", 5),
+        ({"messages": CONTINUED}, "xyxyx", 5),
+        ({"messages": CONTINUED, "add_generation_prompt": True}, "xy|>x", 5),
+        ({"messages": CONTINUED, "add_generation_prompt": False}, "xy|xy", 5),
+        ({"messages": CONTINUED, "add_generation_prompt": False, "continue_final_message": True}, "xyxyx", 5),
+        ({"messages": [ASKED], "continue_final_message": True}, "abcab", 5),
+        ({"truncate_prompt_tokens": 2}, "bcbcb", 5),
+        ({"truncate_prompt_tokens": -1}, "abcab", 5),
+    ],
+)
+def test_requests_as_clients_of_vllm_send_them(server: Server, fields: Any, text: str, num_tokens: int) -> None:
+    body = {"messages": [ASKED], "max_tokens": 5, "chat_template_kwargs": {"marks": "messages" in fields}} | fields
+    status, answer = server.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "length")
+    assert answer["usage"]["completion_tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_the_prompt(client: openai.OpenAI, stream: bool) -> None:
+    """As tools that rate texts ask for it."""
+    params: Any = {"model": NAME, "prompt": ["abc", "de"], "max_tokens": 0, "echo": True, "logprobs": 1, "suffix": ""}
+    options: Any = {"stream": stream, "stream_options": {"include_usage": True} if stream else None}
+    answer = client.completions.create(**params, **options)
+    chunks: Any = list(answer) if stream else [answer]
+    for index, text in enumerate(params["prompt"]):
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.text for choice in own) == text
+        assert [token for choice in own for token in choice.logprobs.tokens] == [*text]
+        assert own[-1].finish_reason == "length"
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (5, 0)
+
+
+def test_logprobs_of_a_prompt(server: Server) -> None:
+    body: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": 2}
+    _, answer = server.post("/v1/completions", body | {"prompt": "abc"})
+    found = answer["choices"][0]["prompt_logprobs"]
+    assert [each[str(ord(letter) - 33)]["decoded_token"] for each, letter in zip(found, "abc", strict=True)] == [*"abc"]
+    _, answer = server.post("/v1/chat/completions", body | {"messages": [ASKED]})
+    assert answer["prompt_logprobs"] == found
+    status, answer = server.post("/v1/completions", body | {"prompt": "abc", "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_unknown_fields_are_counted_and_logged_once(server: Server) -> None:
+    def counted() -> float:
+        return parse_metrics(server.get("/metrics")[1])["tgi_request_unknown_fields_total",]
+
+    before = counted()
+    for _ in range(2):
+        body = {"messages": [ASKED], "max_tokens": 1, "mystery": {"x": 1}, "no identifier\n": 2, "user": "me"}
+        assert server.post("/v1/chat/completions", body)[0] == 200
+    assert counted() == before + 4
+    log = server.log.read_text()
+    assert log.count("the field mystery, which is unknown here and has no effect") == 1
+    assert "identifier" not in log
 
 
 def test_fields_may_be_null_and_unknown(server: Server) -> None:

@@ -49,7 +49,13 @@ def server(glassllm_dir: Path, cache_dir: Path, tmp_path_factory: pytest.TempPat
     directory = tmp_path_factory.mktemp("apis")
     shutil.copytree(tuned("glassllm-lora", glassllm_dir, cache_dir).store, directory / "store")
     write_prompts({SOFT_PROMPT: {"decoder.pt": "The Hatter was"}}, glassllm_dir, directory / "store")
-    with running_server(directory, glassllm_dir, PREFIX_STORE_PATH=directory / "store", **OPTIONS) as running:
+    model = directory / "model"
+    shutil.copytree(glassllm_dir, model)
+    config = model / "generation_config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"temperature": 0.001})
+    )  # the best token, nearly always
+    with running_server(directory, model, PREFIX_STORE_PATH=directory / "store", **OPTIONS) as running:
         yield running
 
 
@@ -175,6 +181,33 @@ def test_an_output_follows_its_schema(server: Server) -> None:
     found = json.loads(choice["text"])
     assert ({*map(type, found)}, 2 <= len(found) <= 3) == ({bool}, True)
     assert choice["finish_reason"] == "stop"
+
+
+def test_sampling_defaults_are_the_models_in_openais_api_only(server: Server) -> None:
+    body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20}
+    texts = {post(server, "/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in range(3)}
+    assert texts == {over_grpc(server, body | {"temperature": 0}).text}
+    sampled = {"do_sample": True, "max_new_tokens": 20}
+    others = [{"inputs": PROMPTS[0], "parameters": sampled | {"seed": seed}} for seed in range(3)]
+    assert len({post(server, "/generate", other)["generated_text"] for other in others}) > 1
+    given = [over_openai(server, body | {"seed": seed, "temperature": 1})["choices"][0]["text"] for seed in range(3)]
+    assert len(set(given)) > 1
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_echo(server: Server, tokenizer: Tokenizer) -> None:
+    body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
+    (choice,) = post(server, "/v1/completions", body)["choices"]
+    ids = tokenizer.encode(PROMPTS[0]).ids
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [{rank for each in one.values() if (rank := each["rank"]) == 1} for one in others] == [{1}] * len(others)
+    own = [one[str(token)] for token, one in zip(ids[1:], others, strict=True)]
+    assert [one["logprob"] for one in own] == choice["logprobs"]["token_logprobs"][1:]
+    assert [one["decoded_token"] for one in own] == choice["logprobs"]["tokens"][1:]
+    candidates = choice["logprobs"]["top_logprobs"][1:]
+    for one, tops, text in zip(own, candidates, choice["logprobs"]["tokens"][1:], strict=True):
+        assert tops[text] == one["logprob"]  # whether or not it is one of the best
+        assert len(tops) == 3 + (one["rank"] > 3)
 
 
 def test_outputs_of_one_prompt_share_its_prefill(server: Server) -> None:

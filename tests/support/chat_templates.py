@@ -98,8 +98,12 @@ MISTRAL = """\
 
 TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 
-# Of the engine `fake`, which repeats its prompt: the answer is the last message, whatever the tools.
-LAST_MESSAGE = "{%- if tools %}{# <tool_call> #}{% endif %}{{- messages[-1].content -}}"
+# Of the engine `fake`, which repeats its prompt: the answer is the last message, whatever the tools; with `marks`, and
+# what ends a message and begins an answer.
+LAST_MESSAGE = (
+    "{%- if tools %}{# <tool_call> #}{% endif %}{{- messages[-1].content -}}"
+    "{% if marks %}|{% if add_generation_prompt %}>{% endif %}{% endif %}"
+)
 
 
 _TOKEN = {"__type": "AddedToken", "content": "</s>", "special": True}  # as in files of transformers

@@ -39,7 +39,7 @@ async def serving(routes: Iterable[web.RouteDef], **options: Any) -> AsyncIterat
 async def serving_while_loading() -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
     config = Config(model_name="m")
-    openai = OpenAIApi(config, AdapterCatalog(None))
+    openai = OpenAIApi(config, AdapterCatalog(None), {})
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, Clients(config))
     async with serving([*map(api.route, operations), *Pages(operations, NO_AUTH).routes()]) as port:

@@ -60,17 +60,35 @@ class ChatTemplate:
         return any(text in template for template in self._templates.values())
 
     async def render(
-        self, messages: list[Message], tools: Tools | None = None, variables: dict[str, Any] | None = None
+        self,
+        messages: list[Message],
+        tools: Tools | None = None,
+        variables: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
     ) -> str:
-        """The prompt; it ends where the answer begins, which continues the last message if that is the assistant's.
+        """The prompt; it ends where the answer begins, which continues the last message if that is the assistant's,
+        unless the last two arguments say otherwise, as in transformers.
 
         TemplateError says what the template says. `variables` are more for the template.
         """
+        if add_generation_prompt and continue_final_message:
+            text = "continue_final_message and add_generation_prompt are mutually exclusive"
+            raise InvalidRequest("continue_final_message", text)
         variables = variables or {}
         if taken := _OUR_VARIABLES & variables.keys():
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
         size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
-        return await self._pool.run(_START_COST + size, functools.partial(self._render, messages, tools, variables))
+        if continue_final_message is None:
+            continue_final_message = add_generation_prompt is None and _ends_with_answer(messages)
+        flags = {
+            "add_generation_prompt": not continue_final_message and add_generation_prompt is not False,
+            "continue_final_message": continue_final_message,
+        }
+        return await self._pool.run(
+            _START_COST + size, functools.partial(self._render, messages, tools, flags | variables)
+        )
 
     def close(self) -> None:
         """Stop the thread."""
@@ -78,16 +96,11 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], tools: Tools | None, variables: dict[str, Any]) -> str:
         template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]
-        last = messages[-1] if messages else {}
-        given = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
-        continues = isinstance(given, str) and bool(given.strip())
         try:
             (text,), _ = self._render_jinja(
                 conversations=[messages],
                 tools=tools,
                 chat_template=template,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
                 **self._special_tokens | variables,
             )
         except _ERRORS as error:
@@ -97,6 +110,13 @@ class ChatTemplate:
         else:
             return _without_lone_surrogates(str(text))
         raise TemplateError("messages", f"the chat template cannot be applied: {problem}")
+
+
+def _ends_with_answer(messages: list[Message]) -> bool:
+    """Whether the last message is text of the assistant."""
+    last = messages[-1] if messages else {}
+    given = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
+    return isinstance(given, str) and bool(given.strip())
 
 
 def _without_lone_surrogates(text: str) -> str:

@@ -110,6 +110,10 @@ class Generator:
         self._metrics.request_started(kind, 1)
         self._metrics.request_failed(FailureReason.VALIDATION)
 
+    def count_unknown_fields(self, count: int) -> None:
+        """Count fields of a request that have no effect."""
+        self._metrics.requests.unknown_fields.inc(count)
+
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
 

@@ -153,6 +153,9 @@ class RequestFamilies:
         self.failure = add.counter(
             "tgi_request_failure", "Calls that failed; for cancelled and timeout, inputs.", _FAILURE_LABELS
         )
+        self.unknown_fields = add.counter(
+            "tgi_request_unknown_fields", "Fields of requests to OpenAI's API that have no effect."
+        )
         self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
 
         self.raw_length = add.histogram("tgi_request_raw_input_length", "Input tokens before truncation.", sequence)

@@ -76,7 +76,8 @@ def check_num_bytes(
     most = limits.max_sequence_length * max_bytes_per_token
     for text, field in zip(texts, fields, strict=True):
         if 4 * len(text) > most and (size := len(text.encode())) > most:
-            raise TooLong(field, f"{field} has {size} bytes, at most {most} fit into any input")
+            text = f"{field} has {size} bytes, at most {most} fit into any input"
+            raise TooLong(field, text, limits.max_sequence_length)
 
 
 def make_request(
@@ -131,13 +132,16 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
     room = max_length - length - prefix_length
     if room <= 0:
-        raise TooLong(field, f"{lengths} must be < {max_length}")
+        raise TooLong(field, f"{lengths} must be < {max_length}", max_length)
     if min_new_tokens > room:
-        raise TooLong(field, f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}")
+        text = f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}"
+        raise TooLong(field, text, max_length)
     if min(max_new_tokens, params.given.constraints.min_room) > room and not params.fill_context:
-        raise TooLong(field, f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}")
+        text = f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}"
+        raise TooLong(field, text, max_length)
     if limits.max_input_tokens is not None and length > limits.max_input_tokens:
-        raise TooLong(field, f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed")
+        text = f"{field} has {length} tokens, at most {limits.max_input_tokens} allowed"
+        raise TooLong(field, text, max_length)
 
 
 def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:

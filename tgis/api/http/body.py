@@ -32,12 +32,12 @@ async def receive(request: web.Request) -> bytes:
         raise HttpError(400, "the body is not framed as its headers say") from error
 
 
-def read_json(data: bytes, type_: type[B], account: Account) -> B:
-    """HttpError if it is not JSON, or not what the type says."""
+def read_json(data: bytes, type_: type[B], account: Account, *, strict: bool) -> B:
+    """HttpError if it is not JSON, or not what the type says; unless `strict`, it may say it in another way."""
     num_values = sum(map(data.count, (b",", b"[", b"{")))
     account.charge(MESSAGE_BYTE * len(data) + _VALUE_BYTES * num_values)
     try:
-        return msgspec.json.decode(data, type=type_)
+        return msgspec.json.decode(data, type=type_, strict=strict)
     except msgspec.ValidationError as error:
         raise HttpError(422, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -42,7 +42,15 @@ class HttpCall:
 
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
-        return read_json(await receive(self.request), type_, self.account)
+        return self.parse(await self.receive(), type_)
+
+    async def receive(self) -> bytes:
+        """The request's body; HttpError if it is not JSON or too large, ClientTimeout if it does not come."""
+        return await receive(self.request)
+
+    def parse(self, data: bytes, type_: type[B], *, strict: bool = True) -> B:
+        """The body as a value; unless `strict`, 16.0 and "16" are the integer 16, and so on."""
+        return read_json(data, type_, self.account, strict=strict)
 
     def generate_call(
         self,

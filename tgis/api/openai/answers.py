@@ -15,6 +15,7 @@ from tgis.api.http.calls import HttpCall, json_response
 from tgis.api.http.headers import timing_headers
 from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
 from tgis.api.openai.errors import ERRORS
+from tgis.api.openai.params import only_prompt
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput
@@ -47,6 +48,7 @@ class Answer:
     ) -> None:
         self._call = call
         self._generate_call = generate_call
+        self._only_prompt = only_prompt(body)
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._usage_in_chunks = bool(options.include_usage and options.continuous_usage_stats)
@@ -60,16 +62,20 @@ class Answer:
         self._completion_tokens: dict[int, int] = {}
 
     async def whole(
-        self, kind: type[ChatCompletion | Completion], choices: Callable[[list[RequestOutput]], list[Any]]
+        self,
+        kind: type[ChatCompletion | Completion],
+        choices: Callable[[list[RequestOutput]], list[Any]],
+        more: Callable[[list[RequestOutput]], dict[str, Any]] = lambda _: {},
     ) -> web.Response:
-        """Generate, and answer once with what `choices` makes of the outputs."""
+        """Generate, and answer once with what `choices` makes of the outputs, and `more` fields."""
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
-            self._count(output)
+            self._take(output)
         usage = self._usage()
 
         def make_body() -> bytes:
-            return msgspec.json.encode(kind(choices=choices(outputs), usage=usage, **self._common))
+            fields = self._common | more(outputs)
+            return msgspec.json.encode(kind(choices=choices(outputs), usage=usage, **fields))
 
         body = await self._call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_body)
         headers = self._call.compute_headers(self._generate_call.texts)
@@ -80,7 +86,7 @@ class Answer:
         events = self._call.event_stream(self._call.compute_headers(self._generate_call.texts))
         async with aclosing(self._call.generator.stream(self._generate_call)) as outputs:
             async for output in outputs:
-                self._count(output)
+                self._take(output)
                 convert = functools.partial(choices, output)
                 for choice in await self._call.generator.pool.run(output.conversion_cost, convert):
                     await events.send(self._chunk(kind, [choice]))
@@ -96,8 +102,11 @@ class Answer:
             chunk.usage = self._usage() if self._usage_in_chunks or not choices else None
         return msgspec.json.encode(chunk)
 
-    def _count(self, output: RequestOutput) -> None:
-        """Count the tokens of a whole output, or of a message of a stream."""
+    def _take(self, output: RequestOutput) -> None:
+        """Count the tokens of a whole output, or of a message of a stream; drop them if only the prompt is wanted."""
+        if self._only_prompt:
+            output.text, output.tokens, output.generated_token_count = "", (), 0
+            output.stop_reason = output.stop_reason and StopReason.MAX_TOKENS
         if output.input_token_count:
             self._prompt_tokens[output.index // self._generate_call.n] = output.input_token_count
         self._completion_tokens[output.index] = max(

@@ -30,6 +30,9 @@ class SamplingBody(Struct, kw_only=True):
     """What both kinds of completions have."""
 
     model: str | None = None
+    add_special_tokens: bool | None = None  # null: in completions only, since a chat template writes them
+    allowed_token_ids: list[Count] | None = None
+    bad_words: list[str] | None = None
     frequency_penalty: float | None = None
     guided_choice: list[str] | None = None  # before vLLM had structured_outputs
     guided_grammar: str | None = None
@@ -39,13 +42,16 @@ class SamplingBody(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[int, float] | None = None
     max_tokens: Count | None = None
+    min_p: float | None = None
     min_tokens: Count | None = None
     n: Count | None = None
     presence_penalty: float | None = None
+    prompt_logprobs: Count | None = None  # how many candidates for each token of the prompt
     repetition_penalty: float | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
     stop: Stop | None = None
+    stop_token_ids: list[Count] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -53,6 +59,7 @@ class SamplingBody(Struct, kw_only=True):
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: float | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None  # keep the last; -1: all that fit
     user: str | None = None
 
 
@@ -77,6 +84,7 @@ class ChatMessage(Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -95,7 +103,9 @@ class Tool(Struct):
 
 class ChatCompletionRequest(SamplingBody, kw_only=True):
     messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None  # null: if it is the assistant's and add_generation_prompt is null, too
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
@@ -160,6 +170,15 @@ class ChatChoice(Struct):
     finish_reason: str
 
 
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token of a prompt; the first has none
+
+
 class ChatCompletion(Struct):
     id: str
     created: int
@@ -168,6 +187,7 @@ class ChatCompletion(Struct):
     usage: Usage
     system_fingerprint: str
     object: str = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct, omit_defaults=True):
@@ -212,6 +232,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):

@@ -21,12 +21,14 @@ from tgis.api.openai.bodies import (
     ChatCompletionRequest,
     ChunkChoice,
     Delta,
+    PromptLogprobs,
     ToolCallDelta,
 )
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.messages import template_messages, template_tools
 from tgis.api.openai.models import ServedModels
-from tgis.api.openai.params import chat_params, num_choices
+from tgis.api.openai.params import MAX_CHOICES, MAX_TOP_LOGPROBS, chat_params, num_choices
+from tgis.api.openai.requests import RequestReader
 from tgis.api.openai.tool_calls import (
     LLAMA3,
     Piece,
@@ -49,9 +51,9 @@ _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 class ChatCompletions:
     """The route."""
 
-    def __init__(self, models: ServedModels, max_choices: int) -> None:
+    def __init__(self, models: ServedModels, reader: RequestReader) -> None:
         self._models = models
-        self._max_choices = max_choices
+        self._reader = reader
         self._template: ChatTemplate | None = None
         self._format: ToolFormat | None = None
 
@@ -60,11 +62,12 @@ class ChatCompletions:
         self._template, self._format = template, tool_format(template)
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = await call.body(ChatCompletionRequest)
+        body = await self._reader.read(call, ChatCompletionRequest)
         choice, n = ToolChoice.of(body), num_choices(body)
-        check_at_most("n", n, self._max_choices)
+        check_at_most("n", n, min(MAX_CHOICES, call.account.max_inputs))
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
-        params = chat_params(body, parses_tools=form is not None)
+        params = chat_params(body, call.generator, parses_tools=form is not None)
 
         def make_parser() -> ToolCallParser | None:
             return ToolCallParser(form, choice.names) if form else None
@@ -79,7 +82,8 @@ class ChatCompletions:
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
         if not body.stream:
             convert = functools.partial(_choice, body, make_parser, decoder)
-            return await answer.whole(ChatCompletion, lambda outputs: list(map(convert, outputs)))
+            more = functools.partial(_prompt_logprobs, body, decoder)
+            return await answer.whole(ChatCompletion, lambda outputs: list(map(convert, outputs)), more)
         streamed = [StreamedChoice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
         return await answer.stream(ChatCompletionChunk, lambda output: streamed[output.index].chunks(output))
 
@@ -93,7 +97,13 @@ class ChatCompletions:
         convert = functools.partial(template_messages, body.messages)
         messages = await call.generator.pool.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
         tools = list(template_tools(shown))
-        return await self._template.render(messages, tools or None, body.chat_template_kwargs)
+        return await self._template.render(
+            messages,
+            tools or None,
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
 
     def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
         """The format of tool calls in the output; required calls are plain JSON if the template has no known format."""
@@ -113,8 +123,16 @@ def _choice(
         text, named = complete_calls(_limited([*parser.add(output.text), *parser.finish()], body))
         calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
     message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
-    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens) if body.logprobs else None
+    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens, body.top_logprobs or 0) if body.logprobs else None
     return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
+
+
+def _prompt_logprobs(
+    body: ChatCompletionRequest, decoder: TokenDecoder, outputs: list[RequestOutput]
+) -> dict[str, PromptLogprobs]:
+    if body.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs)}
 
 
 class StreamedChoice:
@@ -136,7 +154,8 @@ class StreamedChoice:
             return []  # before the first token
         deltas = [self._delta(piece) for piece in self._pieces(output)]
         finish = finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
-        logprobs = self._texts.chat_logprobs(output.tokens) if self._body.logprobs else None
+        top_n = self._body.top_logprobs or 0
+        logprobs = self._texts.chat_logprobs(output.tokens, top_n) if self._body.logprobs else None
         if not deltas and (finish or logprobs):
             deltas = [Delta() if finish else Delta(content="")]
         if deltas and not self._has_begun:

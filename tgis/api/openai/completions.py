@@ -9,7 +9,8 @@ from tgis.api.openai.answers import Answer, check_at_most, finish_reason
 from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.models import ServedModels
-from tgis.api.openai.params import MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
+from tgis.api.openai.params import MAX_CHOICES, MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
+from tgis.api.openai.requests import RequestReader
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput, best_first
 
@@ -17,18 +18,21 @@ from tgis.frontend.output import RequestOutput, best_first
 class Completions:
     """The route."""
 
-    def __init__(self, models: ServedModels, max_choices: int, max_prompts: int) -> None:
+    def __init__(self, models: ServedModels, reader: RequestReader, max_prompts: int) -> None:
         self._models = models
-        self._max_choices = max_choices
+        self._reader = reader
         self._max_prompts = max_prompts
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = await call.body(CompletionRequest)
+        body = await self._reader.read(call, CompletionRequest)
         max_tokens = call.generator.server_info.limits.max_sequence_length
         texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
-        params, n, candidates = completion_params(body), num_choices(body), num_candidates(body)
-        check_at_most("n" if body.best_of is None else "best_of", candidates, self._max_choices)
+        n, candidates = num_choices(body), num_candidates(body)
+        most = min(MAX_CHOICES, max(1, call.account.max_inputs // len(texts)))
+        check_at_most("n" if body.best_of is None else "best_of", candidates, most)
         check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
+        params = completion_params(body, call.generator)
         adapter = await self._models.adapter(body.model)
         fields = [f"prompt[{index}]" for index in range(len(texts))]
         generate_call = call.generate_call(
@@ -92,11 +96,15 @@ class StreamedChoice:
 
     def chunks(self, output: RequestOutput) -> list[CompletionChoice]:
         """The chunk that a message of the front end becomes; none if it says nothing to this client."""
-        infos = [*output.input_tokens, *output.tokens]
+        input_tokens = [*output.input_tokens]
+        infos = [*(input_tokens if self._body.echo else ()), *output.tokens]
         if not infos and not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
         logprobs, count = None, self._body.logprobs
         if count is not None:
-            logprobs = self._texts.completion_logprobs(infos, with_top=count > 0)
+            logprobs = self._texts.completion_logprobs(infos, count)
         text, self._echo = self._echo + output.text, ""
-        return [CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason))]
+        choice = CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason))
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._texts.prompt_logprobs(input_tokens, self._body.prompt_logprobs)
+        return [choice]

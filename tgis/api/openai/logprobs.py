@@ -3,7 +3,14 @@
 import math
 from collections.abc import Iterable
 
-from tgis.api.openai.bodies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from tgis.api.openai.bodies import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import TokenInfo
 
@@ -18,16 +25,31 @@ class TokenTexts:
         self._previous: int | None = None
         self._offset = 0  # in the text, of the next token
 
-    def chat_logprobs(self, infos: Iterable[TokenInfo]) -> ChatLogprobs:
-        """The logprobs of the next tokens."""
-        return ChatLogprobs([self._chat_logprob(info) for info in infos])
+    def chat_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> ChatLogprobs:
+        """The logprobs of the next tokens, and of `top_n` candidates for each."""
+        return ChatLogprobs([self._chat_logprob(info, top_n) for info in infos])
 
-    def completion_logprobs(self, infos: Iterable[TokenInfo], *, with_top: bool) -> CompletionLogprobs:
-        """The logprobs of the next tokens; the first token of a prompt has none."""
-        found = CompletionLogprobs([], [], [], [] if with_top else None)
+    def prompt_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> PromptLogprobs:
+        """The logprobs of the tokens of a prompt and of `top_n` candidates for each, as in vLLM."""
+        return [None if math.isnan(info.logprob) else self._prompt_logprob(info, top_n) for info in infos]
+
+    def _prompt_logprob(self, info: TokenInfo, top_n: int) -> dict[int, PromptLogprob]:
+        tops = enumerate(info.top_tokens[:top_n], 1)
+        ranked = [(info.id, info.logprob, info.rank), *((id_, logprob, rank) for rank, (id_, _, logprob) in tops)]
+        return {
+            id_: PromptLogprob(_finite(logprob), rank, _text(self._bytes(id_)))
+            for id_, logprob, rank in reversed(ranked)
+        }
+
+    def completion_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> CompletionLogprobs:
+        """The logprobs of the next tokens and of their candidates, to which the token belongs if it is none of the
+        `top_n` best; the first token of a prompt has none.
+        """
+        found = CompletionLogprobs([], [], [], [] if top_n else None)
         for info in infos:
             text = _text(self._bytes(info.id))
-            tops = {_text(self._bytes(id_)): _finite(logprob) for id_, _, logprob in info.top_tokens}
+            tops = {_text(self._bytes(id_)): _finite(logprob) for id_, _, logprob in info.top_tokens[:top_n]}
+            tops.setdefault(text, _finite(info.logprob))
             unknown = math.isnan(info.logprob)
             found.text_offset.append(self._offset)
             found.tokens.append(text)
@@ -38,8 +60,8 @@ class TokenTexts:
             self._previous = info.id
         return found
 
-    def _chat_logprob(self, info: TokenInfo) -> TokenLogprob:
-        tops = [TopLogprob(*self._token(id_), _finite(logprob)) for id_, _, logprob in info.top_tokens]
+    def _chat_logprob(self, info: TokenInfo, top_n: int) -> TokenLogprob:
+        tops = [TopLogprob(*self._token(id_), _finite(logprob)) for id_, _, logprob in info.top_tokens[:top_n]]
         token = TokenLogprob(*self._token(info.id), _finite(info.logprob), tops)
         self._previous = info.id
         return token

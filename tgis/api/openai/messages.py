@@ -27,11 +27,13 @@ def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
+    content = _text(message.refusal if message.content is None else message.content, path)
+    if content is None and not message.tool_calls:
+        if message.tool_calls is None:
+            raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
+        content = ""
     calls = [_tool_call(call) for call in message.tool_calls or ()]
-    changed = {"content": _text(message.content, path), "tool_calls": calls or None}
-    found = msgspec.structs.asdict(message) | changed
+    found = msgspec.structs.asdict(message) | {"content": content, "tool_calls": calls or None, "refusal": None}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -1,11 +1,15 @@
 """What this API serves."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from tgis.api.http.operations import Operation
 from tgis.api.openai import bodies
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.openai.completions import Completions
 from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.models import ServedModels
+from tgis.api.openai.requests import RequestReader, SamplingDefaults
 from tgis.config import Config
 from tgis.prompts.catalog import AdapterCatalog
 
@@ -13,11 +17,14 @@ from tgis.prompts.catalog import AdapterCatalog
 class OpenAIApi:
     """The routes and what they share."""
 
-    def __init__(self, config: Config, catalog: AdapterCatalog) -> None:
+    def __init__(self, config: Config, catalog: AdapterCatalog, generation_config: Mapping[str, Any]) -> None:
+        """`generation_config` is the model's."""
         names = config.shown_model, config.model_name
+        defaults = SamplingDefaults.of({} if config.generation_config == "none" else generation_config)
+        reader = RequestReader(defaults)
         self._models = ServedModels(names, catalog)
-        self.chat = ChatCompletions(self._models, config.max_best_of)
-        self.completions = Completions(self._models, config.max_best_of, config.max_client_batch_size)
+        self.chat = ChatCompletions(self._models, reader)
+        self.completions = Completions(self._models, reader, config.max_client_batch_size)
 
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""

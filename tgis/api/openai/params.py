@@ -3,7 +3,9 @@
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
+from tgis.frontend.generation import Generator
 from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.validation import RequestLimits
 from tgis.ipc.request import LogprobOptions
 
 # Validation's name of a parameter -> the field of a request; others have the same name.
@@ -14,6 +16,7 @@ FIELDS = {
     "top_n_tokens": "top_logprobs",
     "adapter_id": "model",
 }
+MAX_CHOICES = 128  # of a prompt
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_SEQUENCE_BYTES = 1024
@@ -29,33 +32,38 @@ _CONSTRAINTS = Constraints(
 )
 
 
-def chat_params(body: ChatCompletionRequest, *, parses_tools: bool) -> RawParams:
+def chat_params(body: ChatCompletionRequest, generator: Generator, *, parses_tools: bool) -> RawParams:
     """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    options = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=body.top_logprobs or 0)
+    top_logprobs = body.top_logprobs or 0 if body.logprobs else None
     return _params(
         body,
+        generator,
         max_tokens,
-        options if body.logprobs else LogprobOptions(),
-        add_special_tokens=False,  # the template writes them
+        _logprob_options(body, top_logprobs),
+        add_special_tokens=bool(body.add_special_tokens),
         skip_special_tokens=False if parses_tools else body.skip_special_tokens,
     )
 
 
-def completion_params(body: CompletionRequest) -> RawParams:
+def completion_params(body: CompletionRequest, generator: Generator) -> RawParams:
     """Parameters of a completion."""
-    if body.suffix is not None:
+    if body.suffix:
         raise InvalidRequest("suffix", "suffix is not supported")
-    wants_logprobs = body.logprobs is not None
-    options = LogprobOptions(
-        generated_tokens=wants_logprobs or num_candidates(body) > num_choices(body),
-        input_tokens=wants_logprobs and bool(body.echo),
-        logprobs=wants_logprobs or num_candidates(body) > num_choices(body),
-        top_n_tokens=body.logprobs or 0,
-    )
+    logprobs = 0 if body.logprobs is None and num_candidates(body) > num_choices(body) else body.logprobs
     return _params(
-        body, body.max_tokens, options, add_special_tokens=True, skip_special_tokens=body.skip_special_tokens
+        body,
+        generator,
+        1 if only_prompt(body) else body.max_tokens,
+        _logprob_options(body, logprobs, of_prompt=body.logprobs is not None and bool(body.echo)),
+        add_special_tokens=body.add_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens,
     )
+
+
+def only_prompt(body: SamplingBody) -> bool:
+    """Whether the prompt is all that is wanted; the engine generates one token, which nobody sees."""
+    return isinstance(body, CompletionRequest) and body.max_tokens == 0 and bool(body.echo)
 
 
 def num_choices(body: SamplingBody) -> int:
@@ -73,8 +81,24 @@ def num_candidates(body: CompletionRequest) -> int:
     return best_of
 
 
+def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: bool = False) -> LogprobOptions:
+    """For `logprobs` candidates of each new token, None for no logprobs at all; and what is wanted of the prompt."""
+    of_prompt |= body.prompt_logprobs is not None
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs", "prompt_logprobs are not available in a stream")
+    return LogprobOptions(
+        generated_tokens=logprobs is not None,
+        input_tokens=of_prompt,
+        logprobs=logprobs is not None or of_prompt,
+        ranks=body.prompt_logprobs is not None,
+        top_n_tokens=max(logprobs or 0, body.prompt_logprobs or 0),
+        exact_top_n=True,
+    )
+
+
 def _params(
     body: SamplingBody,
+    generator: Generator,
     max_tokens: int | None,
     options: LogprobOptions,
     *,
@@ -83,22 +107,29 @@ def _params(
 ) -> RawParams:
     if body.repetition_penalty == 0.0:
         raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
+    limits, stops = generator.server_info.limits, (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    special = generator.token_decoder.tokenizer.special_token_ids(stops[:MAX_STOP_SEQUENCES])
     return RawParams(
         do_sample=body.temperature != 0.0,
         temperature=body.temperature,
         top_k=max(body.top_k or 0, 0),
         top_p=_SMALLEST_TOP_P if body.top_p == 0.0 else body.top_p or 0.0,
         seed=_seed(body.seed),
-        max_new_tokens=0 if max_tokens is None else _positive("max_tokens", max_tokens),
+        min_p=body.min_p or 0.0,
+        max_new_tokens=0 if max_tokens is None else min(_positive("max_tokens", max_tokens), limits.max_new_tokens),
         min_new_tokens=body.min_tokens or 0,
-        stop_sequences=_stop_sequences(body.stop),
+        stop_sequences=stops,
+        stop_token_ids=(*(body.stop_token_ids or ()), *special),
         include_stop_sequence=bool(body.include_stop_str_in_output),
         logprob_options=options,
         repetition_penalty=body.repetition_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=body.logit_bias or {},
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         ignore_eos=bool(body.ignore_eos),
+        truncate_input_tokens=_truncation(body.truncate_prompt_tokens, limits),
         grammar=grammar(body),
         fill_context=True,
         add_special_tokens=add_special_tokens,
@@ -113,8 +144,10 @@ def _seed(seed: int | None) -> int | None:
     return None if seed is None else seed % 2**64
 
 
-def _stop_sequences(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+def _truncation(num_tokens: int | None, limits: RequestLimits) -> int:
+    if num_tokens == -1:
+        return limits.max_input_tokens or limits.max_sequence_length - 1
+    return 0 if num_tokens is None else _positive("truncate_prompt_tokens", num_tokens)
 
 
 def _positive(field: str, value: int | None) -> int:

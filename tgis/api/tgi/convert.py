@@ -25,6 +25,7 @@ from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
@@ -71,13 +72,15 @@ def check(given: GenerateParameters, config: Config, max_input: int, *, streams:
             raise InvalidRequest(field, message)
 
 
-def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: int) -> RawParams:
+def raw_params(given: GenerateParameters, tokenizer: Tokenizer, *, details: bool, max_stop_sequences: int) -> RawParams:
     """Parameters for the front end; with `details` the answer has something for each token."""
+    stops = (*given.stop, *given.stop_sequences)
     options = LogprobOptions(
         generated_tokens=details,
         input_tokens=given.decoder_input_details,
         logprobs=details or given.decoder_input_details,
         top_n_tokens=given.top_n_tokens or 0,
+        exact_top_n=True,
     )
     return RawParams(
         do_sample=given.samples,
@@ -87,7 +90,8 @@ def raw_params(given: GenerateParameters, *, details: bool, max_stop_sequences: 
         typical_p=given.typical_p or 0.0,
         seed=given.seed,
         max_new_tokens=given.max_new_tokens or 0,
-        stop_sequences=(*given.stop, *given.stop_sequences),
+        stop_sequences=stops,
+        stop_token_ids=tokenizer.special_token_ids(stops),
         include_stop_sequence=True,
         logprob_options=options,
         repetition_penalty=given.repetition_penalty or 0.0,

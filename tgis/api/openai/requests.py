@@ -1,0 +1,65 @@
+"""Reads the bodies of requests as vLLM's server does: numbers in other forms, unknown fields, the model's defaults."""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from tgis.api.http.calls import HttpCall
+from tgis.api.openai.bodies import SamplingBody
+
+_MAX_LOGGED = 100  # names of unknown fields
+_MAX_NAME_LENGTH = 64
+
+B = TypeVar("B", bound=SamplingBody)
+
+log = logging.getLogger(__name__)
+
+
+class SamplingDefaults(Struct):
+    """What generation_config.json says of sampling, for requests that do not."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+
+    @classmethod
+    def of(cls, generation_config: Mapping[str, Any]) -> "SamplingDefaults":
+        """None of them, with a warning, if one cannot be used."""
+        try:
+            return msgspec.convert(generation_config, cls, strict=False)
+        except msgspec.ValidationError as error:
+            log.warning("generation_config.json: no sampling defaults are taken from it: %s", error)
+            return cls()
+
+
+class RequestReader:
+    """Reads the bodies of both kinds of completions."""
+
+    def __init__(self, defaults: SamplingDefaults) -> None:
+        self._defaults = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+        self._logged: set[str] = set()
+
+    async def read(self, call: HttpCall, type_: type[B]) -> B:
+        """The request of a call; HttpError as `HttpCall.parse`."""
+        data = await call.receive()
+        body = call.parse(data, type_, strict=False)
+        unknown = msgspec.json.decode(data, type=dict[str, Raw]).keys() - set(type_.__struct_fields__)
+        if unknown:
+            call.generator.count_unknown_fields(len(unknown))
+            self._log(unknown)
+        for name, value in self._defaults.items():
+            if getattr(body, name) is None:
+                setattr(body, name, value)
+        return body
+
+    def _log(self, names: set[str]) -> None:
+        """Name each once; a name that is no identifier may be anything."""
+        for name in sorted(names - self._logged):
+            if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("requests have the field %s, which is unknown here and has no effect", name)
