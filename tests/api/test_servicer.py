@@ -128,6 +128,11 @@ BAD = [  # of what TGIS has not: the other rules have golden cases
     (DECODING(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias must have at most 300 tokens", "301"),
     (DECODING(logit_bias={1: 5.0, 4_000_000_000: 1.0}), "logit_bias must have token ids below 257", "4000000000"),
     (DECODING(logit_bias={1: 5.0, 2: -101.0}), "logit_bias must have biases from -100 to 100", "-101"),
+    (DECODING(allowed_token_ids=range(1025)), "allowed_token_ids must have at most 1024 tokens", "1025"),
+    (DECODING(allowed_token_ids=[9] * 100_000), "allowed_token_ids must have at most 1024 tokens", "10000"),
+    (DECODING(allowed_token_ids=[1, 257]), "allowed_token_ids must have token ids below 257", "257"),
+    (DECODING(bad_words=["a"] * 129), "bad_words must be at most 128", "129"),
+    (DECODING(bad_words=["é" * 1000, "é" * 25]), "bad_words must have <= 2048 UTF8 bytes", "2050"),
 ]
 
 
@@ -195,7 +200,7 @@ def test_too_many_inputs_for_any_time(stub: Stub, method: str, most: int) -> Non
     kind = pb.BatchedGenerationRequest if method == "Generate" else pb.BatchedTokenizeRequest
     for inputs, text in [
         (most + 1, f"requests has {most + 1} inputs, at most {most} allowed"),
-        (2 << 20, f"the message has more than {1024 + 2 * most} fields, which is enough for {most} inputs"),
+        (2 << 20, f"the message has more than {2048 + 2 * most} fields, which is enough for {most} inputs"),
     ]:
         empty = kind(requests=[{}]).SerializeToString()
         send = getattr(stub, method)

@@ -170,6 +170,8 @@ class Generator:
             eager = call.kind is CallKind.STREAM or bool(params.given.stop_sequences)
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
             grammar = await self._lookups.grammar(params.given.grammar, kept) if params.given.grammar else None
+            if words := params.given.bad_words:
+                params = params.without_words(await self._tokenize_words(words))
             requests = await self._prepare(call, params, adapter, grammar)
             with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
                 log.submitted(inbox.outputs)
@@ -238,6 +240,13 @@ class Generator:
             if queued and queued + num_tokens > max_queued:  # all inputs or none
                 raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
         return requests  # nobody else can queue until the caller has
+
+    async def _tokenize_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words at the beginning of a text and behind a space; none that cannot be generated."""
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, Wanted(special_tokens=False))}
+        vocab_size = self.server_info.limits.vocab_size
+        return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""

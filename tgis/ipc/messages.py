@@ -220,6 +220,7 @@ class FailureKind(enum.StrEnum):
     ERROR = "error"
     OUT_OF_MEMORY = "oom"
     GRAMMAR = "grammar"  # too complex to be followed
+    NOTHING_LEFT = "nothing_left"  # a parameter, which the message names, leaves no token; or the scores are not finite
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

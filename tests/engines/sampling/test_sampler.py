@@ -15,8 +15,8 @@ from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
+from tgis.engines.sampling.histories import TokenHistory
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.engines.sampling.penalties import TokenHistory
 from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
