@@ -121,8 +121,11 @@ class TgiApi:
         except InvalidRequest:
             call.generator.refused(kind)
             raise
-        tokenizer, most = call.generator.token_decoder.tokenizer, config.max_stop_sequences
-        params = convert.raw_params(given, tokenizer, details=details, max_stop_sequences=most)
+        special, most = (
+            call.generator.special_token_ids((*given.stop, *given.stop_sequences)),
+            config.max_stop_sequences,
+        )
+        params = convert.raw_params(given, special, details=details, max_stop_sequences=most)
         return call.generate_call(
             params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
         )
