@@ -253,6 +253,9 @@ class Config:
     api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
+    allowed_hosts: tuple[str, ...] = option(
+        HTTP, WORDS, "host names under which the HTTP ports may be reached; *: all", (),
+        shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
     max_best_of: int = option(HTTP, integer(1), "maximum best_of that a request to TGI's API may ask for", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)

@@ -304,6 +304,7 @@ class Server:
         """
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
+        self._clients.draining = True
         if client.died.done():
             self._service_metrics.engine_up.set(0)
         if (generator := self._servicer.generator) is None:
@@ -314,6 +315,7 @@ class Server:
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
         await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
+        await self._http_api.end_calls()
         self._clients.end_calls()
         await grpc_server.stop()
         await stopped

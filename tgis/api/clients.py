@@ -113,6 +113,7 @@ class Clients:
         self.inputs = Quota(max_inputs, max_of_client, "{} inputs in flight", "{} inputs of this client in flight")
         self.memory = Quota(max_memory, max_memory // 2, "calls hold {} bytes", "calls of this client hold {} bytes")
         self.max_connections = MAX_CONNECTIONS
+        self.draining = False  # the server is about to end: what is refused now does not delay that
         self.unread_bytes = 0
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
@@ -136,8 +137,9 @@ class Clients:
         self._last_end = 0.0
 
     def started(self, call: Waiter) -> None:
-        """Let the end of the server wait for a call."""
-        self._served.add(call)
+        """Let the end of the server wait for a call, unless it has begun."""
+        if not self.draining:
+            self._served.add(call)
 
     def finished(self, call: Waiter) -> None:
         """Let the end of the server wait for it no longer."""
