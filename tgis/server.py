@@ -166,7 +166,7 @@ class Server:
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         http_ports = self._make_http_ports(client)
-        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop())
+        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop(self._clients.awake))
         sweep = asyncio.create_task(self._clients.sweep_forever())
         try:
             ports = grpc_server.bind(), *await http_ports.start()

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_calls import connected, service, serving
 from grpc_status import rpc_status
-from harness import Server, as_stream_request, run_async, running_fake, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request, wait_until
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
 from tgis.api.grpc.status import error_boundary
@@ -43,6 +44,23 @@ def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 def stub(server: Server) -> Iterator[Stub]:
     with server.stub() as made:
         yield made
+
+
+def test_an_idle_server_sleeps_and_wakes(server: Server) -> None:
+    """Threads of gRPC's own wake up too, which nobody can change: only the event loop is counted."""
+    status, lags = Path(f"/proc/{server.process.pid}/status"), "tgi_event_loop_lag_duration_count"
+
+    def switches() -> int:
+        return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.MULTILINE)[0])
+
+    def is_quiet() -> bool:
+        before = switches()
+        time.sleep(2.0)
+        return switches() - before <= 2.0 * 5
+
+    wait_until(is_quiet, "two quiet seconds")
+    observed = server.metric(lags)
+    wait_until(lambda: server.metric(lags) > observed, "look at the event loop")
 
 
 def test_an_answer_comes_shortly_before_its_deadline(partial_server: Server) -> None:
