@@ -39,7 +39,7 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
 
-test-clients: venv .cache/clients/installed ## run clients whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
+test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 .cache/clients/installed: tests/clients/requirements.txt
