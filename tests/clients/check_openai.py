@@ -64,7 +64,8 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
     tools: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     with client.chat.completions.stream(**asking(CALL, **tools)) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+        calls: Any = stream.get_final_completion().choices[0].message.tool_calls
+    (call,) = calls
     assert call.function.parsed_arguments == Count(n=5, unit="cm")
     assert [(event.name, json.loads(event.arguments)) for event in done] == [("Count", json.loads(COUNT))]
 
@@ -84,7 +85,8 @@ def test_parse(client: openai.OpenAI, kind: type[BaseModel], text: str) -> None:
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "Count"}}])
 def test_tools(client: openai.OpenAI, choice: Any) -> None:
     answer = client.chat.completions.parse(**asking(CALL, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False))
-    (call,) = answer.choices[0].message.tool_calls or ()
+    calls: Any = answer.choices[0].message.tool_calls
+    (call,) = calls
     assert (call.function.name, call.function.parsed_arguments) == ("Count", Count(n=5, unit="cm"))
     assert answer.choices[0].finish_reason == "tool_calls"
     result = {"role": "tool", "tool_call_id": call.id, "content": "five"}
