@@ -1,5 +1,6 @@
 """Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
+import json
 import logging
 import re
 import shutil
@@ -7,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from safetensors import safe_open
+
 from tgis.errors import StartError
 from tgis.models import staging
-from tgis.models.files import SAFETENSORS, find_weights, shard_files
+from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files
 from tgis.utils.file_lock import locked
 from tgis.utils.logs import log_progress
 
@@ -21,21 +24,28 @@ NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  #
 
 
 def ensure_weights(path: Path, cache_dir: Path) -> Path:
-    """The model's directory, unless it has .bin weights only: then one below `cache_dir`/weights, converted once.
+    """The model's directory, unless it has .bin weights only, which are converted once, or safetensors in several
+    files without a complete index, which is made: then one below `cache_dir`/weights.
 
     The other files of the model are there too, as links.
     """
-    if not needs_conversion(path):
+    converts = needs_conversion(path)
+    shards = () if converts else find_weights(path)
+    if not converts and not _lacks_index(path):
         return path
-    target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
+    target = cache_dir / "weights" / staging.files_key(shards or path.glob("*.bin*"))
     started = time.monotonic()
     try:
         with locked(target.with_suffix(".lock")):
             target.mkdir(parents=True, exist_ok=True)
             for file in path.iterdir():
-                if file.is_file() and not file.name.endswith(".bin"):
+                if not file.name.endswith((".bin", INDEX_SUFFIX if shards else ".bin")):
                     (target / file.name).unlink(missing_ok=True)
                     (target / file.name).symlink_to(file.resolve())
+            if shards:
+                log.info("%s has no complete index of its safetensors: serving them with one made, in %s", path, target)
+                _write_index(shards, target)
+                return target
             log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
             with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
                 log.info("%s", convert_weights(path, target))
@@ -48,6 +58,22 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
 def needs_conversion(path: Path) -> bool:
     """Whether the weights in directory `path` are .bin files only."""
     return not any((path / name).is_file() for name in SAFETENSORS) and bool(_sources(path))
+
+
+def _lacks_index(path: Path) -> bool:
+    """Whether transformers would find no index, or not what it needs there."""
+    single, index = (path / name for name in SAFETENSORS)
+    return not single.is_file() and not (index.is_file() and isinstance(read_json(index).get("metadata"), dict))
+
+
+def _write_index(shards: tuple[Path, ...], target: Path) -> None:
+    weight_map = {}
+    for shard in shards:
+        with safe_open(shard, "np") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), shard.name)
+    with staging.staging_directory(target) as made:
+        (made / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (made / SAFETENSORS[1]).replace(target / SAFETENSORS[1])
 
 
 def convert_weights(path: Path, out: Path | None = None) -> str:
