@@ -248,13 +248,12 @@ class Server:
         self._metrics = self._make_metrics(info)
         self._metrics.num_queued = lambda: len(client.queued())
         client.metrics = self._metrics
-        no_grammars = None if self._structured_output else "structured output is not supported with this tokenizer"
         lookups = Lookups(
             client,
             self._metrics,
             GRAMMAR_TIMEOUT_SECONDS,
             why_no_adapters=self._why_no_adapters(info),
-            why_no_grammars=no_grammars,
+            why_no_grammars=self._why_no_grammars(info),
         )
         generator = Generator(server_info, client, self._decoder, lookups, self._metrics)
         self._servicer.generator = self._http_api.generator = generator
@@ -338,6 +337,13 @@ class Server:
             return "no adapter store was configured"
         if not info.supports_adapters:
             return f"{info.model_class} takes no adapters"
+        return None
+
+    def _why_no_grammars(self, info: EngineInfo) -> str | None:
+        if not self._structured_output:
+            return "structured output is not supported with this tokenizer"
+        if not info.has_end(self._eos_ids):
+            return "structured output is not supported with this model: it has no token that ends an output"
         return None
 
     def _scrape(self, client: EngineClient) -> Iterator[bytes]:
