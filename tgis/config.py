@@ -9,6 +9,7 @@ Invalid values are an OptionError of one line, before anything is loaded.
 import argparse
 import functools
 import os
+import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -423,6 +424,10 @@ def prepare_cache_dir(config: Config) -> None:
         refusal = trust_of_this_process().refusal(entries_of(directory))
     except OSError as error:
         raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
+    try:
+        tempfile.TemporaryFile(dir=directory).close()  # root may write to a read-only file system, says its mode
+    except OSError as error:
+        raise StartError(f"CACHE_DIR: cannot write to {directory}: {error.strerror}") from error
     if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
 
