@@ -342,9 +342,8 @@ class Server:
     def _why_no_grammars(self, info: EngineInfo) -> str | None:
         if not self._structured_output:
             return "structured output is not supported with this tokenizer"
-        if not info.has_end(self._eos_ids):
-            return "structured output is not supported with this model: it has no token that ends an output"
-        return None
+        no_end = "structured output is not supported with this model: it has no token that ends an output"
+        return None if info.has_end(self._eos_ids) else no_end
 
     def _scrape(self, client: EngineClient) -> Iterator[bytes]:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())

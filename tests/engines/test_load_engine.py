@@ -112,6 +112,7 @@ def test_a_missing_weight_is_named(engine: str, tmp_path: Path) -> None:
 
 
 Change = Callable[[dict[str, Any], dict[str, Any]], object]  # of the weights and of config.json
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 INPUT_NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: dict[str, tuple[Change, str]] = {  # and what the line says
     "NaN": (lambda weights, _: weights[INPUT_NORM][3:4].fill_(math.nan), f"{INPUT_NORM} has values that are NaN"),
@@ -125,7 +126,6 @@ BROKEN: dict[str, tuple[Change, str]] = {  # and what the line says
     "no type": (lambda _, config: config.update(model_type=["llama"]), "has no models of type ['llama']"),
     "padding": (lambda _, config: config.update(pad_token_id=9999), "Padding_idx must be within num_embeddings"),
 }
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
 @pytest.mark.parametrize("engine", ["auto", "hf_transformers"])

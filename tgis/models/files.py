@@ -91,7 +91,7 @@ def find_weights(path: Path) -> tuple[Path, ...]:
         hint = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
         raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){hint}")
     for shard in shards:
-        _check_header(shard)
+        tensor_names(shard)  # detects git-lfs pointers and truncated files
     return tuple(shards)
 
 
@@ -222,11 +222,11 @@ def _snapshot(entry: Path, revision: str, config: str) -> Path:
     return path
 
 
-def _check_header(shard: Path) -> None:
-    """Read where the tensors are: detects git-lfs pointers and truncated files."""
+def tensor_names(shard: Path) -> list[str]:
+    """What a safetensors file says that it holds; StartError if it holds something else."""
     try:
-        with safe_open(shard, "np"):
-            pass
+        with safe_open(shard, "np") as tensors:
+            return list(tensors.keys())
     except SafetensorError as error:
         hint = "perhaps a git-lfs pointer or half a download"
         raise StartError(f"{shard} is not a safetensors file, {hint}: {' '.join(str(error).split()):.200}") from error

@@ -8,11 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from safetensors import safe_open
-
 from tgis.errors import StartError
 from tgis.models import staging
-from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files
+from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files, tensor_names
 from tgis.utils.file_lock import locked
 from tgis.utils.logs import log_progress
 
@@ -67,13 +65,8 @@ def _lacks_index(path: Path) -> bool:
 
 
 def _write_index(shards: tuple[Path, ...], target: Path) -> None:
-    weight_map = {}
-    for shard in shards:
-        with safe_open(shard, "np") as tensors:
-            weight_map |= dict.fromkeys(tensors.keys(), shard.name)
-    with staging.staging_directory(target) as made:
-        (made / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        (made / SAFETENSORS[1]).replace(target / SAFETENSORS[1])
+    names = {name: shard.name for shard in shards for name in tensor_names(shard)}
+    (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def convert_weights(path: Path, out: Path | None = None) -> str:
