@@ -422,12 +422,9 @@ def prepare_cache_dir(config: Config) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         refusal = trust_of_this_process().refusal(entries_of(directory))
+        tempfile.TemporaryFile(dir=directory).close()  # the file system may be read-only, whatever the mode says
     except OSError as error:
-        raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
-    try:
-        tempfile.TemporaryFile(dir=directory).close()  # root may write to a read-only file system, says its mode
-    except OSError as error:
-        raise StartError(f"CACHE_DIR: cannot write to {directory}: {error.strerror}") from error
+        raise StartError(f"CACHE_DIR: cannot make or write to {directory}: {error.strerror}") from error
     if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
 

@@ -60,8 +60,8 @@ class ChatTemplate:
             try:
                 render_jinja_template(conversations=[], chat_template=template)
             except _ERRORS as error:
-                problem = " ".join(f"{type(error).__name__}: {error}".split())
-                log.warning("%s: the chat template %.80r does not compile: %.200s", directory, name, problem)
+                text = "%s: the chat template %.80r does not compile: %.200s"
+                log.warning(text, directory, name, " ".join(f"{type(error).__name__}: {error}".split()))
         return cls(templates, _special_tokens(directory), render_jinja_template)
 
     def mentions(self, text: str) -> bool:

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_CHECKED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_REASON, _MAX_NAMES = 200, 3  # characters of what a library says, and weights that a warning names
 
 
@@ -212,10 +211,9 @@ def _check_finite(model: PreTrainedModel, path: str) -> None:
     """StartError for a NaN or infinite weight: a broken file, or a type with too small a range."""
     for name, weight in model.named_parameters():
         values = weight.to_local() if isinstance(weight, DTensor) else weight
-        checkable = values.dtype in _CHECKED_DTYPES and values.numel() > 0
+        checkable = values.is_floating_point() and values.itemsize > 1 and values.numel() > 0  # of one byte: quantized
         if checkable and not torch.stack(torch.aminmax(values.detach())).isfinite().all():  # which needs no memory
-            kind = str(values.dtype).removeprefix("torch.")
-            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {kind}")
+            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {values.dtype}")
 
 
 def _has_other_state(model: PreTrainedModel) -> bool:

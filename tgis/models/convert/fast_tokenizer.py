@@ -81,8 +81,7 @@ def convert_here(model: str, out: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     tokenizer.save_pretrained(out)
     for one in found:
-        add_bos = tokenizer.init_kwargs.get("add_bos_token") is not False
-        follow_sentencepiece(one, Path(out, TOKENIZER), add_bos=add_bos)
+        follow_sentencepiece(one, Path(out, TOKENIZER), tokenizer.init_kwargs)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[att
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 
 _SPACE = "▁"
-_UNIGRAM, _BPE = 1, 2  # in the message
 
 
 def read_sentencepiece(file: Path) -> Any:
@@ -23,34 +22,35 @@ def read_sentencepiece(file: Path) -> Any:
         sys.exit(f"{file.name} is not a sentencepiece model")
 
 
-def follow_sentencepiece(model: Any, converted: Path, *, add_bos: bool) -> None:
+def follow_sentencepiece(model: Any, converted: Path, settings: dict[str, Any]) -> None:
     """Rewrite the tokenizer.json `converted` after the model, unless its family has other ids.
 
-    With `add_bos` a text begins as for a Llama; transformers knows that only of some.
+    A text begins as for a Llama unless the settings say otherwise; transformers adds the token only for some families.
     """
     tokenizer = Tokenizer.from_file(str(converted))
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    same_ids = all(tokenizer.id_to_token(index) == one.piece for index, one in enumerate(model.pieces))
-    if not same_ids or trainer.model_type not in (_UNIGRAM, _BPE):
+    made = {1: _unigram, 2: _bpe}.get(trainer.model_type)  # as in sentencepiece_model.proto
+    if made is None or any(tokenizer.id_to_token(index) != one.piece for index, one in enumerate(model.pieces)):
         return
-    tokenizer.model = _unigram(model) if trainer.model_type == _UNIGRAM else _bpe(model)
+    tokenizer.model = made(model)
     tokenizer.normalizer = normalizers.Sequence(_normalizers(normalizer))
     tokenizer.pre_tokenizer = None
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps if normalizer.add_dummy_prefix else steps[:-1])
-    if add_bos and trainer.bos_id >= 0 and not tokenizer.encode("").ids:
+    if trainer.bos_id >= 0 and settings.get("add_bos_token") is not False and not tokenizer.encode("").ids:
         bos = model.pieces[trainer.bos_id].piece
         tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, trainer.bos_id)])
     tokenizer.save(str(converted))
 
 
 def _normalizers(spec: Any) -> list[Any]:
-    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
-    if spec.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    return [*steps, normalizers.Replace(" ", _SPACE)]
+    trims = normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")
+    return [
+        *([normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []),
+        *(trims if spec.remove_extra_whitespaces else []),
+        *([normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []),
+        normalizers.Replace(" ", _SPACE),
+    ]
 
 
 def _bpe(model: Any) -> Any:
@@ -60,11 +60,9 @@ def _bpe(model: Any) -> Any:
     merges = [(left, right) for left, right in splits if left in scores and right in scores]
     merges.sort(key=lambda pair: (-scores["".join(pair)], -len(pair[0])))
     vocabulary, spec = {one.piece: index for index, one in enumerate(model.pieces)}, model.trainer_spec
-    options = {"unk_token": spec.unk_piece, "fuse_unk": True, "byte_fallback": spec.byte_fallback}
-    return models.BPE(vocabulary, merges, **options)
+    return models.BPE(vocabulary, merges, unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback)
 
 
 def _unigram(model: Any) -> Any:
-    lowest = min(one.score for one in model.pieces if one.type == one.NORMAL)  # sets the price of what is unknown
-    pieces = [(one.piece, one.score if one.type == one.NORMAL else lowest) for one in model.pieces]
+    pieces = [(one.piece, one.score) for one in model.pieces]
     return models.Unigram(pieces, model.trainer_spec.unk_id, model.trainer_spec.byte_fallback)

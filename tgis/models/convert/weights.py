@@ -27,9 +27,8 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
 
     The other files of the model are there too, as links.
     """
-    converts = needs_conversion(path)
-    shards = () if converts else find_weights(path)
-    if not converts and not _lacks_index(path):
+    shards = () if needs_conversion(path) else find_weights(path)
+    if shards and not _lacks_index(path):
         return path
     target = cache_dir / "weights" / staging.files_key(shards or path.glob("*.bin*"))
     started = time.monotonic()
@@ -42,7 +41,8 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
                     (target / file.name).symlink_to(file.resolve())
             if shards:
                 log.info("%s has no complete index of its safetensors: serving them with one made, in %s", path, target)
-                _write_index(shards, target)
+                names = {name: shard.name for shard in shards for name in tensor_names(shard)}
+                (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
                 return target
             log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
             with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
@@ -62,11 +62,6 @@ def _lacks_index(path: Path) -> bool:
     """Whether transformers would find no index, or not what it needs there."""
     single, index = (path / name for name in SAFETENSORS)
     return not single.is_file() and not (index.is_file() and isinstance(read_json(index).get("metadata"), dict))
-
-
-def _write_index(shards: tuple[Path, ...], target: Path) -> None:
-    names = {name: shard.name for shard in shards for name in tensor_names(shard)}
-    (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def convert_weights(path: Path, out: Path | None = None) -> str:
