@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-clients fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
+.PHONY: help venv proto demo-model serve test test-all test-clients manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,13 @@ test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whos
 .cache/clients/installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv .cache/clients
 	.cache/clients/bin/python -m pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+manifests: venv .cache/manifests/installed ## check deployment/ with kubectl, promtool, a Prometheus and more; nothing of it needs a cluster
+	$(BIN)/python deployment/checks/run.py
+
+.cache/manifests/installed: $(addprefix deployment/checks/,fetch.sh requirements.txt package.json)
+	deployment/checks/fetch.sh $(BIN)/python .cache/manifests
 	@touch $@
 
 fuzz: venv ## give readers of files and messages hostile bytes, for a minute each; ARGS goes to tests/support/fuzz.py
@@ -90,5 +97,5 @@ wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside t
 	pycparser uvloop
 
 clean: ## remove everything that make created, except the demo models in .cache
-	rm -rf .venv .cache/clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache/clients .cache/manifests build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tgis demo benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +
