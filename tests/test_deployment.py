@@ -158,6 +158,10 @@ def test_kserve_finds_the_port_the_model_and_the_metrics() -> None:
     (container,) = spec["containers"]
     assert container["ports"] == [{"name": "h2c", "containerPort": 8033, "protocol": "TCP"}]
     assert environment(container)["MODEL_NAME"] == "/mnt/models"
+    assert environment(container)["SHUTDOWN_GRACE_SECONDS"] == environment(SERVER)["SHUTDOWN_GRACE_SECONDS"]
+    assert container["lifecycle"] == SERVER["lifecycle"]
+    predictor = load("kserve/inference-service.yaml")["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] == POD["terminationGracePeriodSeconds"]
     assert spec["annotations"] == {
         "opendatahub.io/kserve-runtime": "tgis",
         "prometheus.io/port": "3000",
