@@ -211,6 +211,12 @@ def test_a_sampler_follows_its_batch() -> None:
                 row.tokens.append(token)
 
 
+@pytest.mark.parametrize(("output", "token"), [([], 2), ([0], 2), ([0, 0], 1), ([5, 0, 0], 1), ([0, 5, 0], 2)])
+def test_a_bad_word_begins_within_the_output(output: list[int], token: int) -> None:
+    row = make_row(SamplingParams(bad_words=((0, 0, 2),)), prompt=[0, 0], output=output)
+    assert choose([row], torch.tensor([[0.0, 1.0, 2.0, -1.0]])).tokens == [token]
+
+
 def test_an_empty_batch() -> None:
     assert choose([], torch.empty(0, 40)) == Sampled([], [], [])
 
