@@ -68,12 +68,13 @@ def running_server(
     log: Path | None = None,
     python: str = sys.executable,
     directory: Path | None = None,
+    ports: tuple[int, ...] | None = None,
 ) -> Iterator[Server]:
     """Serve `model` until the end of the block; logs to a file, or else only warnings to stderr.
 
-    `directory` is the checkout whose code is served, if not that of the environment.
+    `directory` is the checkout whose code is served, if not that of the environment; `ports` are of gRPC and HTTP.
     """
-    grpc_port, http_port = free_ports()
+    grpc_port, http_port = ports or free_ports()
     command = [python, "-m", "tgis", "serve", "--model-name", str(model), "--cache-dir", str(cache)]
     command += ["--grpc-port", str(grpc_port), "--port", str(http_port), "--bind-address", "127.0.0.1"]
     command += [] if log else ["--log-level", "warning"]

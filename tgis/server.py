@@ -315,7 +315,7 @@ class Server:
         stopped = asyncio.create_task(grpc_server.refuse_calls())
         await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
         await self._http_api.end_calls()
-        self._clients.end_calls()
+        await self._clients.end_calls()
         await grpc_server.stop()
         await stopped
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice

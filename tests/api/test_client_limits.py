@@ -11,7 +11,7 @@ from harness import run_async
 from tgis.api import clients as module
 from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError, Unavailable
 
 MIB = 1 << 20
 
@@ -259,12 +259,13 @@ async def test_the_server_does_not_wait_for_clients_that_do_not_read(monkeypatch
     assert not await returns(clients)
 
 
-def test_all_calls_end_at_once() -> None:
+async def test_all_calls_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_WORD_SECONDS", 0.0)
     clients = make_clients()
     calls = [started(clients) for _ in range(3)]
     clients.finished(calls[0])
-    clients.end_calls()
-    assert [call.ends for call in calls] == [[], [None], [None]]
+    await clients.end_calls()
+    assert [[*map(type, call.ends)] for call in calls] == [[], [Unavailable], [Unavailable]]
 
 
 @pytest.mark.parametrize("kind", ["connecting", "sending", "reading", "idle"])

@@ -102,7 +102,7 @@ async def test_clients_that_disconnect_are_no_errors(method: str, caplog: pytest
         calls = [call_frames(f"/test.Service/{method}", bytes(1000), 2 * index + 1) for index in range(64)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: len(service.calls.clients.reading._since) == len(calls))
-        await until(lambda: not service.calls.clients._served)
+        await until(lambda: not service.calls.clients.served)
         assert await works(port)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Protocol, Self
 
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ MAX_SLOW_CALLS = 1024  # whose clients do not read, and as many that have nothin
 SLOW_SECONDS = 0.5
 _SWEEP_SECONDS = 0.25
 _PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause of this process
+LAST_WORD_SECONDS = 1.0  # for clients to read that their calls end with the server
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _AWAKE_SECONDS = 1.0  # after the last call
@@ -139,18 +140,18 @@ class Clients:
         self.awake = asyncio.Event()  # not set: nothing happens, so nothing need be watched
         for waiting in self._waiting:
             waiting.awake = self.awake
-        self._served: set[Waiter] = set()  # the end of the server waits for them
+        self.served: set[Waiter] = set()  # the end of the server waits for them
         self._last_end = 0.0
 
     def started(self, call: Waiter) -> None:
         """Let the end of the server wait for a call, unless it has begun."""
         if not self.draining:
-            self._served.add(call)
+            self.served.add(call)
 
     def finished(self, call: Waiter) -> None:
         """Let the end of the server wait for it no longer."""
-        if call in self._served:
-            self._served.remove(call)
+        if call in self.served:
+            self.served.remove(call)
             self._last_end = time.monotonic()
 
     def forget(self, call: Waiter, _task: object = None) -> None:
@@ -164,19 +165,22 @@ class Clients:
         while self._is_active():
             await asyncio.sleep(0.02)
 
-    def end_calls(self) -> None:
-        """End all calls at once."""
-        for call in list(self._served):
-            call.end(None)
+    async def end_calls(self) -> None:
+        """End all calls with Unavailable, and give their clients a moment to read that."""
+        for call in list(self.served):
+            call.end(Unavailable("the server is shutting down"))
+        until = time.monotonic() + LAST_WORD_SECONDS
+        while self.served and time.monotonic() < until:
+            await asyncio.sleep(0.02)
 
     def _is_active(self) -> bool:
-        stalled = self._served.intersection(self.reading.longer_than(_STALL_SECONDS))
-        return len(self._served) > len(stalled) or time.monotonic() - self._last_end < _QUIET_SECONDS
+        stalled = self.served.intersection(self.reading.longer_than(_STALL_SECONDS))
+        return len(self.served) > len(stalled) or time.monotonic() - self._last_end < _QUIET_SECONDS
 
     def _is_quiet(self) -> bool:
         """Whether no call is open but those that have nothing to say, and none has been for a second."""
         waits = any(waiting.longer_than(0) for waiting in self._waiting if waiting is not self.idle)
-        return not (waits or self._served) and time.monotonic() - self._last_end > _AWAKE_SECONDS
+        return not (waits or self.served) and time.monotonic() - self._last_end > _AWAKE_SECONDS
 
     async def sweep_forever(self) -> None:
         """End what waits for too long, and what is too much; rest while nothing happens."""

@@ -98,7 +98,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
         super().__init__(self._event_loop, None, handlers, interceptors, options, None)
         self._queue = queue
         self._accepts: list[asyncio.Task[None]] = []
-        self._stopped = False
+        self._accepting, self._stopped = True, False
         self._next: _NextCall | None = None  # while grpc.aio waits for it
         self._retry: asyncio.TimerHandle | None = None
         queue.on_ready = self._offer
@@ -130,9 +130,14 @@ class FairServer(_AioServer):  # type: ignore[misc]
         self._retry = None
         self._offer()
 
+    async def shutdown(self, grace: float | None) -> None:
+        """Stop; C-core crashes if it is asked for a call of a server that it has destroyed."""
+        self._accepting = False
+        await super().shutdown(grace)
+
     async def _accept_calls(self) -> None:
         try:
-            while True:
+            while self._accepting:
                 self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
         except cygrpc._RequestCallError:
             self._stopped = True

@@ -1,10 +1,14 @@
 """The gRPC port: limits, TLS, authentication, health and reflection around the handlers that it is given."""
 
+import asyncio
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tgis.api.grpc.calls import GrpcCalls
+from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.health import HealthServicer
 from tgis.api.grpc.private import make_server
 from tgis.api.grpc.reflection import reflection_handlers
@@ -20,6 +24,7 @@ WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 KEEPALIVE_MS = 60_000  # of inactivity before a ping
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
 _NEVER_SECONDS = 1e6
+_CLOSE_SECONDS, _CLOSE_TIMES = 0.05, 20  # between closing connections without calls at the end, and how often
 
 
 class GrpcServer:
@@ -35,6 +40,8 @@ class GrpcServer:
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
+        self._clients = calls.clients
+        self._stopped = False
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
         self._server = make_server(handlers, interceptors, _channel_arguments(config, calls), calls.queue)
@@ -51,6 +58,7 @@ class GrpcServer:
             port = 0
         if not port:
             raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
+        self._port = port
         return port
 
     async def start(self) -> None:
@@ -62,15 +70,26 @@ class GrpcServer:
         self._health.set_serving(serving)
 
     async def refuse_calls(self) -> None:
-        """Report NOT_SERVING and take no new calls; ends after `stop`.
+        """Report NOT_SERVING, and make clients go elsewhere; ends after `stop`.
 
-        It has no grace of its own: when that of one `stop` of grpcio ends together with another, the process crashes.
+        Their new calls are UNAVAILABLE, by the handlers or since the connection is closed. C-core would cancel those on
+        their way while it stops, and nobody repeats a call that is CANCELLED: only connections that have long calls see
+        it stop before the end. It has no grace of its own: when that of one `stop` of grpcio ends together with
+        another, the process crashes.
         """
         self._health.set_serving(False)
+        for _ in range(_CLOSE_TIMES):
+            open_calls = (call for call in self._clients.served if isinstance(call, GrpcCall))
+            _close_sockets(self._port, {call.connection.rpartition(":")[2] for call in open_calls})
+            await asyncio.sleep(_CLOSE_SECONDS)
+            if self._stopped:
+                return
         await self._server.stop(_NEVER_SECONDS)
 
     async def stop(self) -> None:
-        """Cancel all calls that are left."""
+        """End all calls that are left."""
+        self._stopped = True
+        _close_sockets(self._port)
         await self._server.stop(0)
 
 
@@ -92,6 +111,22 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]
+
+
+def _close_sockets(port: int, but: Collection[str] | None = None) -> None:
+    """Close the connections to our port, as if their clients did, but those from these ports; with None itself, too."""
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it is closed meanwhile
+            if file.readlink().name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(file.name))) as ours:
+                    if ours.getsockname()[1:2] == (port,) and (but is None or _peer_port(ours) not in {*but, None}):
+                        ours.shutdown(socket.SHUT_RDWR)
+
+
+def _peer_port(connection: socket.socket) -> str | None:
+    """None if it listens."""
+    is_listener = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return None if is_listener else str(connection.getpeername()[1])
 
 
 def _bind_error(host: str, port: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tgis.api.clients import Account, Clients
+from tgis.api.clients import LAST_WORD_SECONDS, Account, Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import read_json, receive
 from tgis.api.http.event_stream import EventStream
@@ -21,7 +21,6 @@ from tgis.frontend.generation import Generator
 from tgis.frontend.sampling_params import RawParams
 from tgis.utils import logs
 
-LAST_WORD_SECONDS = 1.0  # to tell clients at the end of the server
 _REFUSALS = (400, 413, 415, 422)
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 

@@ -19,6 +19,7 @@ from tgis.security.tls import Certificates
 
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0
+_LAST_ANSWERS_SECONDS = 0.1  # for requests of connections that were accepted just before the end
 RETRY_SECONDS = 1  # until a client that was told 503 may try again
 BACKLOG = 128  # connections that wait to be accepted
 
@@ -81,6 +82,7 @@ class HttpServer:
         """Close the port and every connection."""
         if self._listener is not None:
             self._listener.close()
+            await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         await self._runner.cleanup()
 
 
