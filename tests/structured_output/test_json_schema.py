@@ -26,6 +26,8 @@ TABLE = byte_table(piece.encode() for piece in PIECES)
 WALKS, MAX_TOKENS = 12, 80
 MAX_BLANKS = 34  # in a row, outside of strings
 
+NO_OTHER_NAMES = "patternProperties must match other names than those of properties and required"
+NOTHING_ENDS = "$ref: nothing that ends validates with a schema that refers to itself"
 # Schema -> what says that it is refused.
 REFUSED: list[tuple[Any, str]] = [
     ({"not": STRING}, 'unsupported keywords: ["not"]'),
@@ -56,6 +58,25 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"type": "integer", "multipleOf": 1e300}, "multipleOf: the common multiple of all values is more than 20000"),
     ({"oneOf": [STRING], "anyOf": [{}], "allOf": None}, "allOf must be an array"),
+    (
+        {"minProperties": 3, "required": ["a"]},
+        "minProperties 3 is more than 2, the number of required names and one more",
+    ),
+    (closed(a=INTEGER) | {"patternProperties": {"^[ab]$": {}}, "required": ["b"]}, NO_OTHER_NAMES),
+    ({"allOf": [{"required": ["a"]}, closed() | {"patternProperties": {"^a$": {}}}]}, NO_OTHER_NAMES),
+    ({"items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, NOTHING_ENDS),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, NOTHING_ENDS),
+    (
+        {"anyOf": [STRING, {"$ref": "#/$defs/x"}], "$defs": {"x": {"minItems": 1, "items": {"$ref": "#/$defs/x"}}}},
+        NOTHING_ENDS,
+    ),
+    (
+        {
+            "anyOf": [{"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 2}, {"$ref": "#"}],
+            "$defs": {"$ref": "#"},
+        },
+        NOTHING_ENDS,
+    ),
 ]
 
 
@@ -130,7 +151,7 @@ def test_values_and_names_may_look_like_keywords() -> None:
     assert rewritten["properties"]["uniqueItems"] is False
     assert rewritten["properties"]["oneOf"] == {"const": {"oneOf": [{}, {}]}}
     named = {"properties": {"format": {"const": "date"}}}
-    assert parse_schema(json.dumps(named)) == named
+    assert parse_schema(json.dumps(named))["properties"] == named["properties"]
 
 
 def tagged(tag: Any, **properties: Any) -> dict[str, Any]:
@@ -139,6 +160,7 @@ def tagged(tag: Any, **properties: Any) -> dict[str, Any]:
 
 DEFS = {"$defs": {"Cat": tagged("cat", lives=INTEGER), "Dog": tagged("dog", name=STRING), "Size": {"enum": [1, 2]}}}
 CAT, DOG, SIZE = ({"$ref": f"#/$defs/{name}"} for name in ("Cat", "Dog", "Size"))
+UNTYPED_CAT = {"required": ["kind"], "properties": {"kind": {"const": "cat"}}}
 EXCLUSIVE: list[dict[str, Any]] = [
     {"oneOf": [CAT, {"type": "null"}]},
     {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
@@ -146,6 +168,8 @@ EXCLUSIVE: list[dict[str, Any]] = [
     {"oneOf": [{"const": 3}, SIZE, {"enum": ["3", None]}]},
     {"oneOf": [CAT, SIZE], "anyOf": [CAT, {"type": "string"}]},
     {"oneOf": [closed(pet=CAT), closed(pet=DOG)]},
+    {"oneOf": [UNTYPED_CAT, {"required": ["kind"], "properties": {"kind": {"const": "dog"}}}]},
+    {"oneOf": [UNTYPED_CAT, DOG]},
 ]
 OVERLAPPING: list[dict[str, Any]] = [
     {"oneOf": [CAT, CAT]},
@@ -154,8 +178,9 @@ OVERLAPPING: list[dict[str, Any]] = [
     {"oneOf": [CAT, tagged("cat")]},
     {"oneOf": [CAT, {"type": "object"}]},
     {"oneOf": [CAT, {"type": "object", "properties": {"kind": {"const": "dog"}}}]},
-    {"oneOf": [CAT, {"$ref": "#/$defs/Loop"}], "$defs": DEFS["$defs"] | {"Loop": {"$ref": "#/$defs/Loop"}}},
-    {"oneOf": [{"required": ["kind"], "properties": {"kind": {"const": tag}}} for tag in ("cat", "dog")]},
+    {"oneOf": [{"properties": {}}, {"type": "null"}]},  # a null validates with both
+    {"oneOf": [{"$ref": "#/$defs/Any"}, {"type": "null"}], "$defs": {"Any": {"properties": {}}}},
+    {"oneOf": [{"anyOf": [{"properties": {}}]}, {"type": "null"}]},
     {"oneOf": [CAT, DOG], "$defs": {"x": {"$id": "urn:x", **DEFS}, **DEFS["$defs"]}},
     {"oneOf": [{"enum": [*range(0, 400, 2)]}, {"enum": [*range(1, 400, 2)]}] * 40},
 ]
@@ -190,6 +215,76 @@ def test_keywords_that_always_hold_are_accepted(keyword: dict[str, Any]) -> None
 def test_what_clients_send_is_accepted(category: str) -> None:
     for schema in CLIENTS[category]:
         compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
+
+
+ACCEPTED: list[dict[str, Any]] = [  # next to what is refused
+    {"minProperties": 2, "required": ["a"], "properties": {"a": STRING}, "additionalProperties": INTEGER},
+    closed([], a=INTEGER) | {"patternProperties": {"^[ab]$": INTEGER}},
+    {"properties": {"a": INTEGER}, "patternProperties": {"^a$": INTEGER}},
+    {"items": {"anyOf": [INTEGER, {"$ref": "#"}]}, "minItems": 1},
+    {"properties": {"a": {"$ref": "#"}, "b": INTEGER}, "required": ["b"]},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+    {"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]},
+    {"type": "integer", "allOf": [{"exclusiveMinimum": 0, "exclusiveMaximum": 2}]},
+]
+
+
+@pytest.mark.parametrize("schema", ACCEPTED, ids=range(len(ACCEPTED)))
+def test_what_can_be_kept_is_kept(schema: dict[str, Any]) -> None:
+    assert count_finished(schema, random.Random(1))
+
+
+def test_exclusive_bounds_are_exclusive() -> None:
+    """llguidance alone allows the bound where the other one is less than 1 away."""
+    for schema, bounds in [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "-0", "0e5"]),
+        ({"exclusiveMinimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0"]),
+        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]}, ["1", "1.0"]),
+    ]:
+        matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
+        assert not any(suite.allows(matcher, bound) for bound in bounds)
+
+
+# Schema without a type -> what it begins with, as a client means it.
+MEANT: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a": INTEGER}, "required": ["a"]}, "{"),
+    ({"required": ["a"]}, "{"),
+    ({"additionalProperties": INTEGER}, "{"),
+    ({"patternProperties": {"^a": INTEGER}, "additionalProperties": False}, "{"),
+    ({"minProperties": 1}, "{"),
+    ({"items": INTEGER}, "["),
+    ({"minItems": 1}, "["),
+    ({"prefixItems": [{"properties": {}}], "items": False}, "["),
+    ({"pattern": "^a"}, '"'),
+    ({"format": "date"}, '"'),
+    ({"minimum": 3}, "3456789123456789"),
+    ({"properties": {}, "items": {}}, "{["),
+    ({"$ref": "#/$defs/x", "$defs": {"x": {"required": ["a"]}}}, "{"),
+    ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INTEGER}}, "{"),
+    ({"allOf": [{"description": "x"}], "properties": {"a": INTEGER}}, "{"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}], "maxLength": 3}, '"n'),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3, "maximum": 4}]}, "34"),
+    ({"const": None, "maxLength": 3}, "n"),
+    ({"type": ["object", "null"], "properties": {}}, "{n"),
+    ({"description": "anything"}, '"[{-0123456789tfn'),
+]
+
+
+@pytest.mark.parametrize(("schema", "first"), MEANT, ids=range(len(MEANT)))
+@pytest.mark.parametrize("inner", [False, True])
+def test_types_are_those_that_clients_mean(schema: dict[str, Any], first: str, inner: bool) -> None:
+    start = ""
+    if inner:
+        start = '{"a":'
+        schema = {
+            "properties": {"a": {"$ref": "#/$defs/s"}},
+            "required": ["a"],
+            "$defs": {"s": schema} | schema.get("$defs", {}),
+        }
+    matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
+    allowed = matcher.allowed_ids([byte + 1 for byte in start.encode()])
+    found = {chr(token - 1) for token in allowed if token <= 256} - set(" \r\n")
+    assert found == set(first)
 
 
 def output(tokens: list[int]) -> str:

@@ -13,9 +13,13 @@ from typing import Any
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
+from tgis.structured_output.inferred_types import with_type
 from tgis.structured_output.one_of_to_any_of import OneOfRewriter
+from tgis.structured_output.property_names import check_names
+from tgis.structured_output.references import EndingReferences, References
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
 OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for clients
 _VALUES = ("const", "enum", "default", "examples")
@@ -47,12 +51,28 @@ _EXACT = {
 def parse_schema(text: str) -> dict[str, Any]:
     """A JSON schema that is safe to compile; GrammarError."""
     schema = _parse(text)
-    num_ids = 0
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
+    members = list(_members(schema))
+    _check_values(members)
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    plain = json.loads(text)
+    num_ids = sum(name == "$id" for name, _ in members)
+    named = {value for name, value in members if name == "$ref" and isinstance(value, str)}
+    resolve = num_ids == ("$id" in plain)  # others change what references mean
+    one_of = OneOfRewriter(References(plain, resolve=resolve))
+    exact = _rewritten(plain, lambda each: _with_exact_format(_with_inner_bounds(one_of.rewrite(each))))
+    one_of.finish()
+    typed: dict[str, Any] = _rewritten(exact, lambda each: with_type(_check_num_properties(each)))
+    EndingReferences(References(typed, resolve=resolve), named).check()
+    check_names(members)
+    return typed
+
+
+def _check_values(members: list[tuple[str, Any]]) -> None:
     multiple = 1
-    for name, value in _members(schema):
-        num_ids += name == "$id"
+    for name, value in members:
         if name == OWN_KEYWORD:
             raise GrammarError(f"unsupported keyword {name}")
         if name in _COUNTS and isinstance(value, int | Decimal) and value > MAX_GRAMMAR_REPETITIONS:
@@ -61,12 +81,6 @@ def parse_schema(text: str) -> dict[str, Any]:
             multiple = lcm(multiple, _coefficient(value))
     if multiple > _MAX_MULTIPLE:
         raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
-    if isinstance(schema, bool):
-        return {} if schema else {"enum": []}
-    plain = json.loads(text)
-    one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
-    rewritten: dict[str, Any] = _rewritten(plain, lambda each: _with_exact_format(one_of.rewrite(each)))
-    return rewritten
 
 
 def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -140,3 +154,23 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     rest = {name: value for name, value in schema.items() if name != "format"}
     return rest | {"allOf": [*schema.get("allOf", []), exact]}
+
+
+def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """With exclusive bounds of numbers a bit further in: llguidance may allow the bound itself if it is an integer."""
+    changed = dict(schema)
+    for name, inner, best, step in _EXCLUSIVE if schema.get("type") != "integer" else ():
+        bound, other = schema.get(name), schema.get(inner)
+        if isinstance(bound, int | float) and bound == int(bound) and bound + step != bound:
+            changed[inner] = best(bound + step, other if isinstance(other, int | float) else bound + step)
+            del changed[name]
+    return changed
+
+
+def _check_num_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Names that a grammar does not know can come twice, and then count once."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    most = 1 + (len(required) if isinstance(required, list) else 0)
+    if isinstance(least, int | float) and least > most:
+        raise GrammarError(f"minProperties {least} is more than {most}, the number of required names and one more")
+    return schema

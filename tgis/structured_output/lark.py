@@ -20,6 +20,7 @@ from tgis.ipc.lookups import (
 )
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
+from tgis.structured_output.one_of_to_any_of import OVERLAPS
 
 _DIRECTIVE = "%llguidance"
 # Lark's tokens that may contain anything, by llguidance's rules. An unterminated one matches too: otherwise the rest of
@@ -39,9 +40,7 @@ _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
 _WORDS = {
     "Unimplemented keys": "unsupported keywords",
     'failed to parse "%json"': "not JSON",  # that Python has read
-    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": (
-        "oneOf is supported only where its schemas exclude each other"
-    ),
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 _COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")

@@ -6,8 +6,12 @@ and not for numbers.
 
 from itertools import combinations
 from typing import Any
-from urllib.parse import unquote
 
+from tgis.errors import GrammarError
+from tgis.structured_output.inferred_types import combined, inferred_types
+from tgis.structured_output.references import References
+
+OVERLAPS = "oneOf is supported only where its schemas exclude each other"
 _TYPES = {"null", "boolean", "object", "array", "number", "string"}
 _MAX_HOPS = 8  # from reference to reference
 _MAX_DEPTH = 3  # of properties that are compared
@@ -17,23 +21,28 @@ _MAX_COMPARISONS = 200_000  # of values and names in all of a schema; about 50 m
 class OneOfRewriter:
     """Rewrites the `oneOf` of one document."""
 
-    def __init__(self, document: Any, *, resolve: bool) -> None:
-        """References are followed only with `resolve`."""
-        self._document = document
-        self._resolve = resolve
+    def __init__(self, references: References) -> None:
+        self._references = references
         self._comparisons_left = _MAX_COMPARISONS
-        self._targets: dict[str, Any] = {}  # by reference
+        self._infers = self._leaves = False  # a type, a oneOf; of all schemas so far
 
     def rewrite(self, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema, or another that means the same."""
         options = schema.get("oneOf")
+        self._infers |= bool(inferred_types(schema))
         if not isinstance(options, list) or not all(self._exclusive(*pair) for pair in combinations(options, 2)):
+            self._leaves |= "oneOf" in schema
             return schema
         rest = {name: value for name, value in schema.items() if name != "oneOf"}
         if "anyOf" not in rest:
             return rest | {"anyOf": options}
         all_of = rest.get("allOf", [])
         return rest | {"allOf": [*all_of, {"anyOf": options}]} if isinstance(all_of, list) else schema
+
+    def finish(self) -> None:
+        """GrammarError if llguidance would compare schemas with types that the client has not written."""
+        if self._infers and self._leaves:
+            raise GrammarError(OVERLAPS)
 
     def _exclusive(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether it is certain that no value validates with both."""
@@ -43,6 +52,7 @@ class OneOfRewriter:
         values, others = _values(first), _values(second)
         if values is not None and others is not None:
             return self._pay(len(values) * len(others)) and not any(value in others for value in values)
+        first, second = _both_typed(first, second)
         common = _types(first) & _types(second)
         if common != {"object"}:
             return not common
@@ -64,22 +74,19 @@ class OneOfRewriter:
                 break
             if "$ref" not in schema:
                 return schema
-            schema = self._lookup(schema["$ref"]) if self._resolve else None
+            schema = self._references.target(schema["$ref"])
         return {}
 
-    def _lookup(self, reference: Any) -> Any:
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            return None
-        if reference not in self._targets:
-            self._targets[reference] = self._find(reference)
-        return self._targets[reference]
 
-    def _find(self, reference: str) -> Any:
-        value = self._document
-        for part in unquote(reference[2:]).split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
+def _both_typed(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With the type that is meant where both have the same: a null would validate with one that has none as well."""
+    typed = _typed(first), _typed(second)
+    return typed if _types(typed[0]) == _types(typed[1]) else (first, second)
+
+
+def _typed(schema: dict[str, Any]) -> dict[str, Any]:
+    types = [] if combined(schema) else inferred_types(schema)
+    return schema | {"type": types} if types else schema
 
 
 def _size(schema: dict[str, Any]) -> int:
