@@ -10,11 +10,14 @@ import openai
 import pytest
 from chat_templates import LAST_MESSAGE
 from harness import Server, running_fake, running_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 from tokenizers import Tokenizer
 
 from demo.fake_model import make_fake_model
-from tgis.api.openai.bodies import ChatCompletionRequest
+from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.tgi.schema import GenerateParameters, GenerateRequest
 from tgis.pb import generation_pb2 as pb
 
 MAX_LENGTH, MAX_NEW = 200, 169
@@ -440,6 +443,72 @@ def test_bad_requests_name_their_field(client: openai.OpenAI, name: str, stream:
 def test_bodies_of_the_wrong_types(server: Server, body: Any, status: int) -> None:
     found, answer = server.post("/v1/chat/completions", body)
     assert (found, answer["error"]["type"], answer["error_type"]) == (status, "invalid_request_error", "validation")
+
+
+@pytest.mark.parametrize("place", ["guided_json", "chat_template_kwargs", "parameters", "arguments", "as text"])
+def test_json_of_any_depth_is_answered_or_refused(server: Server, place: str) -> None:
+    """Some depths can be read and not written again."""
+    statuses = set()
+    for depth in [1, *range(900, 1000), 5000]:
+        value = '{"properties":' * depth + "{}" + "}" * depth
+        call = [{"function": {"name": "x", "arguments": "DEEP" if place == "arguments" else json.dumps("DEEP")}}]
+        messages = [{"role": "assistant", "tool_calls": call}] if place in ("arguments", "as text") else []
+        body: dict[str, Any] = {"messages": [*messages, {"role": "user", "content": "a"}], "max_tokens": 1}
+        if place == "parameters":
+            body |= {"tools": [{"function": {"name": "x", "parameters": "DEEP"}}], "tool_choice": "required"}
+        elif not messages:
+            body[place] = "DEEP"
+        if place == "as text":
+            data = json.dumps(body).replace(json.dumps(json.dumps("DEEP")), json.dumps(value))
+        else:
+            data = json.dumps(body).replace('"DEEP"', value)
+        statuses.add(server.post("/v1/chat/completions", data.encode())[0])
+    assert statuses <= {200, 400}
+
+
+SECRET = "a secret of a client that no error tells to anyone else"
+SECRETS = st.sampled_from(
+    [SECRET, f"{SECRET}(", f'"{SECRET}', json.dumps({"const": f"{SECRET}\\ud800", "maxLength": 1})]
+)
+KEYWORDS = ["const", "pattern", "type", "format", "$ref", "enum", "maxLength", "required", "items"]
+VALUES = st.recursive(
+    SECRETS | st.sampled_from([None, True, 0, 1, -1, 1.5, 10**30]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS) | SECRETS, inner, max_size=3),
+    max_leaves=5,
+)
+BODIES: dict[str, list[type]] = {
+    "/v1/chat/completions": [ChatCompletionRequest],
+    "/v1/completions": [CompletionRequest],
+    "/generate": [GenerateRequest, GenerateParameters],
+    "/tokenize": [GenerateRequest],
+    "/chat_tokenize": [ChatCompletionRequest],
+    "/invocations": [ChatCompletionRequest, CompletionRequest, GenerateRequest],
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(BODIES)))
+    names = sorted({field.encode_name for kind in BODIES[path] for field in msgspec.structs.fields(kind)} - {"model"})
+    changed = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=3))
+    function = {"name": draw(SECRETS), "parameters": draw(VALUES), "arguments": draw(SECRETS), "strict": True}
+    messages = [{"role": "assistant", "content": SECRET, "tool_calls": [{"function": function}]}]
+    base: dict[str, Any] = {"messages": messages, "prompt": SECRET, "inputs": SECRET, "max_tokens": 1}
+    more = st.sampled_from([{}, {"tools": [{"function": function}], "tool_choice": "required"}])
+    kind = draw(st.sampled_from(["json", "regex", "json_schema", SECRET]))
+    grammar = {"max_new_tokens": 1, "grammar": {"type": kind, "value": draw(VALUES)}}
+    return path, base | {"parameters": grammar} | draw(more) | changed
+
+
+def check_error(server: Server, request: tuple[str, dict[str, Any]]) -> None:
+    status, answer = server.post(*request)
+    assert status < 500
+    assert status == 200 or SECRET[:41] not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(5000, marks=pytest.mark.slow)])
+def test_errors_tell_no_text_of_a_request(server: Server, examples: int) -> None:
+    settings(max_examples=examples)(given(bodies())(lambda request: check_error(server, request)))()
 
 
 def test_a_failed_step_is_an_error(server: Server, client: openai.OpenAI) -> None:

@@ -298,6 +298,7 @@ def test_invalid_requests_are_422(client: Client, parameters: dict[str, Any], wo
         ("json", {"enum": ["abc", 17]}, '"abc"|17'),
         ("json_object", '{"enum": ["abc", 17]}', '"abc"|17'),
         ("json_schema", {"name": "x", "schema": {"const": "a"}}, '"a"'),
+        ("json", {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}, r'\{"a":1\}'),
     ],
 )
 def test_an_output_follows_its_grammar(client: Client, kind: str, value: Any, pattern: str) -> None:
@@ -316,6 +317,8 @@ def test_an_output_follows_its_grammar(client: Client, kind: str, value: Any, pa
         (b'{"inputs": 1}', 422),
         (b'{"inputs": "a", "parameters": null}', 422),
         (b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": ' + b"[" * 40_000, 400),
+        (b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": {"a": "\xff"}}}}', 422),
+        (b'{"inputs": "a", "parameters": {"grammar": {"type": "json_schema", "value": {"schema": "\xff"}}}}', 422),
         (b'{"inputs": "%s"}' % (b"a" * 100_000), 413),
         (b'{"inputs": "a", "unknown": [1], "parameters": {"other": {}, "max_new_tokens": 1}}', 200),
     ],

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo.fake_model import make_fake_model
@@ -17,6 +17,7 @@ from tgis.api.openai.tool_calls import (
     HERMES,
     LLAMA3,
     MISTRAL,
+    MISTRAL_ARGS,
     Piece,
     ToolCallParser,
     ToolCallPiece,
@@ -158,8 +159,23 @@ def test_outputs_in_any_parts(name: str, data: st.DataObject) -> None:
     check(name, [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)])
 
 
+FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS}
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
-JSON = ['{"name": "w", "arguments": ', '"parameters": ', '{"name": "', "{}", '{"a": "}"}', "}", '"', "\\ud800", ", "]
+JSON = [
+    '{"name": "w", "arguments": ',
+    '"parameters": ',
+    '{"name": "',
+    "{}",
+    '{"a": "}"}',
+    "}",
+    '"',
+    "\\ud800",
+    ", ",
+    "\\q",
+    "\n",
+    "\x00",
+    "null",
+]
 ARGUMENTS = st.sampled_from([{}, PARIS, ROME, None, 1, "{}", "\ud800"])
 FRAGMENTS = st.one_of(
     st.sampled_from([*MARKS, *JSON, "w", "rm"]),
@@ -168,11 +184,15 @@ FRAGMENTS = st.one_of(
 )
 
 
-@given(st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.lists(FRAGMENTS, max_size=12).map("".join), st.data())
-def test_any_output_is_text_and_calls_of_offered_tools(
-    tool_format: ToolFormat, output: str, data: st.DataObject
-) -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
+def test_any_output_is_text_and_calls_of_offered_tools(tool_format: ToolFormat, examples: int) -> None:
     """However it is cut; without a call, the text is the output."""
+    outputs = st.lists(FRAGMENTS, max_size=12).map("".join)
+    settings(max_examples=examples)(given(st.just(tool_format), outputs, st.data())(check_any))()
+
+
+def check_any(tool_format: ToolFormat, output: str, data: st.DataObject) -> None:
     text, calls = complete_calls(parse(tool_format, [output]))
     assert {name for name, _ in calls} <= NAMES
     assert calls or text == output

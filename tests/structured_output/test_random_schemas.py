@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -106,7 +107,8 @@ def check(schema: Any, more: Any, seed: int) -> None:
     for walk in range(WALKS):
         output = write(matcher.copy(), random.Random(seed + walk))
         assert output is not None
-        assert not problem_of(output.decode(), schema)
+        with suppress(RecursionError):  # of that library, for a schema that is its own alternative
+            assert not problem_of(output.decode(), schema)
 
 
 @pytest.mark.parametrize("examples", [150, pytest.param(5000, marks=pytest.mark.slow)])

@@ -42,6 +42,12 @@ _WORDS = {
     'failed to parse "%json"': "not JSON",  # that Python has read
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
+# Texts of a client in an error; short names of properties, rules, types and formats stay.
+_QUOTED = re.compile(
+    r"""[ ]?(/.*/|"([^"\\]|\\.)*"|\(And[ ].*)
+    |(?<=Resource[ ])'.*'|(?<=Pointer[ ])'.*'|(?<=property[ ])'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
+    re.DOTALL | re.VERBOSE,
+)
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 _COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -83,6 +89,8 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     problem = problem.removeprefix("failed to compile JSON schema: ")
     for theirs, ours in _WORDS.items():
         problem = problem.replace(theirs, ours)
+    if not problem.startswith("unsupported keywords"):
+        problem = _QUOTED.sub("", problem)
     match kind:
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours

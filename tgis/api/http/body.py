@@ -1,5 +1,6 @@
 """The body of a request: bounded in size and time, paid for, and read as the type that a route wants."""
 
+import re
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,8 @@ from tgis.frontend.calls import Account
 
 _WIRE_BYTES = 2  # for each that a body may have: chunks of a few bytes are mostly framing
 _VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets
+
+_ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)  # the client's text, of any length
 
 B = TypeVar("B")
 
@@ -46,6 +49,6 @@ def read_json(data: bytes, type_: type[B], account: Account, *, strict: bool) ->
     try:
         return msgspec.json.decode(data, type=type_, strict=strict)
     except msgspec.ValidationError as error:
-        raise HttpError(422, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(422, _ENUM_VALUE.sub("Invalid enum value", str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None

@@ -164,6 +164,8 @@ class HttpApi:
                 return await handle(call)
         except (RequestError, ConnectionError):  # the latter if the client has gone
             raise
+        except RecursionError:  # some depths can be read, but not written again
+            raise HttpError(400, "the body is nested too deeply") from None
         except Exception as error:
             if until.expired():
                 raise Unavailable("the server is shutting down") from None

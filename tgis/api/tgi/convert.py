@@ -125,7 +125,7 @@ def _grammar(given: Grammar) -> GrammarSpec:
         named = given.type == "json_schema"
         text = bytes(msgspec.json.decode(given.value, type=_NamedSchema).schema if named else given.value).decode()
         return GrammarSpec(GrammarKind.JSON_SCHEMA, msgspec.json.decode(text) if text.startswith('"') else text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest("grammar", f"`grammar` {given.type}: {error}") from None
 
 
