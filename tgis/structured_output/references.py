@@ -68,9 +68,10 @@ class EndingReferences:
 def _needed(schema: dict[str, Any]) -> Iterator[Any]:
     """The schemas of which every value that validates has one."""
     yield from _list(schema, "allOf")
-    properties, num_items = schema.get("properties"), schema.get("minItems", 0)
+    properties, num_items = schema.get("properties", {}), schema.get("minItems", 0)
     if schema.get("type") in ("object", ["object"]) and isinstance(properties, dict):
-        yield from (properties.get(name) for name in _list(schema, "required") if isinstance(name, str))
+        others = None if "patternProperties" in schema else schema.get("additionalProperties")
+        yield from (properties.get(name, others) for name in _list(schema, "required") if isinstance(name, str))
     if schema.get("type") in ("array", ["array"]) and isinstance(num_items, int | float) and num_items > 0:
         first = _list(schema, "prefixItems")
         yield from first[: int(min(num_items, len(first)))]
