@@ -45,7 +45,7 @@ _WORDS = {
 # Texts of a client in an error; short names of properties, rules, types and formats stay.
 _QUOTED = re.compile(
     r"""[ ]?(/.*/|"([^"\\]|\\.)*"|\(And[ ].*)
-    |(?<=Resource[ ])'.*'|(?<=Pointer[ ])'.*'|(?<=property[ ])'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
+    |(?<=Resource[ ])'.*'|(?<=Pointer[ ])'.*'|(?<=erence[ ])'.*'|'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
     re.DOTALL | re.VERBOSE,
 )
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
