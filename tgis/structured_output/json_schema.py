@@ -16,7 +16,6 @@ from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 from tgis.structured_output.inferred_types import with_type
 from tgis.structured_output.one_of_to_any_of import OneOfRewriter
 from tgis.structured_output.property_names import check_names
-from tgis.structured_output.references import EndingReferences, References
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
@@ -59,13 +58,10 @@ def parse_schema(text: str) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain = json.loads(text)
     num_ids = sum(name == "$id" for name, _ in members)
-    named = {value for name, value in members if name == "$ref" and isinstance(value, str)}
-    resolve = num_ids == ("$id" in plain)  # others change what references mean
-    one_of = OneOfRewriter(References(plain, resolve=resolve))
+    one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
     exact = _rewritten(plain, lambda each: _with_exact_format(_with_inner_bounds(one_of.rewrite(each))))
     one_of.finish()
     typed: dict[str, Any] = _rewritten(exact, lambda each: with_type(_check_num_properties(each)))
-    EndingReferences(References(typed, resolve=resolve), named).check()
     check_names(members)
     return typed
 

@@ -6,10 +6,10 @@ and not for numbers.
 
 from itertools import combinations
 from typing import Any
+from urllib.parse import unquote
 
 from tgis.errors import GrammarError
 from tgis.structured_output.inferred_types import combined, inferred_types
-from tgis.structured_output.references import References
 
 OVERLAPS = "oneOf is supported only where its schemas exclude each other"
 _TYPES = {"null", "boolean", "object", "array", "number", "string"}
@@ -21,9 +21,12 @@ _MAX_COMPARISONS = 200_000  # of values and names in all of a schema; about 50 m
 class OneOfRewriter:
     """Rewrites the `oneOf` of one document."""
 
-    def __init__(self, references: References) -> None:
-        self._references = references
+    def __init__(self, document: Any, *, resolve: bool) -> None:
+        """References are followed only with `resolve`."""
+        self._document = document
+        self._resolve = resolve
         self._comparisons_left = _MAX_COMPARISONS
+        self._targets: dict[str, Any] = {}  # by reference
         self._infers = self._leaves = False  # a type, a oneOf; of all schemas so far
 
     def rewrite(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +77,22 @@ class OneOfRewriter:
                 break
             if "$ref" not in schema:
                 return schema
-            schema = self._references.target(schema["$ref"])
+            schema = self._lookup(schema["$ref"]) if self._resolve else None
         return {}
+
+    def _lookup(self, reference: Any) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return None
+        if reference not in self._targets:
+            self._targets[reference] = self._find(reference)
+        return self._targets[reference]
+
+    def _find(self, reference: str) -> Any:
+        value = self._document
+        for part in unquote(reference[2:]).split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
 
 def _both_typed(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
