@@ -1,5 +1,6 @@
 """Runs the README's examples as they are, except for the port, against a real server."""
 
+import html
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from harness import Server, running_fake, unary_request
 from repository import REPOSITORY
 from safetensors.numpy import save
+
+from tgis.api.http.pages import examples
 
 ADDRESS = "localhost:8033"
 README = (REPOSITORY / "README.md").read_text()
@@ -93,6 +96,21 @@ def test_curl_example(server: Server, words: list[str]) -> None:
     assert header == "Content-Type: application/json"
     _, answer = server.post(url.removeprefix("localhost:3000"), data.encode())
     assert answer["choices"][0]["message"]["content"]
+
+
+def test_every_operation_has_a_sentence_and_an_example_that_runs(server: Server) -> None:
+    page, document = server.get("/docs")[1], json.loads(server.get("/openapi.json")[1])
+    operations = [each for methods in document["paths"].values() for each in methods.values()]
+    assert all(examples.sentence(operation["operationId"]) for operation in operations)
+    commands = [html.unescape(each) for each in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
+    assert len(commands) == len(operations)
+    for command in commands:
+        _, address, *flags = shlex.split(command)
+        host, slash, path = address.partition("/")
+        assert host == f"localhost:{server.http_port}"
+        body = flags[flags.index("-d") + 1].encode() if flags else None
+        status, answer = server.get(slash + path) if body is None else server.post(slash + path, body)
+        assert (status, bool(answer)) == (200, True), command
 
 
 def _grpcurl(target: str, data: str, name: str) -> list[dict[str, list[dict[str, str]]]]:

@@ -328,7 +328,7 @@ class Server:
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
         api_routes = [self._http_api.route(operation) for operation in operations]
-        pages = Pages(operations, self._http_auth)
+        pages = Pages(operations, self._config.shown_model, needs_token=self._http_auth.needed)
         return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._clients, self._certificates)
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:

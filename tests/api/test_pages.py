@@ -3,13 +3,16 @@
 import base64
 import hashlib
 import re
+from typing import Any
 
 import aiohttp
 import pytest
 from harness import run_async
-from http_port import serving_while_loading
+from http_port import NO_AUTH, serving, serving_while_loading
 
 from tgis.api.http.pages.page import make_page
+from tgis.api.http.pages.routes import Pages
+from tgis.api.http.probes import Probes
 
 
 def sources(policy: str) -> dict[str, list[str]]:
@@ -39,6 +42,32 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://", "".join(scripts))
     assert headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("path", "accept", "found"),
+    [("/", "text/html,*/*;q=0.8", (307, "ui")), ("/", "*/*", (200, None)), ("/health", "text/html", (200, None))],
+)
+@run_async
+async def test_a_browser_is_sent_to_the_page_where_there_is_one(path: str, accept: str, found: tuple[int, Any]) -> None:
+    probes, ui = Probes(lambda: None, list, NO_AUTH).routes(), Pages([], "m", needs_token=False).routes()
+    for routes, expected in ((probes, (200, None)), ([*probes, *ui], found)):
+        async with (
+            serving(routes) as port,
+            aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": accept}) as client,
+            client.get(path, allow_redirects=False) as answer,
+        ):
+            assert (answer.status, answer.headers.get("Location")) == expected
+
+
+@run_async
+async def test_the_address_in_examples_is_the_one_asked_for() -> None:
+    async with serving_while_loading() as url, aiohttp.ClientSession() as client:
+        for host, shown in (("tgis.example:81", "tgis.example:81"), ("<b>`x`", "localhost:3000")):
+            async with client.get(url + "/docs", headers={"Host": host}) as answer:
+                text = await answer.text()
+            assert f"<pre>curl {shown}/info</pre>" in text
+            assert "<b>`" not in text
 
 
 def test_titles_are_escaped() -> None:

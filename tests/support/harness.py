@@ -84,10 +84,10 @@ class Server:
         return self._ask(path, None, headers, timeout)
 
     def post(self, path: str, body: Any, timeout: float = 60, **headers: str) -> tuple[int, Any]:
-        """Status and JSON of an HTTP request with a body."""
+        """Status and JSON, or events, of an HTTP request with a body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, text = self._ask(path, data, headers | {"Content-Type": "application/json"}, timeout)
-        return status, json.loads(text)
+        return status, text if text.startswith("data:") else json.loads(text)
 
     def _ask(self, path: str, data: bytes | None, headers: dict[str, str], timeout: float) -> tuple[int, str]:
         request = urllib.request.Request(f"http://localhost:{self.http_port}{path}", data, headers)

@@ -42,5 +42,5 @@ async def serving_while_loading() -> AsyncIterator[str]:
     openai = OpenAIApi(config, AdapterCatalog(None), {})
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, Clients(config))
-    async with serving([*map(api.route, operations), *Pages(operations, NO_AUTH).routes()]) as port:
+    async with serving([*map(api.route, operations), *Pages(operations, "m", needs_token=False).routes()]) as port:
         yield f"http://127.0.0.1:{port}"

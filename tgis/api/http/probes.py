@@ -28,7 +28,7 @@ SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in 
 class Probes:
     """`unhealthy_reason` is None while healthy, `scrape` yields the metrics as text.
 
-    `batch_state` returns the state of the batch or raises Unavailable, soon; without it there is no /debug/batch.
+    `batch_state` returns the state of the batch or raises Unavailable, soon; without it /debug/batch is 404.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Probes:
 
     def routes(self) -> list[web.RouteDef]:
         """In the clear, without a token."""
-        return [*self.health_routes(), web.get("/metrics", self._limited(self._metrics))]
+        off = [web.get("/debug/batch", _debug_is_off)] if self._batch_state is None else []
+        return [*self.health_routes(), web.get("/metrics", self._limited(self._metrics)), *off]
 
     def debug_routes(self) -> list[web.RouteDef]:
         """With a token, where one is needed."""
@@ -75,7 +76,11 @@ class Probes:
 
         return respond
 
-    async def health(self, _request: web.Request) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
+        """Browsers at `/` are sent to the page for them, where that is served."""
+        served = (resource.canonical for resource in request.app.router.resources())
+        if request.path == "/" and _accepts_html(request) and "/ui" in served:
+            return web.Response(status=307, headers=NO_STORE | {"Location": "ui"})
         reason = self._unhealthy_reason()
         if reason is None:
             return web.Response()
@@ -106,6 +111,15 @@ class Probes:
         except (Unavailable, HttpError) as error:
             status = 503 if isinstance(error, Unavailable) else error.status
             return web.json_response({"error": str(error)}, status=status, headers=_BATCH_HEADERS)
-        if "text/html" in request.headers.get("Accept", ""):
+        if _accepts_html(request):
             return batch.render_page(state).response(_BATCH_HEADERS)
         return web.Response(text=batch.render_json(state), content_type="application/json", headers=_BATCH_HEADERS)
+
+
+async def _debug_is_off(_request: web.Request) -> web.Response:
+    body = {"error": "/debug/batch is off, DEBUG_BATCH=true turns it on", "error_type": "not_found"}
+    return web.json_response(body, status=404)
+
+
+def _accepts_html(request: web.Request) -> bool:
+    return "text/html" in request.headers.get("Accept", "")

@@ -14,6 +14,7 @@ from tgis.api.http.pages.page import Page, make_page, table
 from tgis.ipc.messages import BatchState, RequestState, WaitReason
 
 _UNLIMITED = 1 << 40  # tokens
+_MAX_ROWS = 50  # of a table; JSON has more
 
 _ADVICE = {
     WaitReason.BATCH_SIZE: "Raise MAX_BATCH_SIZE if memory and inter-token latency allow; otherwise add a replica.",
@@ -35,6 +36,10 @@ _ADVICE = {
 _STYLE = """
 body { padding: 1.5rem; }
 h2 { font-size: 1rem; margin: 1.5rem 0 0.2rem; }
+@media (max-width: 40rem) {
+  body { padding: 0.75rem; font-size: 13px; }
+  th, td { padding-right: 0.5rem; overflow-wrap: break-word; }
+}
 """
 
 
@@ -61,6 +66,7 @@ def _fields(state: BatchState) -> dict[str, Any]:
 
 
 def _requests(title: str, requests: Sequence[RequestState], num_requests: int) -> str:
+    requests = requests[:_MAX_ROWS]
     more = num_requests - len(requests)
     rest = f"<small>and {more:,} more</small>" if more else ""
     return f"<h2>{title}</h2>{_table(RequestState.__struct_fields__, map(msgspec.structs.astuple, requests))}{rest}"
@@ -72,5 +78,5 @@ def _table(names: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, bool | str | None):
-        return escape(str(value))
+        return escape(str(value)).replace("_", "_<wbr>")  # names are long for a phone
     return "no limit" if value >= _UNLIMITED else f"{value:,}"

@@ -1,11 +1,13 @@
-"""`/docs`: the OpenAPI document as a page, without a script."""
+"""`/docs`: the OpenAPI document as a page, without a script; an example for each operation."""
 
 from collections.abc import Iterator
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
+from tgis.api.http.pages import examples
 from tgis.api.http.pages.page import Page, make_page, table
 
 _STYLE = """
@@ -13,6 +15,8 @@ body { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h2 { margin: 2.5rem 0 0.4rem; padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: 1.15rem; }
 h3 { margin: 2rem 0 0.2rem; font-size: 1rem; }
 p, ul { margin: 0.2rem 0; }
+pre { padding: 0.6rem 0.8rem; background: var(--panel); border: 1px solid var(--line); border-radius: 5px;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
 h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
 .method { display: inline-block; min-width: 3rem; color: var(--accent); }
 .operations { list-style: none; margin: 1rem 0; padding: 0; columns: 20rem; }
@@ -21,36 +25,46 @@ h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
 """
 _BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "minItems": "items ≥"}
 
+_ACCESS = (
+    "<p>Requests need a bearer token. The examples find it after <code>read -rs TOKEN</code>, which waits for you to "
+    "paste it.</p>"
+)
+
 Json = dict[str, Any]
 
 
-def render_page(document: Json) -> Page:
+def render_page(document: Json, model: str) -> Page:
+    """`model` is an id for the examples."""
     title = f"{document['info']['title']} {document['info']['version']}"
     body = (
         f"<header><h1>{escape(title)}</h1>"
         '<p><a href="ui">Try the model</a> · <a href="openapi.json">this page as an OpenAPI document</a></p></header>'
         f'<nav aria-label="Operations"><ul class="operations">{"".join(_index(document))}</ul></nav>'
-        f"<main>{''.join(_sections(document))}<h2>Bodies</h2>{''.join(_schemas(document))}</main>"
+        f"<main>{_ACCESS if 'security' in document else ''}{''.join(_sections(document, model))}"
+        f"<h2>Bodies</h2>{''.join(_schemas(document))}</main>"
     )
     return make_page(f"API of {title}", body, _STYLE)
 
 
-def _operations(document: Json) -> Iterator[tuple[str, str, Json]]:
-    """The id, name and description of each."""
+def _operations(document: Json) -> Iterator[tuple[str, str, str, Json]]:
+    """The id, path, name and description of each."""
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             name = f'<code><span class="method">{method.upper()}</span> {escape(path)}</code>'
-            yield escape(operation["operationId"]), name, operation
+            yield escape(operation["operationId"]), path, name, operation
 
 
 def _index(document: Json) -> Iterator[str]:
-    for id_, name, _ in _operations(document):
+    for id_, _, name, _ in _operations(document):
         yield f'<li><a href="#{id_}">{name}</a></li>'
 
 
-def _sections(document: Json) -> Iterator[str]:
-    for id_, name, operation in _operations(document):
-        yield f'<h2 id="{id_}">{name}</h2><p>{escape(operation["summary"])}</p><ul>'
+def _sections(document: Json, model: str) -> Iterator[str]:
+    needs_token = "security" in document
+    for id_, path, name, operation in _operations(document):
+        command = examples.command(id_, path.replace("{id}", quote(model)), needs_token=needs_token)
+        yield f'<h2 id="{id_}">{name}</h2><p>{escape(examples.sentence(id_) or operation["summary"])}</p>'
+        yield f"<pre>{escape(command)}</pre><ul>"
         if body := operation.get("requestBody"):
             yield f"<li>Body: {_contents(body['content'])}</li>"
         for status, answer in operation["responses"].items():

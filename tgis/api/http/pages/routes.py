@@ -1,21 +1,23 @@
-"""`/ui`, `/docs` and the OpenAPI document: for everybody who may use the APIs, while the model is loading, too.
+"""`/ui`, `/docs` and the OpenAPI document: without a token, while the model is loading, too.
 
 `/ui` is a page to try the model, with the probability of each token and of its candidates.
 """
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.auth import HttpAuth
 from tgis.api.http.openapi import make_document
-from tgis.api.http.operations import HttpError, Operation
-from tgis.api.http.pages import docs
+from tgis.api.http.operations import Operation
+from tgis.api.http.pages import docs, examples
 from tgis.api.http.pages.page import Page, make_page
 
 _DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
+_HOST = re.compile(r"[\w.:\[\]-]{1,255}", re.ASCII)
 _UI = Path(__file__).with_name("ui")
 _UI_SCRIPTS = ("requests.js", "answer.js", "card.js", "main.js")  # one script, in which each uses those before
 
@@ -23,24 +25,22 @@ _UI_SCRIPTS = ("requests.js", "answer.js", "card.js", "main.js")  # one script, 
 class Pages:
     """Made once, from what the APIs serve."""
 
-    def __init__(self, operations: Sequence[Operation], auth: HttpAuth) -> None:
-        document = make_document(operations, needs_token=auth.needed)
-        self._auth = auth
-        self._errors = operations[0].errors
+    def __init__(self, operations: Sequence[Operation], model: str, *, needs_token: bool) -> None:
+        document = make_document(operations, needs_token=needs_token)
         self._document = msgspec.json.encode(document)
-        self._pages = {"/docs": docs.render_page(document), "/ui": _ui()}
+        self._pages = {"/docs": docs.render_page(document, model), "/ui": _ui()}
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(path, self._get) for path in (*_DOCUMENT_PATHS, *self._pages)]
 
     async def _get(self, request: web.Request) -> web.Response:
-        try:
-            self._auth.check(request)
-        except HttpError as error:
-            return self._errors.response(error)
         if request.path in _DOCUMENT_PATHS:
             return web.Response(body=self._document, content_type="application/json")
-        return self._pages[request.path].response()
+        page, host = self._pages[request.path], request.host
+        if _HOST.fullmatch(host):
+            address = f"https://{host}" if request.secure else host
+            page = replace(page, text=page.text.replace(examples.HOST, address))
+        return page.response()
 
 
 def _ui() -> Page:
