@@ -32,8 +32,8 @@ def lines(reason: str = "", api_port: int | None = 3000, **options: Any) -> dict
     return {line.split()[0]: line[10:] for line in shown}
 
 
-def test_five_lines() -> None:
-    assert list(lines()) == ["versions", "engine", "device", "limits", "ports"]
+def test_six_lines() -> None:
+    assert list(lines()) == ["versions", "engine", "device", "limits", "ports", "try"]
 
 
 TLS: dict[str, Any] = {"tls_cert_path": Path("file"), "tls_key_path": Path("file")}
@@ -58,6 +58,15 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM: ", "cpu, bfloat16", "2048
         (MUTUAL_TLS | {"auth_token_path": Path("file")}, "ports", "gRPC 8033 (mutual TLS, bearer tokens), "),
         ({"api_port": 3001}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs 3001"),
         ({"api_port": None}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs off"),
+        ({}, "try", 'http://localhost:3000/ui in a browser, or tgis generate "Once upon a time"'),
+        ({"bind_address": "::1"}, "try", "http://localhost:3000/ui in a browser, or tgis generate "),
+        ({"bind_address": "fe::1", "api_port": None}, "try", "tgis generate --target [fe::1]:8033 "),
+        (TLS, "try", "https://localhost:3000/ui in a browser, or tgis generate --ca-cert CA "),
+        (
+            MUTUAL_TLS | {"auth_token_path": Path("file"), "api_port": None},
+            "try",
+            'tgis generate --ca-cert CA --tls-cert CERT --tls-key KEY --token-file TOKEN "Once upon a time"',
+        ),
     ],
 )
 def test_a_line(options: dict[str, Any], name: str, text: str) -> None:

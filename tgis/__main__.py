@@ -15,6 +15,7 @@ from tgis.utils import stop_signals
 
 COMMANDS = {
     "serve": "serve a model over gRPC",
+    "chat": "chat with the model in the terminal",
     "generate": "stream the continuation of a prompt",
     "tokenize": "tokenize a text",
     "model-info": "show the model's kind and limits",

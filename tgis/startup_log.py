@@ -1,5 +1,6 @@
-"""Five log lines that say what was started."""
+"""Log lines that say what was started, and how to try it."""
 
+import ipaddress
 import os
 from importlib.metadata import version
 
@@ -8,6 +9,7 @@ from tgis.config import Config
 from tgis.ipc.messages import EngineInfo
 from tgis.utils.cpus import cpu_quota
 
+_GRPC_PORT = 8033  # that commands call by default
 _LIBRARIES = ("torch", "transformers", "grpcio")
 
 
@@ -25,6 +27,7 @@ def startup_lines(
         "device": _device(config, info),
         "limits": _limits(config, info, *lengths),
         "ports": _ports(config, *ports),
+        "try": _try(config, *ports),
     }
     return [f"{name:<10}{text}" for name, text in lines.items()]
 
@@ -58,3 +61,16 @@ def _ports(config: Config, grpc_port: int, probe_port: int, api_port: int | None
     tls = "mutual TLS" if config.tls_client_ca_cert_path else "TLS" if config.tls_cert_path else "no TLS"
     tokens = "bearer tokens" if config.auth_token_path else "no tokens"
     return f"gRPC {grpc_port} ({tls}, {tokens}), health and metrics {probe_port}, HTTP APIs {api_port or 'off'}"
+
+
+def _try(config: Config, grpc_port: int, _probe_port: int, api_port: int | None) -> str:
+    """A page and a command, from this machine."""
+    address = ipaddress.ip_address(config.bind_address)
+    is_local = address.is_unspecified or address.is_loopback
+    host = "localhost" if is_local else f"[{address}]" if address.version == 6 else str(address)
+    flags = f" --target {host}:{grpc_port}" * ((host, grpc_port) != ("localhost", _GRPC_PORT))
+    flags += " --ca-cert CA" * bool(config.tls_cert_path)
+    flags += " --tls-cert CERT --tls-key KEY" * bool(config.tls_client_ca_cert_path)
+    flags += " --token-file TOKEN" * bool(config.auth_token_path)
+    page = f"http{'s' * bool(config.tls_cert_path)}://{host}:{api_port}/ui in a browser, or "
+    return f'{page if api_port else ""}tgis generate{flags} "Once upon a time"'

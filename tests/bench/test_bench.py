@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import grpc
 import numpy as np
@@ -23,9 +25,12 @@ from terminal import tgis_on_terminal
 
 from tgis.__main__ import run
 from tgis.bench import workload
-from tgis.bench.client import RequestRecord
+from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import record_message
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.measure import LevelResult, Report
+from tgis.bench.plot import to_svg
+from tgis.bench.report import format_table
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -308,9 +313,48 @@ def test_objectives_give_goodput(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--requests", "3", "--output-tokens", "4", "--warmup", "0", "--slo", "ttft=60000,latency=0.1")
     assert bench(FakeServer(), *options) == 0
     captured = capsys.readouterr()
-    assert ", streamed; good: ttft at most 60000 ms, latency at most 0.1 ms\n" in captured.out
+    assert ", streamed\ngood: ttft at most 60000 ms, latency at most 0.1 ms\n" in captured.out
     (level,) = json.loads(captured.out.splitlines()[-1])["levels"]
     assert (level["good"], level["goodput_per_s"]) == (0, 0.0)
+
+
+def report_of(seconds: float, levels: int) -> Report:
+    """Two requests of each level, of which the second takes twice as long; a long name, all that has a column."""
+    loads = tuple(ClosedLoop(10**level) for level in range(levels))
+    objectives = dict.fromkeys(("ttft", "tpot", "gap", "latency"), 1234567.5)
+    settings = BenchSettings(target="host.example:8033", levels=loads or (ClosedLoop(1),), slo=objectives, server_pid=1)
+    report = Report(settings, "a <model> & co")
+    for load in loads:
+        result = LevelResult(load, settings, server_cpu_seconds=1000.0)
+        for number in range(1, 123_457, 61_728):
+            record = RequestRecord(0.0, 9, first_output_at=number * seconds, output_tokens=10**6, status="OK")
+            record.last_output_at = record.ended_at = record.max_gap = 2 * number * seconds
+            result.records.append(record)
+        report.results.append(result)
+    return report
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.5, 600.0])
+def test_tables_fit_80_columns_at_any_latency(seconds: float) -> None:
+    lines = format_table(report_of(seconds, 3)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [word for line in lines for word in re.findall(r"- ([^ -].*?) -", line)] == [
+        "requests", "tokens/s", "server CPU", "ttft, ms", "tpot, ms", "gap, ms", "latency, ms"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3])
+def test_the_plot_has_times_model_and_date(levels: int) -> None:
+    report = report_of(0.5, levels)
+    if levels == 3:
+        report.results[1].records.clear()  # nothing succeeded
+    drawn = ElementTree.fromstring(to_svg(report))
+    texts = [text.text for text in drawn.findall(".//{*}text")]
+    assert texts[0] == f"a <model> & co, {time.strftime('%Y-%m-%d')}"
+    assert {"Time to first token, ms", "Time per token, ms", "p50", "p90", "p99", "concurrency"} <= set(texts)
+    assert len(drawn.findall(".//{*}circle")) == 2 * 3 * min(levels, 2)  # panels, percentiles
+    heights = [float(circle.attrib["cy"]) for circle in drawn.findall(".//{*}circle")]
+    assert all(70 <= height <= 280 for height in heights)
 
 
 def test_a_terminal_gets_no_json() -> None:
@@ -341,8 +385,9 @@ def test_outputs_that_end_early_are_reported(capsys: pytest.CaptureFixture[str])
 
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4")
-    assert bench(FakeServer(), "--json", str(path), *options) == 0
+    options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4", "--model", "mine")
+    assert bench(FakeServer(), "--json", str(path), "--plot", f"{path}.svg", *options) == 0
+    assert ">mine, 20" in (tmp_path / "raw.json.svg").read_text()
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     (raw,) = json.loads(path.read_text())["levels"]
@@ -380,6 +425,7 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
         ("--tls-cert", "a.pem"),
         ("--tls-ca", "/nowhere/ca.pem"),
         ("--json", "/nowhere/raw.json"),
+        ("--plot", "/nowhere/plot.svg"),
         ("--prompts", "/nowhere/prompts.txt"),
     ],
 )

@@ -285,14 +285,14 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         pass
     assert bench_at(target, "tgi") == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tgis: http://{target}/info: Cannot connect to host {target} ")
+    assert line == f"tgis: nothing listens at http://{target}; is `tgis serve` running?"
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         (["--api", "tgi", "--chat"], "--chat: only with --api openai"),
-        (["--model", "m"], "--model: only with --api openai"),
+        (["--api", "tgi", "--model", "m"], "--model: only with --api openai or grpc"),
         (["--api", "tgi", "--prefix-id", "p"], "--prefix-id: only with --api grpc"),
         (["--api", "openai", "--adapter-id", "a"], "--adapter-id: in OpenAI's API adapters are models, see --model"),
         (["--api", "tgi", "--target", "http://h", "--tls"], "--target http://h: options of TLS need https"),

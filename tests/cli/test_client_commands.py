@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -50,9 +52,12 @@ class Scripted(pb_grpc.GenerationServiceServicer):
     def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
         assert request.return_tokens
         assert request.return_offsets
-        words = request.requests[0].text.split()
-        offset = pb.TokenizeResponse.Offset(start=0, end=5)
-        response = pb.TokenizeResponse(token_count=len(words), tokens=words, offsets=[offset] * len(words))
+        text = request.requests[0].text.encode()
+        words = [*re.finditer(rb"\S+", text), *re.finditer(rb"\xc3\xa9", text)]  # é has two tokens
+        offsets = [pb.TokenizeResponse.Offset(start=word.start(), end=word.end()) for word in words]
+        tokens = ["<s>", *(f"Ġ{word[0].decode()}" for word in words)]
+        offsets.insert(0, pb.TokenizeResponse.Offset(start=0, end=0))
+        response = pb.TokenizeResponse(token_count=len(tokens), tokens=tokens, offsets=offsets)
         return pb.BatchedTokenizeResponse(responses=[response])
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
@@ -117,6 +122,31 @@ def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     assert restricted.params.decoding == pb.DecodingParameters(bad_words=["a", "b c"], allowed_token_ids=[7])
     assert not greedy.HasField("adapter_id")
     assert not greedy.HasField("prefix_id")
+    assert greedy.params.decoding == pb.DecodingParameters()
+
+
+DECODING = pb.DecodingParameters
+
+
+@pytest.mark.parametrize(
+    ("argv", "decoding"),
+    [
+        (
+            ("--repetition-penalty", "1.5", "--presence-penalty", "-1"),
+            {"repetition_penalty": 1.5, "presence_penalty": -1},
+        ),
+        (("--frequency-penalty", "2"), {"frequency_penalty": 2}),
+        (("--json-schema", "{}"), {"json_schema": "{}"}),
+        (("--regex", "a+"), {"regex": "a+"}),
+        (("--choice", "a", "--choice", "b"), {"choice": DECODING.StringChoices(choices=["a", "b"])}),
+        (("--grammar", 'root ::= "a"'), {"grammar": 'root ::= "a"'}),
+    ],
+)
+def test_generate_sends_penalties_and_formats(
+    served: Served, tgis: Tgis, argv: tuple[str, ...], decoding: dict[str, Any]
+) -> None:
+    assert tgis("generate", "x", *argv)[0] == 0
+    assert served.service.asked[0].params.decoding == DECODING(**decoding)
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])
@@ -218,10 +248,11 @@ def test_terminal_safe_keeps_text() -> None:
 
 
 def test_tokenize(tgis: Tgis) -> None:
-    code, out, err = tgis("tokenize", "hello w\x07rld")
-    assert (code, err) == (0, "2 tokens\n")
-    assert out == "     0      5  hello\n     0      5  w\ufffdrld\n"
-    assert json.loads(tgis("tokenize", "--json", "a b")[1])["tokenCount"] == 2
+    code, out, err = tgis("tokenize", "hello w\x07rld\n\té")
+    assert (code, err) == (0, "5 tokens\n")
+    assert [line.split("  ")[-1] for line in out.splitlines()] == ["<s>", "hello", " w\ufffdrld", "\\n\\té", "é"]
+    assert out.splitlines()[2] == "     6     11   w\ufffdrld"
+    assert json.loads(tgis("tokenize", "--json", "a b")[1])["tokenCount"] == 3
 
 
 def test_model_info(tgis: Tgis) -> None:
@@ -296,6 +327,10 @@ def test_grpc_healthcheck_with_tls(tmp_path: Path) -> None:
             ("generate", "x", "--top-k", "-1"),
             "argument --top-k: '-1' must be a whole number from 0 to 4294967295 (see tgis generate --help)",
         ),
+        (
+            ("generate", "x", "--regex", "a", "--choice", "b"),
+            "argument --choice: not allowed with argument --regex (see tgis generate --help)",
+        ),
         (("health", "--tls-cert", "c"), "--tls-cert and --tls-key belong together"),
         (("health", "--ca-cert", "/none"), "cannot read /none: No such file or directory"),
         (("health", "--token-file", "/none"), "cannot read /none: No such file or directory"),
@@ -316,4 +351,4 @@ def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:
     served.service.endless = True
     code, _, err = tgis("generate", "x", "--timeout", "0.2")
     assert code == 1
-    assert err.startswith(f"tgis: {served.target}: DEADLINE_EXCEEDED: ")
+    assert err == f"tgis: {served.target} has not answered completely in time (--timeout)\n"

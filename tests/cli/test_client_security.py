@@ -51,22 +51,22 @@ def test_a_certificate_and_a_token_let_every_command_in(server: Server, command:
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "status"),
+    ("command", "options", "said"),
     [
-        ("generate", MUTUAL_TLS, "UNAUTHENTICATED"),
-        ("bench", MUTUAL_TLS, "UNAUTHENTICATED"),
-        ("health", ("--ca-cert", "ca.crt"), "UNAVAILABLE"),  # no certificate of its own
-        ("model-info", ("--tls",), "UNAVAILABLE"),  # does not trust the server's
-        ("tokenize", (), "UNAVAILABLE"),  # plaintext
+        ("generate", MUTUAL_TLS, "{}: UNAUTHENTICATED: "),
+        ("bench", MUTUAL_TLS, "{}: UNAUTHENTICATED: "),
+        ("health", ("--ca-cert", "ca.crt"), "{} closes the connection: it may want a certificate"),
+        ("model-info", ("--tls",), "the certificate of {} is not trusted"),
+        ("tokenize", (), "{} closes the connection: it may want TLS"),
     ],
 )
 def test_a_refused_call_is_one_line_on_both_sides(
-    server: Server, command: str, options: tuple[str, ...], status: str
+    server: Server, command: str, options: tuple[str, ...], said: str
 ) -> None:
     done = tgis(server, command, *options)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()  # none of gRPC's C++ core
-    assert line.startswith(f"tgis: {server.target}: {status}: ")
+    assert line.startswith(f"tgis: {said.format(server.target)}")
     assert [line for line in server.log.read_text().splitlines() if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
 
 
@@ -82,4 +82,4 @@ def test_https_takes_the_same_options(server: Server, api: str) -> None:
     done = tgis(server, "bench", *target, "--ca-cert", "ca.crt")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tgis: https://localhost:{server.api_port}/")
+    assert line.startswith(f"tgis: https://localhost:{server.api_port} closes the connection: ")

@@ -33,7 +33,7 @@ class BenchSettings:
     stream: bool = True
     ignore_eos: bool = True
     chat: bool = False  # OpenAI's API: chat completions, not completions
-    model: str | None = None  # OpenAI's API; None: the first that the server names
+    model: str | None = None  # of reports over gRPC; of requests in OpenAI's API, None: the first that the server names
     adapter_id: str | None = None
     prefix_id: str | None = None
     timeout: float = 600.0  # seconds that each request may take
@@ -95,7 +95,7 @@ class Client(Protocol):
     """Calls one server."""
 
     async def model_name(self) -> str | None:
-        """Connects, and returns what the server calls its model; StartError or RpcError if it does not answer."""
+        """Connects, and returns what the server calls its model; StartError, RpcError or OSError if that fails."""
         ...
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:

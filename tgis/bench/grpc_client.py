@@ -42,9 +42,9 @@ class GrpcClient:
         self._next_stub = itertools.cycle(self._stubs)
 
     async def model_name(self) -> str | None:
-        """Opens every connection; no answer says what the model is called."""
+        """Opens every connection; no answer says what the model is called, but the settings may."""
         await asyncio.gather(*map(self._connect, self._stubs))
-        return None
+        return self._settings.model
 
     async def _connect(self, stub: GenerationServiceStub) -> None:
         try:

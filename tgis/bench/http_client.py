@@ -52,8 +52,10 @@ class HttpClient:
             if error.status == "HTTP 404":
                 return None
             raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
-        except _BAD_ANSWERS as error:
-            raise StartError(f"{self._url}{self._api.model_path}: {error or type(error).__name__}") from error
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        except (msgspec.DecodeError, ValueError) as error:
+            raise StartError(f"{self._url}{self._api.model_path}: {error}") from error
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

@@ -43,6 +43,7 @@ class Report:
     calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
     results: list[LevelResult] = field(default_factory=list)
+    date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
 
 
 async def measure(report: Report, client: Client, say: Callable[[str], None]) -> None:

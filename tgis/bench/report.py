@@ -1,16 +1,21 @@
 """Formats a report: a table and notes for people, JSON for programs."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import TypeAlias
 
 from tgis.bench.client import RequestRecord
 from tgis.bench.measure import LevelResult, Report
 from tgis.bench.summary import Percentiles, Summary, request_times
 
+MAX_COLUMNS = 80
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
 TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "latency_ms"}
+
+_Group: TypeAlias = tuple[str, list[list[str]]]  # a title, and columns below it
 
 
 def format_table(report: Report) -> str:
@@ -22,7 +27,7 @@ def format_table(report: Report) -> str:
     if settings.slo is None:
         del requests["good"], requests["good/s"]
     tokens = {"in": "input_tokens_per_s", "out": "output_tokens_per_s"}
-    throughput = [levels, ("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
+    throughput = [("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
     if settings.server_pid is not None:
         throughput.append(("server CPU", _columns({"us/token": "server_cpu_us_per_token"}, summaries)))
     percentiles = {name: name for name in ("p50", "p90", "p99")}
@@ -33,8 +38,8 @@ def format_table(report: Report) -> str:
     api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.chat else ''}"
     title = f"{settings.target}{api}, {'streamed' if settings.stream else 'unary'}"
     objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
-    head = f"{title}; good: {objectives}" if objectives else title
-    return "\n\n".join([head, _grouped(throughput), _grouped([levels, *times])])
+    lines = [*textwrap.wrap(title, MAX_COLUMNS), *textwrap.wrap(objectives and f"good: {objectives}", MAX_COLUMNS)]
+    return "\n\n".join(["\n".join(lines), *_tables(levels, throughput), *_tables(levels, times)])
 
 
 def format_notes(report: Report) -> Iterator[str]:
@@ -61,6 +66,7 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
     return {
         "settings": {name: value for name, value in asdict(report.settings).items() if name != "levels"},
         "model": report.model,
+        "date": report.date,
         "interrupted": report.interrupted,
         "levels": [_level(result, with_records) for result in report.results],
     }
@@ -75,7 +81,16 @@ def _columns(fields: dict[str, str], values: Sequence[Summary | Percentiles]) ->
     return [[name, *(_format_number(getattr(value, field)) for value in values)] for name, field in fields.items()]
 
 
-def _grouped(groups: list[tuple[str, list[list[str]]]]) -> str:
+def _tables(levels: _Group, groups: list[_Group]) -> list[str]:
+    """One table, or several where it would be too wide."""
+    table = _grouped([levels, *groups])
+    if len(groups) == 1 or table.index("\n") <= MAX_COLUMNS:
+        return [table]
+    half = (len(groups) + 1) // 2
+    return [*_tables(levels, groups[:half]), *_tables(levels, groups[half:])]
+
+
+def _grouped(groups: list[_Group]) -> str:
     """The columns side by side, below the titles of their groups."""
     lines = zip(*(_group_lines(title, columns) for title, columns in groups), strict=True)
     return "\n".join("   ".join(parts) for parts in lines)

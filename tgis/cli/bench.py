@@ -16,6 +16,7 @@ from tgis.bench import grpc_client, http_client
 from tgis.bench.client import BenchSettings, Client
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import Report, measure
+from tgis.bench.plot import to_svg
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.cli import client
 from tgis.errors import OptionError
@@ -38,7 +39,7 @@ def main(argv: list[str], prog: str) -> int:
     _check(args)
     report = Report(_settings(args))
     try:
-        with client.rpc_errors(report.settings.target), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_measure(report, args))
     except KeyboardInterrupt:
         report.interrupted = True
@@ -56,6 +57,7 @@ def _parser(prog: str) -> Parser:
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="write time to first token and per token as an SVG")
     output.add_argument("--quiet", action="store_true", help="print nothing but a line of JSON")
     return parser
 
@@ -74,7 +76,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help=f"or URL of HTTP (default: {TARGETS['grpc']} for gRPC, {TARGETS['tgi']} for HTTP)",
     )
     server.add_argument("--chat", action="store_true", help="chat completions of OpenAI's API, not completions")
-    server.add_argument("--model", metavar="NAME", help="in OpenAI's API (default: the first that the server names)")
+    server.add_argument("--model", metavar="NAME", help="in OpenAI's API (default: the first); over gRPC for the plot")
     server.add_argument(
         "--header", type=_header, action="append", default=[], metavar="NAME:VALUE", help="may be repeated"
     )
@@ -134,8 +136,9 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
-    async with _connect(report.settings, args) as connected:
-        await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
+    with client.rpc_errors(report.settings.target, args), client.http_errors(report.settings.target, args):
+        async with _connect(report.settings, args) as connected:
+            await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
 
 
 def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
@@ -148,23 +151,25 @@ def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsync
 
 def _check(args: argparse.Namespace) -> None:
     """OptionError for options that do not go together, and for a file that cannot be written after the run."""
-    for name, api in {"chat": "openai", "model": "openai", "prefix_id": "grpc"}.items():
-        if getattr(args, name) and args.api != api:
-            raise OptionError(f"--{name.replace('_', '-')}: only with --api {api}")
+    for name, apis in {"chat": ["openai"], "model": ["openai", "grpc"], "prefix_id": ["grpc"]}.items():
+        if getattr(args, name) and args.api not in apis:
+            raise OptionError(f"--{name.replace('_', '-')}: only with --api {' or '.join(apis)}")
     if args.adapter_id and args.api == "openai":
         raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
     if not args.stream and args.slo and args.slo.keys() != {"latency"}:
         raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
-    try:
-        if args.json:
-            args.json.open("ab").close()
-    except OSError as error:
-        raise OptionError(f"{args.json}: {error.strerror}") from error
+    for path in filter(None, (args.json, args.plot)):
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise OptionError(f"{path}: {error.strerror}") from error
 
 
 def _write(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
+    if args.plot:
+        args.plot.write_text(to_svg(report), encoding="utf-8")
     if not args.quiet:
         print(format_table(report), *format_notes(report), sep="\n")
     if args.quiet or not sys.stdout.isatty():

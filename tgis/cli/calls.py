@@ -24,8 +24,9 @@ def tokenize(argv: list[str], prog: str) -> int:
     client.add_arguments(parser)
     client.add_adapter_arguments(parser)
     options = parser.parse_args(argv)
+    text = client.read_text(options.text)
     request = pb.BatchedTokenizeRequest(
-        requests=[pb.TokenizeRequest(text=client.read_text(options.text))],
+        requests=[pb.TokenizeRequest(text=text)],
         return_tokens=True,
         return_offsets=True,
         adapter_id=options.adapter_id,
@@ -38,8 +39,13 @@ def tokenize(argv: list[str], prog: str) -> int:
     if options.json:
         print(json_format.MessageToJson(response, indent=None))
         return 0
+    end, data = 0, text.encode()
     for token, offset in zip(response.tokens, response.offsets, strict=True):
-        print(f"{offset.start:>6} {offset.end:>6}  {client.terminal_safe(token)}")
+        # With the space before it, which offsets may leave out; a token that is part of a character, as all of it.
+        shown = data[min(end, offset.start) : offset.end] if offset.end > end else data[offset.start : offset.end]
+        end = max(end, offset.end)
+        line = shown.decode(errors="replace").replace("\n", "\\n").replace("\t", "\\t") or token
+        print(f"{offset.start:>6} {offset.end:>6}  {client.terminal_safe(line)}")
     print(f"{response.token_count} tokens", file=sys.stderr)
     return 0
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import http.client
 import os
 import re
 import ssl
@@ -19,6 +20,22 @@ from tgis.utils.options import PATH, TEXT, decimal
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
+_CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|Server disconnected|ConnectionReset|SSLEOF"
+_CAUSES = {  # of what gRPC, aiohttp and the standard library say: the first that is found
+    "Connection refused|Connect call failed": "nothing listens at {target}; is `tgis serve` running?",
+    r"http1\.x server|ALPN": "{target} is an HTTP port: gRPC has another, 8033 by default",
+    "BadStatusLine|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
+    "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
+    "[Hh]ostname (Verif|mism)": "the certificate of {target} has another name, which --tls-server-name may tell",
+    "CERTIFICATE_VERIFY_FAILED": "the certificate of {target} is not trusted: --ca-cert names a file with its CA",
+    _CLOSED: "{target} closes the connection: it may want {wanted}",
+    "resolving|lookup|gaierror|Name or service": "{target}: there is no host of this name",
+    "UNAVAILABLE: (Socket closed|recvmsg)|IncompleteRead": "{target} has closed the connection within the answer",
+    "(?i)time.?out|timed out|deadline exceeded|read failed": "{target} has not answered completely in time (--timeout)",
+}
+_WORDS_OF_GRPC = re.compile(
+    "UNAVAILABLE: (failed to connect|errors resolving|Socket closed|recvmsg)|.*Deadline Exceeded"
+)
 _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 
 
@@ -58,7 +75,7 @@ def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def open_channel(options: argparse.Namespace) -> Iterator[grpc.Channel]:
     """A channel to the server; RPC errors in the block become StartErrors."""
-    with make_channel(options.target, options) as channel, rpc_errors(options.target):
+    with make_channel(options.target, options) as channel, rpc_errors(options.target, options):
         yield channel
 
 
@@ -81,12 +98,21 @@ def make_channel(
 
 
 @contextlib.contextmanager
-def rpc_errors(target: str) -> Iterator[None]:
+def rpc_errors(target: str, options: argparse.Namespace) -> Iterator[None]:
     """RPC errors in the block become StartErrors."""
     try:
         yield
     except grpc.RpcError as error:
-        raise StartError(_describe(target, error)) from error
+        raise StartError(_explain_rpc(target, error, options)) from error
+
+
+@contextlib.contextmanager
+def http_errors(target: str, options: argparse.Namespace) -> Iterator[None]:
+    """What goes wrong with a connection in the block becomes a StartError."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        raise StartError(_explain(target, f"{type(error).__name__}: {error}", options)) from error
 
 
 def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
@@ -135,12 +161,17 @@ def terminal_safe(text: str) -> str:
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
 
-def _describe(target: str, error: grpc.RpcError) -> str:
+def _explain_rpc(target: str, error: grpc.RpcError, options: argparse.Namespace) -> str:
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    code, details = error.code(), error.details() or ""
-    if code is grpc.StatusCode.UNAVAILABLE and "Connection refused" in details:
-        return f"nothing listens at {target}; is `tgis serve` running?"
-    return f"{target}: {code.name}: {details}"
+    text = f"{error.code().name}: {error.details()}"
+    return _explain(target, text, options) if _WORDS_OF_GRPC.match(text) else f"{target}: {text}"
+
+
+def _explain(target: str, text: str, options: argparse.Namespace) -> str:
+    """A sentence for what a library says, or else that."""
+    found = (sentence for pattern, sentence in _CAUSES.items() if re.search(pattern, text))
+    wanted = "a certificate, see --tls-cert and --tls-key" if wants_tls(options) else "TLS, see --tls and --ca-cert"
+    return next(found, "{target}: {text}").format(target=target, text=text, wanted=wanted)
 
 
 def _read(path: Path | None) -> bytes | None:

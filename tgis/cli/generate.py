@@ -16,6 +16,12 @@ from tgis.utils.options import Parser, decimal, integer
 UINT32 = integer(0, 2**32 - 1)
 FLOAT = decimal(0, 1e9)
 MORE: dict[str, Any] = {"action": "append", "default": []}
+_PENALTIES = {"repetition": FLOAT, "frequency": decimal(-2, 2), "presence": decimal(-2, 2)}
+_GUIDED = {
+    "json_schema": "JSON that conforms to this schema",
+    "regex": "text that this matches as a whole",
+    "grammar": "text of this grammar, in EBNF or Lark",
+}
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -47,6 +53,7 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--bad-word", **MORE, metavar="TEXT", help="word that is not generated; may be repeated")
     parser.add_argument("--allow-token-id", type=UINT32, **MORE, metavar="N", help="the only tokens; may be repeated")
     _add_sampling(parser)
+    _add_decoding(parser)
     return parser
 
 
@@ -63,6 +70,23 @@ def _add_sampling(parser: Parser) -> None:
     sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
 
 
+def _add_decoding(parser: Parser) -> None:
+    penalties = parser.add_argument_group("Penalties")
+    for name, kind in _PENALTIES.items():
+        penalties.add_argument(f"--{name}-penalty", type=kind, metavar="X", help="of tokens that are there already")
+    guided = parser.add_argument_group("Structured output", "one of these").add_mutually_exclusive_group()
+    guided.add_argument("--choice", action="append", metavar="X", help="one of several texts; repeat it for each")
+    for name, text in _GUIDED.items():
+        guided.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
+
+
+def _decoding(options: argparse.Namespace) -> pb.DecodingParameters:
+    names = (*_GUIDED, *(f"{name}_penalty" for name in _PENALTIES))
+    given = {name: getattr(options, name) for name in names}  # None is absent
+    given |= {"bad_words": options.bad_word, "allowed_token_ids": options.allow_token_id}
+    return pb.DecodingParameters(**given, choice={"choices": options.choice} if options.choice else None)
+
+
 def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
     names = ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed")
     drawing = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -76,7 +100,7 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
             stop_token_ids=options.stop_token_id,
             time_limit_millis=round(options.time_limit * 1000),
         ),
-        decoding=pb.DecodingParameters(bad_words=options.bad_word, allowed_token_ids=options.allow_token_id),
+        decoding=_decoding(options),
     )
     return pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),

@@ -1,0 +1,71 @@
+"""`tgis chat` with a server whose engine repeats its prompt, which is the whole chat."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from harness import Server, running_fake
+
+TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("chat")
+    with running_fake(directory, {"step_seconds": 0.005}, TEMPLATE, SERVED_MODEL_NAME="m", DEBUG_BATCH=True) as running:
+        yield running
+
+
+def command(server: Server, *options: str) -> list[str]:
+    return [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}", *options]
+
+
+def test_lines_are_messages_of_one_chat_until_it_is_reset(server: Server) -> None:
+    argv = command(server, "--max-tokens", "4", "--system", "be")
+    done = subprocess.run(argv, input="ab\ncd\n\n/reset\nef\n", capture_output=True, text=True, check=True)
+    first = "s:be u:ab "
+    second = f"{first}a:{first[:4]} u:cd "
+    assert (done.stdout, done.stderr) == (f"{first[:4]}\n{second[:4]}\n{first[:4]}\n", "")
+    argv = command(server, "--max-tokens", "30")
+    done = subprocess.run(argv, input="ab\ncd\n/reset\nef\n", capture_output=True, text=True, check=True)
+    first, reset = ("u:ab " * 6)[:30], ("u:ef " * 6)[:30]
+    second = (f"u:ab a:{first} u:cd ")[:30]
+    assert done.stdout == f"{first}\n{second}\n{reset}\n"
+
+
+def test_a_refusal_is_one_line(server: Server) -> None:
+    argv = command(server)
+    done = subprocess.run(argv, input="x" * 5000, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tgis: localhost:{server.http_port}: ")
+    assert "2048" in line
+
+
+def test_on_a_terminal_an_answer_can_be_stopped(server: Server) -> None:
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        command(server), stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "dumb"}
+    ) as process:
+        os.close(theirs)
+        seen = ""
+
+        def until(text: str) -> None:
+            nonlocal seen
+            while text not in seen:
+                seen += os.read(ours, 4096).decode()
+
+        until("m: Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D leaves\r\n> ")
+        os.write(ours, b"hello\x1b[31m\n")
+        until("u:hello")
+        process.send_signal(signal.SIGINT)
+        server.wait_for_metric("tgi_batch_current_size 0.0")
+        seen = seen[seen.index("u:hello") :]
+        until("\n> ")
+        assert "\x1b[31m" not in seen  # the model's text cannot command the terminal
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+    os.close(ours)

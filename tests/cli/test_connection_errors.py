@@ -1,0 +1,165 @@
+"""What commands say about an address where something else listens, against real listeners."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent import futures
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+
+from benchmarks.certificates import make_pair
+from tgis.__main__ import run
+from tgis.api.clients import Clients
+from tgis.api.http.server import HttpServer
+from tgis.config import Config
+from tgis.security.tls import Certificates, TlsFiles
+
+CA = ("--ca-cert", "ca.crt")
+REFUSED = "nothing listens at {}; is `tgis serve` running?"
+NO_TLS = "{} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name"
+CLOSED = "{} closes the connection: it may want TLS, see --tls and --ca-cert"
+NO_CERTIFICATE = "{} closes the connection: it may want a certificate, see --tls-cert and --tls-key"
+UNTRUSTED = "the certificate of {} is not trusted: --ca-cert names a file with its CA"
+OTHER_NAME = "the certificate of {} has another name, which --tls-server-name may tell"
+HTTP_PORT = "{} is an HTTP port: gRPC has another, 8033 by default"
+GRPC_PORT = "{} is a gRPC port: HTTP has another, 3000 by default"
+SLOW = "{} has not answered completely in time (--timeout)"
+NO_HOST = "{}: there is no host of this name"
+
+GRPC_COMMANDS = {
+    "generate": ("x",),
+    "tokenize": ("x",),
+    "model-info": (),
+    "health": (),
+    "bench": ("--requests", "1"),
+}
+HTTP_COMMANDS = {"chat": (), "bench": ("--requests", "1", "--api", "openai")}
+
+
+@contextmanager
+def serving_http(certificates: Certificates | None) -> Iterator[int]:
+    """The port of our own server, with nothing on it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(20)
+
+    async def start() -> tuple[HttpServer, int]:
+        config = Config(model_name="m", bind_address="127.0.0.1")
+        server = HttpServer(config, 0, [], Clients(config), certificates)
+        return server, await server.start()
+
+    server, port = run(start())
+    try:
+        yield port
+    finally:
+        run(server.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses by what listens there, with files of TLS in the working directory."""
+    directory = tmp_path_factory.mktemp("tls")
+    authority = make_pair()
+    pair = make_pair(authority)
+    for name, data in {"ca.crt": authority.cert, "crt": pair.cert, "key": pair.key}.items():
+        (directory / name).write_bytes(data)
+    ports: dict[str, int] = {"none": 1}
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        tls = grpc.ssl_server_credentials([(pair.key, pair.cert)])
+        mutual = grpc.ssl_server_credentials([(pair.key, pair.cert)], authority.cert, require_client_auth=True)
+        for name, credentials in {"grpc": None, "grpc tls": tls, "grpc mutual": mutual}.items():
+            server = grpc.server(stack.enter_context(futures.ThreadPoolExecutor(2)))
+            health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+            address = "localhost:0"
+            add = server.add_secure_port if credentials else server.add_insecure_port
+            ports[name] = add(address, credentials) if credentials else add(address)  # type: ignore[call-arg]
+            server.start()
+            stack.callback(lambda server=server: server.stop(None).wait())
+        ports["http"] = stack.enter_context(serving_http(None))
+        ports["http tls"] = stack.enter_context(serving_http(Certificates(TlsFiles("crt", "key", None))))
+        ports["silent"] = stack.enter_context(socket.create_server(("localhost", 0))).getsockname()[1]
+        yield {name: f"localhost:{port}" for name, port in ports.items()} | {"elsewhere": "host.invalid:1"}
+
+
+def said(capsys: pytest.CaptureFixture[str], target: str, command: str, *argv: str) -> str:
+    """The line on stderr."""
+    assert run([command, "--target", target, *argv]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", GRPC_COMMANDS)
+@pytest.mark.parametrize(
+    ("listener", "options", "sentence"),
+    [
+        ("none", (), REFUSED),
+        ("none", CA, REFUSED),
+        ("grpc", CA, NO_TLS),
+        ("grpc tls", (), CLOSED),
+        ("grpc tls", ("--tls",), UNTRUSTED),
+        ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
+        ("grpc mutual", CA, NO_CERTIFICATE),
+        ("http", (), HTTP_PORT),
+        ("http tls", CA, HTTP_PORT),
+        ("elsewhere", (), NO_HOST),
+    ],
+)
+def test_grpc(
+    targets: dict[str, str],
+    command: str,
+    listener: str,
+    options: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = targets[listener]
+    line = said(capsys, target, command, *GRPC_COMMANDS[command], *options)
+    assert line == f"tgis: {sentence.format(target)}"
+
+
+@pytest.mark.parametrize("command", HTTP_COMMANDS)
+@pytest.mark.parametrize(
+    ("listener", "options", "sentence"),
+    [
+        ("none", (), REFUSED),
+        ("none", CA, REFUSED),
+        ("http", CA, NO_TLS),
+        ("http tls", ("--tls",), UNTRUSTED),
+        ("http tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
+        ("http tls", (), CLOSED),
+        ("grpc", (), GRPC_PORT),
+        ("silent", ("--timeout", "0.1"), SLOW),
+        ("elsewhere", (), NO_HOST),
+    ],
+)
+def test_http(
+    targets: dict[str, str],
+    command: str,
+    listener: str,
+    options: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = targets[listener]
+    line = said(capsys, target, command, *HTTP_COMMANDS[command], *options)
+    shown = target if command == "chat" else f"http{'s' * bool({'--tls', *CA} & {*options})}://{target}"
+    assert line == f"tgis: {sentence.format(shown)}"
+
+
+def test_a_silent_listener_of_grpc(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = said(capsys, targets["silent"], "health", "--timeout", "0.1")
+    assert line == f"tgis: {SLOW.format(targets['silent'])}"

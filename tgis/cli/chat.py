@@ -1,0 +1,111 @@
+"""`tgis chat`: a conversation in the terminal, over OpenAI's API, which applies the model's chat template."""
+
+import argparse
+import contextlib
+import http.client
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tgis.cli import client
+from tgis.errors import StartError
+from tgis.utils.options import TEXT, Parser, integer
+
+TARGET = "localhost:3000"
+_LARGEST_ERROR = 2000  # bytes
+
+
+def main(argv: list[str], prog: str) -> int:
+    chat = Chat(_parser(prog).parse_args(argv))
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        importlib.import_module("readline")  # has input() edit its line
+        print(f"{chat.model}: Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D leaves", file=sys.stderr)
+    while True:
+        try:
+            chat.read(input("> " if on_terminal else "").strip())
+        except EOFError:
+            return 0
+        except (KeyboardInterrupt, StartError) as error:
+            if not on_terminal:
+                raise
+            print(f"\ntgis: {error}" if str(error) else "", file=sys.stderr)
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description="Chat with the model: each line is a message, /reset forgets the chat.")
+    server = parser.add_argument_group("Server")
+    server.add_argument("--target", default=TARGET, metavar="HOST:PORT", help=f"of HTTP (default: {TARGET})")
+    server.add_argument("--model", type=TEXT, metavar="NAME", help="an adapter (default: the model without one)")
+    client.add_call_arguments(server, timeout=None)
+    parser.add_argument("--system", type=TEXT, metavar="TEXT", help="what the model is told before the chat")
+    parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="maximum number of tokens of each")
+    return parser
+
+
+class Chat:
+    """The messages so far, and the server that continues them; StartError if that fails."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        models = json.loads(b"".join(self._lines("/v1/models", None, options.timeout or client.CALL_TIMEOUT_SECONDS)))
+        self.model: str = options.model or models["data"][0]["id"]
+        self._messages: list[dict[str, str]] = []
+
+    def read(self, line: str) -> None:
+        """Write the answer as it grows. One that is interrupted counts as far as it was shown."""
+        if not line or line == "/reset":
+            self._messages = self._messages if not line else []
+            return
+        asked, answer = [*self._messages, {"role": "user", "content": line}], ""
+        system = [{"role": "system", "content": self._options.system}] if self._options.system else []
+        body = {"model": self.model, "messages": system + asked, "stream": True, "max_tokens": self._options.max_tokens}
+        try:
+            with contextlib.closing(self._lines("/v1/chat/completions", body, self._options.timeout)) as lines:
+                for part in map(_content, lines):
+                    answer += part
+                    sys.stdout.write(client.terminal_safe(part) if sys.stdout.isatty() else part)
+                    sys.stdout.flush()
+        finally:
+            if answer:
+                self._messages = [*asked, {"role": "assistant", "content": answer}]
+                print()
+
+    def _lines(self, path: str, body: Any, timeout: float | None) -> Iterator[bytes]:
+        """The lines of an answer."""
+        options = self._options
+        headers = dict(client.metadata(options)) | {"Content-Type": "application/json"}
+        context = client.ssl_context(options)
+        with client.http_errors(options.target, options):
+            connection = http.client.HTTPConnection(options.target, timeout=timeout)
+            with contextlib.closing(connection):
+                connection.connect()
+                if context:
+                    name = options.tls_server_name or connection.host
+                    connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
+                connection.request("POST" if body else "GET", path, body and json.dumps(body), headers)
+                response = connection.getresponse()
+                if response.status != http.client.OK:
+                    raise StartError(f"{options.target}: {_message(response.read(_LARGEST_ERROR))}")
+                yield from response
+
+
+def _content(line: bytes) -> str:
+    """The text in a line of the stream; StartError if the answer has failed."""
+    if not line.startswith(b"data: {"):
+        return ""
+    event = json.loads(line.removeprefix(b"data: "))
+    if "error" in event:
+        raise StartError(_message(line.removeprefix(b"data: ")))
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _message(answer: bytes) -> str:
+    """What an answer that is an error says; OpenAI's errors are objects, others texts."""
+    try:
+        error = json.loads(answer)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return "there is no API of OpenAI"
