@@ -9,12 +9,14 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import msgspec
 import pytest
 from batches import EOS, limits
+from browser import needs_chromium, open_page, running_chromium
 from harness import Server, as_stream_request, run_async, running_fake, unary_request
 from http_port import NO_AUTH, serving
 
@@ -178,6 +180,33 @@ def test_a_server_shows_its_queue_and_running_requests(server: Server) -> None:
     assert page.count("<tr><td>") < 2 + 50 + 40  # rows: running, waiting, fields
     assert SECRET not in page + json.dumps(seen)
     assert until(server, lambda seen: not seen["num_running"] and not seen["num_waiting"])["context_tokens"] == 0
+
+
+@needs_chromium
+@run_async
+async def test_nothing_is_cut_on_a_phone(tmp_path: Path) -> None:
+    row = RequestState(
+        id=123456, seconds_since_arrival=1234.567, prompt_tokens=131072, computed_tokens=131072,
+        generated_tokens=131072, remaining_tokens=131072,
+    )  # fmt: skip
+
+    async def inspect() -> BatchState:
+        return msgspec.structs.replace(BUSY, running_requests=[row] * 100, waiting_requests=[row])
+
+    with running_chromium(tmp_path) as chromium:
+        async with (
+            serving(Probes(lambda: None, list, NO_AUTH, inspect).debug_routes()) as port,
+            open_page(chromium, f"http://localhost:{port}/debug/batch", 390, 844, phone=True) as page,
+        ):
+            await page.until("document.querySelectorAll('table').length === 3")
+            cut = "e => e.scrollWidth > e.clientWidth"
+            assert (
+                await page.value(
+                    f"[document.documentElement, ...document.querySelectorAll('.wide')].filter({cut}).length"
+                )
+                == 0
+            )
+            assert await page.value("[...document.querySelectorAll('table')].at(-1).rows.length") == 1 + 50
 
 
 @run_async

@@ -46,12 +46,17 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
 
 @pytest.mark.parametrize(
     ("path", "accept", "found"),
-    [("/", "text/html,*/*;q=0.8", (307, "ui")), ("/", "*/*", (200, None)), ("/health", "text/html", (200, None))],
+    [
+        ("/", "text/html,*/*;q=0.8", (307, "ui")),
+        ("/", "*/*", (200, None)),
+        ("/health", "text/html", (200, None)),
+        ("/ui/", "text/html", (308, "../ui")),
+    ],
 )
 @run_async
 async def test_a_browser_is_sent_to_the_page_where_there_is_one(path: str, accept: str, found: tuple[int, Any]) -> None:
     probes, ui = Probes(lambda: None, list, NO_AUTH).routes(), Pages([], "m", needs_token=False).routes()
-    for routes, expected in ((probes, (200, None)), ([*probes, *ui], found)):
+    for routes, expected in ((probes, (404 if "ui" in path else 200, None)), ([*probes, *ui], found)):
         async with (
             serving(routes) as port,
             aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": accept}) as client,

@@ -1,6 +1,7 @@
 """/ui in headless Chromium: what a person does there, with a server whose engine repeats its prompt."""
 
 import json
+import shlex
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,11 +49,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def opened(chromium: int, server: Server, *, phone: bool = False) -> AsyncIterator[BrowserPage]:
-    """/ui, once it knows what is served; nothing may go wrong in it, and nothing come from elsewhere."""
+async def opened(
+    chromium: int, server: Server, *, phone: bool = False, tokens: bool = True
+) -> AsyncIterator[BrowserPage]:
+    """/ui, once it knows what is served, showing tokens; nothing may go wrong, and nothing come from elsewhere."""
     url, size = f"http://localhost:{server.http_port}", (360, 640) if phone else (1200, 800)
     async with open_page(chromium, f"{url}/ui", *size, phone=phone) as page:
         await page.until("document.getElementById('served').textContent.includes('of context')")
+        await page.click("#clear")  # what another test has left
+        if tokens:
+            await page.value("document.getElementById('shade').click()")
         yield page
         assert page.problems == []
         assert [each for each in page.requested if not each.startswith(url)] == []
@@ -156,10 +162,114 @@ async def test_text_is_never_markup(chromium: int, server: Server) -> None:
         await page.fill("[name=max_tokens]", str(len(hostile)))
         await ask(page, hostile)
         await answered(page, "cut at the limit")
-        for selector in (".question", ".answer"):
+        await page.value("document.getElementById('shade').click()")
+        for selector in (".question", ".answer", ".markdown"):
             assert await page.value(f"document.querySelector('{selector}').textContent") == hostile
         assert await page.value("document.querySelectorAll('body img, body script').length") == 0
         assert await page.value("document.title") == "tgis"
+
+
+MARKDOWN = """\
+### A [title](https://a.example/x?y)
+<img src=x onerror=alert(1)> ![x](https://evil.example/leak) [bad](javascript:alert(1)) **bold**, *it* and `a*b*`
+
+1. one
+   - deeper
+2. two
+
+> said <b>
+
+```html
+<script>alert(1)</script>
+```
+| a | b |
+|---|---|
+| 1 | **2** |
+"""
+
+
+@run_async
+async def test_markdown_has_the_elements_that_it_names_and_no_others(chromium: int, server: Server) -> None:
+    async with opened(chromium, server, tokens=False) as page:
+        parts = [MARKDOWN[at : at + 7] for at in range(0, len(MARKDOWN), 7)]
+        chunks = [{"choices": [{"delta": {"content": part}, "finish_reason": None}]} for part in parts]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        await answer_with(page, f"async () => new Response({json.dumps(events)})")
+        await ask(page, "hello")
+        await page.until("document.querySelector('article:not(.running) table')")
+        tags = await page.value("[...document.querySelectorAll('.markdown *')].map(e => e.localName).join(' ')")
+        assert tags == (
+            "h5 a p a strong em code ol li ul li li blockquote p div div small button pre code "
+            "div table tr th th tr td td strong"
+        )
+        hrefs = await page.value("[...document.querySelectorAll('.markdown a')].map(e => [e.href, e.rel])")
+        rel = "noopener noreferrer nofollow"
+        assert hrefs == [["https://a.example/x?y", rel], ["https://evil.example/leak", rel]]  # not before a click
+        shown = await page.text(".markdown")
+        for text in ("<img src=x onerror=alert(1)> ![x](", "[bad](javascript:alert(1))", "a*b*", "said <b>"):
+            assert text in shown
+        assert await page.text(".markdown pre") == "<script>alert(1)</script>"
+
+
+@run_async
+async def test_the_policy_blocks_what_markup_would_do(chromium: int, server: Server) -> None:
+    async with opened(chromium, server) as page:
+        await page.value("document.body.innerHTML = '<img src=https://evil.example/x onerror=document.title=1>'")
+        await page.until("document.title === 'tgis'")
+        assert any("img-src" in problem or "default-src" in problem for problem in page.problems)
+        assert any("script-src" in problem for problem in page.problems)
+        page.problems.clear()
+        page.requested.clear()  # with what was blocked
+
+
+async def chat(page: BrowserPage) -> list[str]:
+    """Questions and answers."""
+    texts: list[str] = await page.value("[...document.querySelectorAll('.question, .markdown')].map(e => e.innerText)")
+    return texts
+
+
+@run_async
+async def test_a_chat_survives_a_reload_and_can_be_changed(chromium: int, server: Server) -> None:
+    async with opened(chromium, server, tokens=False) as page:
+        await page.value("navigator.clipboard.writeText = async text => { window.copied = text }; 0")
+        await page.fill("[name=max_tokens]", "4")
+        for text in ("ab'c", "defg"):
+            await ask(page, text)
+            await page.until(f"document.querySelectorAll('article:not(.running)').length === {1 + (text == 'defg')}")
+        assert await chat(page) == ["ab'c", "ab'c", "defg", "defg"]
+        await page.click("[name=copy]", 1)
+        assert await page.value("copied") == "defg"
+        await page.click("[name=curl]", 1)
+        command = await page.text("pre.curl")
+        assert command == await page.value("copied")
+        words = shlex.split(command.replace("\\\n", ""))
+        assert words[:3] == ["curl", "-N", f"http://localhost:{server.http_port}/v1/chat/completions"]
+        sent = json.loads(words[-1])
+        assert [each["content"] for each in sent["messages"]] == ["ab'c", "ab'c", "defg"]
+        assert server.post("/v1/chat/completions", words[-1].encode())[0] == 200
+        await page.value("location.reload()")
+        await page.until("!window.copied && document.getElementById('served')?.textContent.includes('of context')")
+        assert await chat(page) == ["ab'c", "ab'c", "defg", "defg"]
+        await page.fill("[name=max_tokens]", "2")
+        await page.click("[name=regenerate]", 1)
+        await answered(page, "cut at the limit")
+        assert await chat(page) == ["ab'c", "ab'c", "defg", "de"]
+        await page.click("[name=edit]", 0)
+        assert (await chat(page), await focused(page)) == ([], "text")
+        assert await page.value("document.querySelector('#text').value") == "ab'c"
+        assert await page.value("localStorage.length") == 0
+
+
+@run_async
+async def test_an_answer_stays_if_it_cannot_be_made_anew(chromium: int, server: Server) -> None:
+    async with opened(chromium, server, tokens=False) as page:
+        await page.fill("[name=max_tokens]", "2")
+        await ask(page, "hello")
+        await answered(page, "cut at the limit")
+        await answer_with(page, "async () => { throw new TypeError() }")
+        await page.click("[name=regenerate]")
+        await page.until("!document.getElementById('error').hidden")
+        assert await chat(page) == ["hello", "he"]
 
 
 @run_async
@@ -282,23 +392,19 @@ async def test_a_model_that_is_loading_is_waited_for(chromium: int) -> None:
 
 
 @run_async
-async def test_a_token_may_be_typed_where_the_page_came_by_a_proxy(chromium: int, tmp_path: Path) -> None:
+async def test_the_page_asks_for_a_token(chromium: int, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text(TOKEN)
     with running_fake(tmp_path, AUTH_TOKEN_PATH=tmp_path / "tokens") as guarded:
         url = f"http://localhost:{guarded.http_port}/ui"
         async with open_page(chromium, url) as page:
-            assert "a valid bearer token is required" in await page.text("body")
-            await page.send_headers(Authorization=f"Bearer {TOKEN}")
-            await page.go(url)
-            await page.until("document.getElementById('served').textContent.includes('of context')")
-            await page.send_headers()
-            await page.type("ab")
-            await page.press("Enter", CONTROL)
             await page.until("document.activeElement.name === 'token'")
             assert await page.text("#error") == "a valid bearer token is required"
             await page.type(TOKEN)
             await page.press("Tab")
             await page.until("document.getElementById('error').hidden")
-            await page.click("#send")
+            await page.until("document.querySelector('[value=chat]').disabled")  # the model has no template
+            await page.click("#text")
+            await page.type("ab")
+            await page.press("Enter", CONTROL)
             await answered(page, "cut at the limit")
             assert page.problems == []

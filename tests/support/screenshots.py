@@ -29,11 +29,13 @@ async def show_ui(server: Server, chromium: int) -> None:
     async with open_page(chromium, url, 1100, 760) as page:
         await ask(page, "Who was Ada Lovelace? Answer in two sentences.")
         await page.until("document.getElementById('batch').textContent.includes('tokens/s')")
+        await page.click("#shade")
         await page.hover(".token[data-p='3']", 2)
         await page.screenshot(IMAGES / "ui.png")
     async with open_page(chromium, url, 360, 640, dark=True, phone=True) as page:
         await page.click(".modes label:last-of-type")
         await ask(page, "Once upon a time, a small gray cat")
+        await page.value("document.querySelector('#shade').click()")
         await page.tap(".token[data-p='2']")
         await page.until("document.querySelector('#card').matches(':popover-open')")
         await page.screenshot(IMAGES / "ui-phone.png")

@@ -34,12 +34,8 @@ _ADVICE = {
     "see the log.",
 }
 _STYLE = """
-body { padding: 1.5rem; }
+body { padding: clamp(0.6rem, 2vw, 1.5rem); }
 h2 { font-size: 1rem; margin: 1.5rem 0 0.2rem; }
-@media (max-width: 40rem) {
-  body { padding: 0.75rem; font-size: 13px; }
-  th, td { padding-right: 0.5rem; overflow-wrap: break-word; }
-}
 """
 
 

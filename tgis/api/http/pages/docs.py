@@ -1,22 +1,22 @@
 """`/docs`: the OpenAPI document as a page, without a script; an example for each operation."""
 
+import shlex
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
-from tgis.api.http.pages import examples
 from tgis.api.http.pages.page import Page, make_page, table
 
+HOST = "localhost:3000"  # in commands, until a page is asked for
 _STYLE = """
 body { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h2 { margin: 2.5rem 0 0.4rem; padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: 1.15rem; }
 h3 { margin: 2rem 0 0.2rem; font-size: 1rem; }
 p, ul { margin: 0.2rem 0; }
-pre { padding: 0.6rem 0.8rem; background: var(--panel); border: 1px solid var(--line); border-radius: 5px;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
 h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
 .method { display: inline-block; min-width: 3rem; color: var(--accent); }
 .operations { list-style: none; margin: 1rem 0; padding: 0; columns: 20rem; }
@@ -25,10 +25,8 @@ h2 code, h3 code { font-size: 1em; overflow-wrap: anywhere; }
 """
 _BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "minItems": "items ≥"}
 
-_ACCESS = (
-    "<p>Requests need a bearer token. The examples find it after <code>read -rs TOKEN</code>, which waits for you to "
-    "paste it.</p>"
-)
+_EXAMPLES = msgspec.json.decode(Path(__file__).with_name("examples.json").read_bytes())  # by the ids of operations
+_ACCESS = "<p>Requests need a bearer token. Run <code>read -rs TOKEN</code> and paste it for the examples.</p>"
 
 Json = dict[str, Any]
 
@@ -60,10 +58,10 @@ def _index(document: Json) -> Iterator[str]:
 
 
 def _sections(document: Json, model: str) -> Iterator[str]:
-    needs_token = "security" in document
     for id_, path, name, operation in _operations(document):
-        command = examples.command(id_, path.replace("{id}", quote(model)), needs_token=needs_token)
-        yield f'<h2 id="{id_}">{name}</h2><p>{escape(examples.sentence(id_) or operation["summary"])}</p>'
+        example = _EXAMPLES.get(id_, {})
+        command = _command(path.replace("{id}", quote(model)), example.get("body"), needs_token="security" in document)
+        yield f'<h2 id="{id_}">{name}</h2><p>{escape(example.get("sentence", operation["summary"]))}</p>'
         yield f"<pre>{escape(command)}</pre><ul>"
         if body := operation.get("requestBody"):
             yield f"<li>Body: {_contents(body['content'])}</li>"
@@ -71,6 +69,15 @@ def _sections(document: Json, model: str) -> Iterator[str]:
             label = "Errors" if status == "default" else status
             yield f"<li>{label}: {_contents(answer['content'])}</li>"
         yield "</ul>"
+
+
+def _command(path: str, body: Json | None, *, needs_token: bool) -> str:
+    parts = [f"curl {HOST}{path}"]
+    if needs_token:
+        parts.append('-H "Authorization: Bearer $TOKEN"')
+    if body is not None:
+        parts += ["-H 'Content-Type: application/json'", f"-d {shlex.quote(_json(body))}"]
+    return " \\\n  ".join(parts)
 
 
 def _contents(content: Json) -> str:

@@ -13,13 +13,13 @@ from aiohttp import web
 
 from tgis.api.http.openapi import make_document
 from tgis.api.http.operations import Operation
-from tgis.api.http.pages import docs, examples
+from tgis.api.http.pages import docs
 from tgis.api.http.pages.page import Page, make_page
 
 _DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
 _HOST = re.compile(r"[\w.:\[\]-]{1,255}", re.ASCII)
 _UI = Path(__file__).with_name("ui")
-_UI_SCRIPTS = ("requests.js", "answer.js", "card.js", "main.js")  # one script, in which each uses those before
+_UI_SCRIPTS = [f"{name}.js" for name in ("requests", "markdown", "answer", "card", "main")]  # of one script: in order
 
 
 class Pages:
@@ -34,12 +34,14 @@ class Pages:
         return [web.get(path, self._get) for path in (*_DOCUMENT_PATHS, *self._pages)]
 
     async def _get(self, request: web.Request) -> web.Response:
+        if request.path.endswith("/"):  # addresses in pages are relative
+            raise web.HTTPPermanentRedirect(f"..{request.path[:-1]}")
         if request.path in _DOCUMENT_PATHS:
             return web.Response(body=self._document, content_type="application/json")
         page, host = self._pages[request.path], request.host
         if _HOST.fullmatch(host):
             address = f"https://{host}" if request.secure else host
-            page = replace(page, text=page.text.replace(examples.HOST, address))
+            page = replace(page, text=page.text.replace(docs.HOST, address))
         return page.response()
 
 

@@ -1,4 +1,5 @@
-// An answer while it grows: a span for each token. What the server says becomes text nodes, never markup.
+// An answer while it grows: as Markdown, and with a span for each token. What the server says becomes text nodes, never
+// markup.
 
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -6,27 +7,49 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+const ACTIONS = ['Copy', 'Regenerate', 'Edit', 'curl'];
+
 class Answer {
   constructor(kind, question) {
+    this.kind = kind;
+    this.question = question;
+    this.sent = null; // the body of the request
     this.text = '';
     this.tokens = []; // of each span: a character may need several
     this.cutter = new Cutter();
-    this.started = performance.now();
     this.aborter = new AbortController();
     this.usage = null;
     this.reason = null;
     this.log = byId(kind);
     this.element = element('div', { className: 'answer', tabIndex: 0, role: 'group' });
     this.element.ariaLabel = 'Answer. The arrow keys show how probable each token was.';
+    this.page = element('div', { className: 'markdown' });
+    this.rendered = new Rendered(this.page);
+    this.frame = 0;
     this.facts = element('p', { className: 'facts' });
     const asked = element('div', { className: 'question', textContent: question });
-    this.article = element('article', { className: `${kind} running` }, asked, this.element, this.facts);
+    const buttons = ACTIONS.map((name) => element('button', { type: 'button', name: name.toLowerCase(), textContent: name }));
+    const actions = element('div', { className: 'actions' }, ...buttons);
+    this.article = element('article', { className: kind }, asked, this.element, this.page, this.facts, actions);
     answers.set(this.element, this);
+    answers.set(this.article, this);
     this.log.append(this.article);
+  }
+
+  begin() {
+    this.started = performance.now();
+    this.article.classList.add('running');
     this.log.ariaBusy = 'true'; // read when it is complete
     this.timer = setInterval(() => this.showFacts(), 500);
     this.showFacts();
     scrollToEnd(this.log, true);
+  }
+
+  // A text of an earlier visit, whose tokens are not known.
+  restore(text) {
+    this.text = text;
+    this.element.append(text);
+    this.rendered.show(text);
   }
 
   add({ choices, usage, error }) {
@@ -41,6 +64,13 @@ class Answer {
       this.cutter.add(text, tokensOf(choice.logprobs));
       this.addSpans();
     }
+    this.frame ||= requestAnimationFrame(() => this.render());
+  }
+
+  render() {
+    this.frame = 0;
+    if (this.kind === 'chat') this.rendered.show(this.text);
+    scrollToEnd(this.log);
   }
 
   addSpans(complete = false) {
@@ -64,6 +94,8 @@ class Answer {
   end(reason) {
     clearInterval(this.timer);
     this.addSpans(true);
+    cancelAnimationFrame(this.frame);
+    this.render();
     this.showFacts(reason ?? { length: 'cut at the limit', stop: 'complete' }[this.reason] ?? this.reason);
     this.article.classList.remove('running');
     this.log.ariaBusy = 'false';
@@ -118,7 +150,7 @@ class Cutter {
   }
 }
 
-const answers = new WeakMap();
+const answers = new WeakMap(); // by their elements
 
 function tokensOf(logprobs) {
   if (!logprobs) return [];

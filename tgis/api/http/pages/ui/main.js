@@ -7,7 +7,7 @@ const PARAMETERS = [
   'repetition_penalty', 'frequency_penalty', 'presence_penalty',
 ];
 
-const messages = []; // of the chat
+let turns = []; // of the chat: its answers, with their questions
 let running = null; // the answer that is being generated
 let connection = 0; // the latest: what an earlier one still waits for is ignored
 let timer = 0; // of what the connection does next
@@ -82,7 +82,8 @@ async function showBatch() {
 
 const mode = () => field.mode.value;
 
-function body() {
+// Of a question that the chat has come to; `earlier` are its turns before.
+function body(kind, question, earlier) {
   const number = ({ value }) => (value === '' ? undefined : Number(value));
   const given = Object.fromEntries(PARAMETERS.map((name) => [name, number(field[name])]));
   const stop = field.stop.value.split('\n').filter(Boolean).map((line) => line.replaceAll('\\n', '\n'));
@@ -95,55 +96,136 @@ function body() {
     structured_outputs: schema ? { json: schema } : undefined,
     stream: true,
     stream_options: { include_usage: true },
-    ...(mode() === 'chat' ? chatFields(candidates) : { prompt: field.text.value, logprobs: candidates }),
+    ...(kind === 'chat' ? chatFields(question, earlier, candidates) : { prompt: question, logprobs: candidates }),
   };
 }
 
-function chatFields(candidates) {
-  const system = field.system.value ? [{ role: 'system', content: field.system.value }] : [];
-  const question = { role: 'user', content: field.text.value };
-  return { messages: [...system, ...messages, question], logprobs: true, top_logprobs: candidates };
+function chatFields(question, earlier, candidates) {
+  const said = (role, content) => ({ role, content });
+  const system = field.system.value ? [said('system', field.system.value)] : [];
+  const before = earlier.flatMap((turn) => [said('user', turn.question), said('assistant', turn.text)]);
+  return { messages: [...system, ...before, said('user', question)], logprobs: true, top_logprobs: candidates };
 }
 
-async function ask() {
-  const asked = mode();
-  const question = field.text.value;
+const pathOf = ({ kind }) => (kind === 'chat' ? 'v1/chat/completions' : 'v1/completions');
+
+// Whether there is an answer, if only a part of one.
+async function ask(asked, question) {
   const answer = new Answer(asked, question);
   running = answer;
+  answer.begin();
   setRunning(true);
   showError(null);
-  const path = asked === 'chat' ? 'v1/chat/completions' : 'v1/completions';
   try {
-    const sent = body();
-    if (asked === 'chat') field.text.value = '';
-    for await (const chunk of events(await request(path, sent, answer.aborter.signal))) answer.add(chunk);
+    answer.sent = body(asked, question, turns);
+    if (asked === 'chat') turns.push(answer);
+    const response = await request(pathOf(answer), answer.sent, answer.aborter.signal);
+    for await (const chunk of events(response)) answer.add(chunk);
     answer.end();
   } catch (error) {
     if (error.name === 'AbortError') answer.end('stopped by you');
     else fail(error, answer);
   }
-  if (answer.article.isConnected) { // it is not if it was cleared
-    if (!answer.element.hasChildNodes()) withdraw(answer, question);
-    else if (asked === 'chat') remember(question, answer);
-  }
   running = null;
   setRunning(false);
+  const begun = answer.element.hasChildNodes();
+  if (!begun) { // its question may be asked again
+    if (answer.article.isConnected) field.text.value ||= question; // it is not if it was cleared
+    answer.article.remove();
+    turns = turns.filter((turn) => turn !== answer);
+  }
+  keep();
+  return begun;
+}
+
+// What a reload of the page brings back.
+function keep() {
+  const kept = { system: field.system.value, turns: turns.map(({ question, text }) => [question, text]) };
+  try {
+    if (turns.length) localStorage.setItem('chat', JSON.stringify(kept));
+    else localStorage.removeItem('chat');
+  } catch {} // there is no room for it, or the browser keeps nothing
+}
+
+function bringBack() {
+  try {
+    const { system, turns: kept } = JSON.parse(localStorage.getItem('chat'));
+    field.system.value = system;
+    for (const [question, text] of kept) {
+      const answer = new Answer('chat', question);
+      answer.restore(text);
+      turns.push(answer);
+    }
+    scrollToEnd(byId('chat'), true);
+  } catch {} // there is none
+}
+
+// The chat as it was before a turn; what came after is returned.
+function cut(answer) {
+  const cutOff = turns.slice(turns.indexOf(answer));
+  for (const turn of cutOff) turn.article.remove();
+  turns = turns.filter((turn) => !cutOff.includes(turn));
+  return cutOff;
+}
+
+const ACTION = {
+  copy: (answer, button) => copy(answer.text, button),
+
+  edit(answer) {
+    if (answer.kind === 'chat') cut(answer);
+    keep();
+    field.text.value = answer.question;
+    field.text.focus();
+  },
+
+  async regenerate(answer) {
+    const typed = field.text.value;
+    const cutOff = answer.kind === 'chat' ? cut(answer) : [];
+    if (await ask(answer.kind, answer.question)) return;
+    for (const turn of cutOff) turn.log.append(turn.article);
+    turns.push(...cutOff);
+    field.text.value = typed;
+    keep();
+  },
+
+  curl(answer, button) {
+    const shown = answer.article.querySelector('.curl');
+    if (shown) return shown.remove();
+    const sent = answer.sent ?? body(answer.kind, answer.question, turns.slice(0, turns.indexOf(answer)));
+    const command = curlCommand(pathOf(answer), sent);
+    answer.article.append(element('pre', { className: 'curl', tabIndex: 0, textContent: command }));
+    return copy(command, button);
+  },
+};
+
+function curlCommand(path, sent) {
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const parts = [`curl -N ${quoted(new URL(path, location).href)}`, "-H 'Content-Type: application/json'"];
+  if (field.token.value) parts.push('-H "Authorization: Bearer $TOKEN"');
+  return [...parts, `-d ${quoted(JSON.stringify(sent, null, 1))}`].join(' \\\n  ');
+}
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // only pages of https and of this machine have it
+    const area = element('textarea', { value: text });
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+    button.focus();
+  }
+  const { textContent } = button;
+  if (textContent === 'Copied') return;
+  button.textContent = 'Copied';
+  setTimeout(() => { button.textContent = textContent; }, 1200);
 }
 
 function fail(error, answer) {
   answer.end('failed');
   if (error.status === 401) askForToken(error);
   else showError(error);
-}
-
-// An answer that has not begun: its question may be asked again.
-function withdraw(answer, question) {
-  answer.article.remove();
-  field.text.value ||= question;
-}
-
-function remember(question, answer) {
-  messages.push({ role: 'user', content: question }, { role: 'assistant', content: answer.text });
 }
 
 function showError(error) {
@@ -177,7 +259,11 @@ function switchMode() {
 
 form.addEventListener('submit', (event) => {
   event.preventDefault();
-  if (!running) ask();
+  if (running) return;
+  const question = field.text.value;
+  const asked = mode();
+  if (asked === 'chat') field.text.value = '';
+  ask(asked, question);
 });
 form.addEventListener('invalid', ({ target }) => { // a field that is hidden cannot say so
   if (byId('parameters').contains(target)) byId('parameters').open = true;
@@ -190,7 +276,8 @@ byId('send').addEventListener('click', (event) => {
 byId('clear').addEventListener('click', () => {
   const log = byId(mode());
   if (running?.log === log) running.aborter.abort();
-  if (mode() === 'chat') messages.length = 0;
+  if (mode() === 'chat') turns = [];
+  keep();
   hideCard();
   log.replaceChildren();
   showError(null);
@@ -207,7 +294,12 @@ field.token.addEventListener('change', () => {
   sessionStorage.setItem('token', field.token.value);
   connect();
 });
-byId('shade').addEventListener('change', ({ target }) => form.classList.toggle('shaded', target.checked));
+byId('shade').addEventListener('change', showTokens);
+document.addEventListener('click', ({ target }) => {
+  if (target.matches('.copies')) copy(target.closest('.code').querySelector('code').textContent, target);
+  if (target.matches('.actions button') && !running) ACTION[target.name](answers.get(target.closest('article')), target);
+});
+addEventListener('pagehide', keep);
 
 document.addEventListener('pointerover', ({ target }) => {
   const span = target.closest('.token');
@@ -222,9 +314,15 @@ document.addEventListener('keydown', (event) => {
 document.addEventListener('focusout', ({ target }) => target.matches('.answer') && hideCard());
 document.addEventListener('scroll', () => current && placeCard(), true);
 
+function showTokens() {
+  hideCard();
+  form.classList.toggle('shaded', byId('shade').checked);
+}
+
 field.token.value = sessionStorage.getItem('token') ?? '';
 byId('parameters').open = matchMedia('(min-width: 60rem)').matches;
-form.classList.toggle('shaded', byId('shade').checked);
+showTokens();
+bringBack();
 switchMode();
 field.text.focus();
 connect();
