@@ -67,7 +67,7 @@ async def test_a_browser_is_sent_to_the_page_where_there_is_one(path: str, accep
 
 @run_async
 async def test_the_address_in_examples_is_the_one_asked_for() -> None:
-    async with serving_while_loading() as url, aiohttp.ClientSession() as client:
+    async with serving_while_loading(allowed_hosts=("*",)) as url, aiohttp.ClientSession() as client:
         for host, shown in (("tgis.example:81", "tgis.example:81"), ("<b>`x`", "localhost:3000")):
             async with client.get(url + "/docs", headers={"Host": host}) as answer:
                 text = await answer.text()

@@ -36,11 +36,13 @@ async def serving(routes: Sequence[web.RouteDef], **options: Any) -> AsyncIterat
 
 
 @asynccontextmanager
-async def serving_while_loading() -> AsyncIterator[str]:
+async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
     config = Config(model_name="m")
     openai = OpenAIApi(config, AdapterCatalog(None), {})
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, Clients(config))
-    async with serving([*map(api.route, operations), *Pages(operations, "m", needs_token=False).routes()]) as port:
+    async with serving(
+        [*map(api.route, operations), *Pages(operations, "m", needs_token=False).routes()], **options
+    ) as port:
         yield f"http://127.0.0.1:{port}"
