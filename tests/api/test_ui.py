@@ -247,8 +247,8 @@ async def test_a_chat_survives_a_reload_and_can_be_changed(chromium: int, server
         sent = json.loads(words[-1])
         assert [each["content"] for each in sent["messages"]] == ["ab'c", "ab'c", "defg"]
         assert server.post("/v1/chat/completions", words[-1].encode())[0] == 200
-        await page.value("location.reload()")
-        await page.until("!window.copied && document.getElementById('served')?.textContent.includes('of context')")
+        await page.go(f"http://localhost:{server.http_port}/ui")
+        await page.until("document.getElementById('served')?.textContent.includes('of context')")
         assert await chat(page) == ["ab'c", "ab'c", "defg", "defg"]
         await page.fill("[name=max_tokens]", "2")
         await page.click("[name=regenerate]", 1)

@@ -66,6 +66,10 @@ def serving_http(certificates: Certificates | None) -> Iterator[int]:
         loop.close()
 
 
+def stop(server: grpc.Server) -> None:
+    server.stop(None).wait()
+
+
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Addresses by what listens there, with files of TLS in the working directory."""
@@ -86,7 +90,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             add = server.add_secure_port if credentials else server.add_insecure_port
             ports[name] = add(address, credentials) if credentials else add(address)  # type: ignore[call-arg]
             server.start()
-            stack.callback(lambda server=server: server.stop(None).wait())
+            stack.callback(stop, server)
         ports["http"] = stack.enter_context(serving_http(None))
         ports["http tls"] = stack.enter_context(serving_http(Certificates(TlsFiles("crt", "key", None))))
         ports["silent"] = stack.enter_context(socket.create_server(("localhost", 0))).getsockname()[1]

@@ -6,7 +6,7 @@ import http.client
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from tgis.cli import client
@@ -73,7 +73,7 @@ class Chat:
                 self._messages = [*asked, {"role": "assistant", "content": answer}]
                 print()
 
-    def _lines(self, path: str, body: Any, timeout: float | None) -> Iterator[bytes]:
+    def _lines(self, path: str, body: Any, timeout: float | None) -> Generator[bytes, None, None]:
         """The lines of an answer."""
         options = self._options
         headers = dict(client.metadata(options)) | {"Content-Type": "application/json"}
