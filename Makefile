@@ -19,7 +19,7 @@ venv: .venv/installed ## create .venv with the pinned dependencies; again only w
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx,otel]'
 	@touch $@
 
 proto: venv ## generate the stubs in tgis/pb from proto/generation.proto

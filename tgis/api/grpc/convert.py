@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ def generate_call(
     identity: bytes,
     correlation_id: str | None,
     answer_deadline: float | None = None,
+    trace_parent: Mapping[str, str] | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
         kind, fields = CallKind.STREAM, ["request.text"]
@@ -64,6 +65,7 @@ def generate_call(
         adapter=_adapter(message),
         correlation_id=correlation_id,
         answer_deadline=answer_deadline,
+        trace_parent=trace_parent,
     )
 
 
