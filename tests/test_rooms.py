@@ -118,6 +118,12 @@ def test_the_package_imports_nothing_that_is_not_shipped() -> None:
     assert [(path, top) for path, top in tops if top in ("demo", "benchmarks", "tests")] == []
 
 
+def test_every_module_can_be_imported() -> None:
+    names = [module for module, _ in modules() if not module.endswith("__main__")]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *names], check=True)
+
+
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

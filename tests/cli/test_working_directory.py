@@ -21,7 +21,8 @@ def poisoned(tmp_path: Path) -> Path:
     directory = make_fake_model(tmp_path / "model")  # for its tokenizer
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     make_model_from_config(LlamaConfig(vocab_size=300, **sizes), directory)
-    for name in {"tgis", "sitecustomize", "usercustomize"} | sys.stdlib_module_names | packages_distributions().keys():
+    modules = {"tgis", "sitecustomize", "usercustomize"} | sys.stdlib_module_names | packages_distributions().keys()
+    for name in filter(str.isidentifier, modules):
         (directory / f"{name}.py").write_text("import posix\nposix.close(posix.open(__file__ + '.ran', 65, 0o600))\n")
     return directory
 
