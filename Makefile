@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-clients test-oldest fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
+.PHONY: help venv proto demo-model serve test test-all test-clients test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -39,7 +39,7 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
 
-test-clients: venv .cache/clients/installed ## run clients whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
+test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 .cache/clients/installed: tests/clients/requirements.txt
@@ -60,6 +60,13 @@ test-oldest: .cache/oldest/installed ## run the tests that matter there with the
 	sed -n 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\).*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
 	.cache/oldest/bin/python -m pip install --disable-pip-version-check --constraint .cache/oldest/bounds.txt \
 	--editable '.[dev,demo,onnx,otel]'
+	@touch $@
+
+manifests: venv .cache/manifests/installed ## check deployment/ with kubectl, promtool, a Prometheus and more; nothing of it needs a cluster
+	$(BIN)/python deployment/checks/run.py
+
+.cache/manifests/installed: $(addprefix deployment/checks/,fetch.sh requirements.txt package.json)
+	deployment/checks/fetch.sh $(BIN)/python .cache/manifests
 	@touch $@
 
 fuzz: venv ## give readers of files and messages hostile bytes, for a minute each; ARGS goes to tests/support/fuzz.py
@@ -117,5 +124,5 @@ audit: .cache/audit/installed ## look for known vulnerabilities in constraints.t
 	@touch $@
 
 clean: ## remove everything that make created, except the demo models in .cache
-	rm -rf .venv .cache/clients .cache/oldest .cache/audit build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache/clients .cache/oldest .cache/audit .cache/manifests build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tgis demo benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -100,10 +100,12 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def free_ports() -> tuple[int, int]:
-    for port in random.sample(_PORTS[::2], len(_PORTS) // 2):
-        if _is_free(port) and _is_free(port + 1):
-            return port, port + 1
+def free_ports(count: int = 2) -> tuple[int, ...]:
+    """Free ports next to each other."""
+    for port in random.sample(_PORTS[::count], len(_PORTS) // count):
+        ports = tuple(range(port, port + count))
+        if all(map(_is_free, ports)):
+            return ports
     raise StartError(f"no free ports from {_PORTS.start} to {_PORTS.stop}")
 
 

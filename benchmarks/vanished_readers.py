@@ -25,7 +25,7 @@ STEP_SECONDS = (0.05, 0.2)  # at 50 ms, writing the tokens keeps a core busy
 _SETTLED_STEPS, _WATCHED_STEPS = 4, 10  # steps before and after the readers vanish
 _BODY = json.dumps({"inputs": "a text " * 8, "parameters": {"max_new_tokens": 1000}}).encode()
 _REQUEST = (
-    b"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    b"POST /generate_stream HTTP/1.1\r\nHost: [::]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 )
 _RESET = struct.pack("ii", 1, 0)  # close with RST
 

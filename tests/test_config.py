@@ -78,6 +78,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "generation_config": (("none", "none"), ("auto", "auto")),
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
+    "allowed_hosts": (("a.b", ("a.b",)), ("a, *", ("a", "*"))),
     "max_best_of": (("1", 1), ("8", 8)),
     "max_stop_sequences": (("0", 0), ("6", 6)),
     "max_client_batch_size": (("1", 1), ("32", 32)),

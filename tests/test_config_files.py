@@ -107,3 +107,5 @@ def test_an_impossible_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="CACHE_DIR: cannot make"):
         prepare_environment(read(CACHE_DIR=str(tmp_path / "file" / "cache")))
+    with pytest.raises(StartError, match=r"^CACHE_DIR: cannot make or write to /proc/self:"):  # nor can root
+        prepare_environment(read(CACHE_DIR="/proc/self"))

@@ -1,77 +1,247 @@
-"""What ships beside the code: manifests, Containerfile, packaging, pinned versions, make targets."""
+"""Kubernetes manifests, alerts and the dashboard.
 
-import configparser
-import importlib
-import importlib.metadata
-import json
-import os
+`make manifests` checks manifests with real tools; here are the checks that need none.
+"""
+
+import copy
 import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import containerfile
+import consistency
+import expressions
+import grpc
 import pytest
 import yaml
-from harness import running_fake
-from packaging.requirements import Requirement
+from expressions import Expression
+from harness import Server, running_fake, unary_request
+from scraped_metrics import full_scrape
 
-import tgis
-from tgis.__main__ import COMMANDS, NOT_IN_CLIENT
+from tgis import __version__
+from tgis.__main__ import COMMANDS
 from tgis.config import Config, parse
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
 from tgis.utils.options import declared_options
 
 ROOT = Path(__file__).parents[1]
 NAMES = {name.upper() for row in declared_options(Config) for name in row.names}
 
 
+DEPLOYMENTS = ROOT / "deployment"
+
+
 def load(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "deployment" / name).read_text())
+    loaded: dict[str, Any] = yaml.safe_load((DEPLOYMENTS / name).read_text())
     return loaded
 
 
-DEPLOYMENT = load("deployment.yaml")
+DEPLOYMENT = load("base/deployment.yaml")
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (SERVER,) = POD["containers"]
-RECIPE = (ROOT / "Containerfile").read_text()
-IMAGE = containerfile.describe(RECIPE, Path("/"))
+
+
+# What kustomize would render of the base with every component that adds an object, and KServe's.
+OBJECTS = [
+    one
+    for path in sorted(DEPLOYMENTS.rglob("*.yaml"))
+    if "overlays" not in path.parts and "checks" not in path.parts
+    for one in yaml.safe_load_all(path.read_text())
+    if one["kind"] not in ("Kustomization", "Component", "EndpointPickerConfig")
+    and ("components" not in path.parts or one["kind"] not in ("Deployment", "Service"))
+]
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    environ = {entry["name"]: entry["value"] for entry in SERVER["env"]}
+    environ = environment(SERVER)
     assert all(isinstance(value, str) for value in environ.values())  # Kubernetes accepts only strings
-    assert set(environ) <= NAMES
     return parse([], environ, "tgis serve")
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-def test_an_overlay_sets_the_image_of_both_containers(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "deployment", tmp_path / "deployment")
-    (tmp_path / "overlay").mkdir()
-    overlay = {
-        "resources": ["../deployment"],
-        "components": ["../deployment/download-weights"],
-        "images": [{"name": "tgis", "newName": "registry.example/tgis", "newTag": "1.0"}],
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry["value"] for entry in container.get("env", ())}
+
+
+def test_manifests_agree_with_the_server_and_with_each_other() -> None:
+    assert len(OBJECTS) > 12
+    assert consistency.problems(OBJECTS) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "problem"),
+    [
+        ("Deployment", "env 0 name", "MAX_BACH_SIZE", "unknown option MAX_BACH_SIZE"),
+        ("Deployment", "env 3 value", "many", "MAX_BATCH_SIZE"),
+        ("Deployment", "ports 0 containerPort", 3001, "does not listen on port 3001"),
+        ("Deployment", "startupProbe httpGet port", "grpc", "startupProbe asks /health on port grpc"),
+        ("Deployment", "livenessProbe httpGet path", "/healthz", "livenessProbe asks /healthz"),
+        ("Deployment", "image", "registry.example:5000/tgis", "untagged image"),
+        ("Deployment", "volumeMounts 0 name", "model", "no volume model"),
+        ("ServingRuntime", "ports 0 containerPort", 8080, "does not listen on port 8080"),
+        ("Service", "spec ports 0 targetPort", "http2", "no port http2"),
+        ("ServiceMonitor", "spec endpoints 0 port", "metrics", "no port metrics"),
+        ("PodMonitor", "spec podMetricsEndpoints 0 port", "metrics", "no port metrics"),
+        ("NetworkPolicy", "spec ingress 0 ports 0 port", "h2", "no port h2"),
+        ("InferencePool", "spec targetPorts 0 number", 8000, "no port 8000"),
+        ("GRPCRoute", "spec rules 0 backendRefs 0 port", 3000, "no port 3000"),
+    ],
+)
+def test_a_planted_fault_is_found(kind: str, path: str, value: object, problem: str) -> None:
+    objects = copy.deepcopy(OBJECTS)
+    target: Any = next(one for one in objects if one["kind"] == kind)
+    if kind in ("Deployment", "ServingRuntime"):
+        pod = target["spec"] if kind == "ServingRuntime" else target["spec"]["template"]["spec"]
+        (target,) = pod["containers"]
+    *parents, last = [int(name) if name.isdecimal() else name for name in path.split()]
+    for name in parents:
+        target = target[name]
+    target[last] = value
+    found = consistency.problems(objects)
+    assert any(problem in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*DEPLOYMENTS.glob("overlays/*/deployment.yaml"), *DEPLOYMENTS.glob("components/*/deployment.yaml")],
+    ids=lambda path: path.parent.name,
+)
+def test_a_patch_of_the_deployment_sets_options_of_the_server(path: Path) -> None:
+    patch = yaml.safe_load(path.read_text())
+    assert patch["metadata"]["name"] == DEPLOYMENT["metadata"]["name"]
+    for container in patch["spec"]["template"]["spec"].get("containers", ()):
+        assert container["name"] == SERVER["name"]
+        patched = parse([], environment(SERVER) | environment(container), "tgis serve")
+        assert not patched.warnings
+        assert patched.max_batch_size is not None
+        assert patched.max_concurrent_requests >= 2 * patched.max_batch_size  # a full batch may wait
+
+
+def test_each_rank_has_a_gpu_and_a_start_has_an_hour() -> None:
+    changes = load("overlays/cuda-n/deployment.yaml")["spec"]
+    (container,) = changes["template"]["spec"]["containers"]
+    assert environment(container)["NUM_SHARD"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert container["startupProbe"]["failureThreshold"] * SERVER["startupProbe"]["periodSeconds"] == 3600
+    assert changes["progressDeadlineSeconds"] > 3600
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm"}
+
+
+def test_probes_look_often_and_are_patient() -> None:
+    startup, readiness, liveness = (SERVER[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
+    assert startup["periodSeconds"] == readiness["periodSeconds"] == 5
+    assert startup["failureThreshold"] * 5 == 12 * 60 < DEPLOYMENT["spec"]["progressDeadlineSeconds"]
+    assert liveness["periodSeconds"] == 100
+    assert DEPLOYMENT["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_images_have_the_version_of_the_package() -> None:
+    files = [path.read_text() for path in DEPLOYMENTS.rglob("*.yaml") if "checks" not in path.parts]
+    images = [image for text in files for image in re.findall(r"^\s+(?:- )?image: (\S+)$", text, re.MULTILINE)]
+    assert images == [f"tgis:{__version__}"] * 3
+
+
+def test_kserve_finds_the_port_the_model_and_the_metrics() -> None:
+    spec = load("kserve/serving-runtime.yaml")["spec"]
+    (container,) = spec["containers"]
+    assert container["ports"] == [{"name": "h2c", "containerPort": 8033, "protocol": "TCP"}]
+    assert environment(container)["MODEL_NAME"] == "/mnt/models"
+    assert environment(container)["SHUTDOWN_GRACE_SECONDS"] == environment(SERVER)["SHUTDOWN_GRACE_SECONDS"]
+    assert container["lifecycle"] == SERVER["lifecycle"]
+    predictor = load("kserve/inference-service.yaml")["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] == POD["terminationGracePeriodSeconds"]
+    assert spec["annotations"] == {
+        "opendatahub.io/kserve-runtime": "tgis",
+        "prometheus.io/port": "3000",
+        "prometheus.io/path": "/metrics",
     }
-    (tmp_path / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    rendered = subprocess.run(
-        ["kubectl", "kustomize", tmp_path / "overlay"], check=True, capture_output=True, text=True
-    ).stdout
-    (pod,) = [each["spec"]["template"]["spec"] for each in yaml.safe_load_all(rendered) if each["kind"] == "Deployment"]
-    images = {container["name"]: container["image"] for container in (*pod["initContainers"], *pod["containers"])}
-    assert images == dict.fromkeys(("download-weights", "server"), "registry.example/tgis:1.0")
 
 
-def test_no_kustomization_below_an_overlay_sets_images() -> None:
-    """The base's would rename the server's image before the component adds its container."""
-    assert not [name for name in ("", "download-weights/") if "images" in load(f"{name}kustomization.yaml")]
+def test_every_expression_is_of_metrics_that_the_server_exports(exported: set[str]) -> None:
+    """Of alerts, dashboard, KEDA, the endpoint picker and OpenShift AI."""
+    every = expressions.every_expression()
+    assert len(every) > 50
+    others = expressions.PROMETHEUS | expressions.KUBELET
+    for expression in every:
+        assert expression.metrics, expression
+        assert expression.metrics <= exported | others, expression
+        assert not expression.adds_replicas_of_other_bounds, expression
+    assert not Expression("planted", "sum(tgi_queue_sizes)").metrics <= exported
+
+
+@pytest.fixture(scope="module")
+def exported(server: Server) -> set[str]:
+    lines = (full_scrape() + server.get("/metrics")[1]).splitlines()
+    return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_fake(tmp_path_factory.mktemp("server"), {}) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("text", "metrics", "wrong"),
+    [
+        (
+            'histogram_quantile(0.5, sum by (instance, le) (rate(a_length_bucket{b="c"}[5m])))',
+            {"a_length_bucket"},
+            False,
+        ),
+        ("sum by (le) (rate(a_length_bucket[5m]))", {"a_length_bucket"}, True),
+        ("sum by (le) (rate(a_duration_bucket[5m]))", {"a_duration_bucket"}, False),
+        ("(a:b - time()) / 86400 unless on (instance) c or vector(0)", {"a:b", "c"}, False),
+    ],
+)
+def test_metrics_of_an_expression(text: str, metrics: set[str], wrong: bool) -> None:
+    expression = Expression("", text)
+    assert (expression.metrics, expression.adds_replicas_of_other_bounds) == (metrics, wrong)
+
+
+def test_alerts_wait_have_a_severity_are_tested_and_explained() -> None:
+    (group,) = load("components/alerts/rules.yaml")["spec"]["groups"]
+    tested = re.findall(r"^ +alertname: (\w+)$", (DEPLOYMENTS / "checks/alerts-test.yaml").read_text(), re.MULTILINE)
+    assert sorted(tested) == sorted(rule["alert"] for rule in group["rules"])
+    for rule in group["rules"]:
+        assert re.fullmatch(r"\d+[mh]", rule["for"])
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert f"| `{rule['alert']}` |" in (ROOT / "docs" / "deploying.md").read_text()
+
+
+def test_probes_get_answers_on_the_port_of_metrics(server: Server) -> None:
+    for path in consistency.PROBE_PATHS:
+        assert server.get(path)[0] == 200
+
+
+def test_the_service_config_balances_checks_health_and_retries(server: Server) -> None:
+    text = (DEPLOYMENTS / "grpc-service-config.json").read_text()
+    refusals = iter([True, True])
+
+    def generate(request: object, context: grpc.ServicerContext) -> pb.BatchedGenerationResponse:
+        if next(refusals, False):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "full")
+        return pb.BatchedGenerationResponse()
+
+    service = pb_grpc.GenerationServiceServicer()
+    service.Generate = generate  # type: ignore[method-assign]
+    other = grpc.server(ThreadPoolExecutor(1))
+    pb_grpc.add_GenerationServiceServicer_to_server(service, other)
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    for target in (server.target, f"127.0.0.1:{port}"):
+        with grpc.insecure_channel(target, [("grpc.service_config", text)]) as channel:
+            pb_grpc.GenerationServiceStub(channel).Generate(unary_request("text", 1), timeout=10)
+    assert next(refusals, None) is None
+    other.stop(None)
+
+
+def test_no_kustomization_sets_images() -> None:
+    """The base's would rename the server's image before a component adds its container."""
+    assert not [
+        path for path in DEPLOYMENTS.rglob("kustomization.yaml") if "images" in yaml.safe_load(path.read_text())
+    ]
 
 
 def test_the_environment_is_a_valid_configuration(config: Config) -> None:
@@ -96,8 +266,9 @@ def test_the_ports_are_those_of_the_server(config: Config) -> None:
 
 
 def test_the_service_exposes_grpc() -> None:
-    service = load("service.yaml")
+    service = load("base/service.yaml")
     (port,) = service["spec"]["ports"]
+    assert load("base/service-http.yaml")["spec"]["type"] == "ClusterIP"
     assert port == {"name": "grpc", "port": 8033, "targetPort": "grpc", "appProtocol": "kubernetes.io/h2c"}
     assert service["spec"]["clusterIP"] == "None"
     labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
@@ -121,8 +292,8 @@ def test_the_pod_is_confined_and_can_write_only_to_tmp(config: Config) -> None:
 
 
 def test_the_download_puts_the_served_model_where_the_server_finds_it(config: Config) -> None:
-    assert load("download-weights/kustomization.yaml")["patches"] == [{"path": "deployment.yaml"}]
-    patch = load("download-weights/deployment.yaml")
+    assert load("components/download-weights/kustomization.yaml")["patches"] == [{"path": "deployment.yaml"}]
+    patch = load("components/download-weights/deployment.yaml")
     assert patch["metadata"]["name"] == DEPLOYMENT["metadata"]["name"]
     changes = patch["spec"]["template"]["spec"]
     (init,), (served,) = changes["initContainers"], changes["containers"]
@@ -139,245 +310,3 @@ def test_the_download_puts_the_served_model_where_the_server_finds_it(config: Co
     (volume,) = changes["volumes"]
     volume["persistentVolumeClaim"]["readOnly"] = True
     assert volume in POD["volumes"]
-
-
-def test_the_image_starts_the_server_as_its_first_process() -> None:
-    assert IMAGE.command == ["tgis", "serve"]
-    assert IMAGE.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
-
-
-def test_the_environment_of_the_image_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(IMAGE.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
-    monkeypatch.setattr(os, "environ", IMAGE.environment)
-    config = parse([], {"MODEL_NAME": "m", **IMAGE.environment}, "tgis serve")
-    assert IMAGE.ports == [config.port, config.grpc_port]
-    assert config.cache_dir.is_relative_to("/tmp")
-    assert config.hf_home.is_relative_to("/tmp")
-
-
-def test_the_build_context_is_what_the_image_copies() -> None:
-    copied = {
-        source.rstrip("/")
-        for instruction, argument in containerfile.steps(RECIPE)
-        if instruction == "COPY" and not argument.startswith("--from=")
-        for source in argument.split()[:-1]
-    }
-    lines = (ROOT / ".containerignore").read_text().splitlines()
-    allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert "*" in lines
-    assert {source.split("/")[0] for source in copied} == allowed
-
-
-@pytest.mark.parametrize(("extras", "installed"), [("", "."), ("onnx,otel", ".[onnx,otel]")])
-def test_the_image_installs_extras(extras: str, installed: str) -> None:
-    (argument,) = re.findall(r"^RUN pip install .* \"(\S+EXTRAS\S+)\"", RECIPE, re.MULTILINE)
-    shown = subprocess.check_output(["sh", "-c", f'echo "{argument}"'], env={"EXTRAS": extras}, text=True)
-    assert shown == f"{installed}\n"
-    (default,) = re.findall(r"^ARG EXTRAS=(.*)", RECIPE, re.MULTILINE)
-    assert set(default.split(",")) <= setup_cfg()["options.extras_require"].keys()
-
-
-def test_the_image_has_labels() -> None:
-    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in IMAGE.labels.items()}
-    metadata = setup_cfg()["metadata"]
-    assert labels == {
-        "title": metadata["name"],
-        "description": metadata["description"],
-        "licenses": metadata["license"],
-        "version": tgis.__version__,
-        "revision": "$GIT_COMMIT_HASH",
-    }
-
-
-@pytest.fixture(scope="module")
-def built_image() -> Iterator[containerfile.Image]:
-    import torch
-
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    variant = "cuda" if torch.version.cuda else "cpu"  # what pip finds here
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o755)
-        yield containerfile.replay(RECIPE, ROOT, Path(directory), {"VARIANT": variant})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_image_builds_and_works_for_any_user(built_image: containerfile.Image) -> None:
-    image, user = built_image, containerfile.unprivileged_uid()
-    assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
-    for script in ("text-generation-launcher", "text-generation-server", "model-util", "grpc_healthcheck"):
-        assert image.run([script, "--help"], user).startswith(f"usage: {script} ")
-    module = ["python", "-m", "vllm_tgis_adapter"]
-    assert image.run([*module, "--help"], user).startswith(f"usage: {' '.join(module)} ")
-    modules = "tgis.server, tgis.engine_core.main, onnxruntime, opentelemetry.exporter.otlp.proto.grpc"
-    where = image.run(["python", "-c", f"import {modules}; print(tgis.server.__file__)"], user)
-    assert where.startswith(str(image.root / "venv"))
-    load = "from tgis.engines.kernels.cpu.library import load_kernels; print(load_kernels('generic', '').isa)"
-    assert image.run(["python", "-c", load], user) == "generic\n"  # prebuilt: there is no CACHE_DIR to compile in
-    assert image.local("/licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_the_image_generates_with_a_read_only_root_and_no_network(
-    built_image: containerfile.Image, smollm2_dir: Path
-) -> None:
-    script = f"""
-    exec 3>&1 >&2
-    {shlex.join(IMAGE.command)} --model-name {smollm2_dir} & server=$!
-    until tgis health; do kill -0 $server; sleep 1; done
-    id -u >&3; id -G >&3
-    tgis generate --max-new-tokens 8 "The capital of France is" >&3
-    ! touch /x {built_image.root}/x
-    kill $server; wait $server
-    """
-    user, groups, text = built_image.run_confined(script, 12345).split("\n", 2)
-    assert (user, groups) == ("12345", "0")
-    assert "Paris" in text
-
-
-def setup_cfg(folder: str = ".") -> configparser.ConfigParser:
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / folder / "setup.cfg")
-    return parser
-
-
-def lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-
-
-def requirements() -> list[Requirement]:
-    parser = setup_cfg()
-    texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]
-    return [Requirement(line) for text in texts for line in lines(text)]
-
-
-def test_constraints_are_exact_and_within_the_ranges() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    named = {_normal(name): version for name, version in pins.items()}
-    assert len(named) == len(pins)
-    for requirement in requirements():
-        assert named[_normal(requirement.name)] in requirement.specifier, requirement
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def test_setuptools_finds_every_package() -> None:
-    folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
-
-
-def build(folder: str, target: Path) -> Path:
-    """Build the Python part of a distribution."""
-    command = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "-d", str(target)]
-    subprocess.run(command, cwd=ROOT / folder, check=True, capture_output=True)
-    return target
-
-
-def test_the_package_has_the_module_of_vllm_tgis_adapter(tmp_path: Path) -> None:
-    build(".", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tgis", "vllm_tgis_adapter"]
-    assert (tmp_path / "tgis" / "py.typed").exists()
-    assert (tmp_path / "tgis/pb/generation.proto").read_text() == (ROOT / "proto/generation.proto").read_text()
-    usage = [sys.executable, "-P", "-m", "vllm_tgis_adapter", "--help"]
-    shown = subprocess.check_output(usage, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
-    assert shown.startswith("usage: python -m vllm_tgis_adapter --model-name TEXT [options]")
-    assert "[env: PORT] [default: 8000]" in " ".join(shown.split())
-
-
-# Runs every command; prints the exit code and error of each, and what was imported from other packages.
-RUN_COMMANDS = """
-import contextlib, io, json, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in finder.__module__]  # of the whole tgis
-before = set(sys.modules)
-from tgis.__main__ import COMMANDS, run
-ends = {}
-for command in COMMANDS:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as stderr:
-        try:
-            code = run([command, "--help"])
-        except SystemExit as end:
-            code = end.code
-    ends[command] = code, stderr.getvalue()
-names = {name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names - {"tgis"}
-files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
-print(json.dumps([ends, {name: file for name, file in files.items() if "site-packages" in file}]))
-"""
-
-
-def test_the_client_has_the_commands_that_call_a_server(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(build("client", tmp_path))}
-    shown = subprocess.check_output([sys.executable, "-P", "-c", RUN_COMMANDS], env=environment, text=True)
-    ends, imported = json.loads(shown)
-    refused = {command: (1, f"tgis: tgis {command} needs the server: pip install tgis\n") for command in NOT_IN_CLIENT}
-    refused.pop("vllm_tgis_adapter")
-    assert {command: tuple(end) for command, end in ends.items() if end[0]} == refused
-    assert {"generate", "tokenize", "bench", "health"} <= ends.keys() - refused.keys()
-    names = {_normal(Requirement(line).name) for line in lines(setup_cfg("client")["options"]["install_requires"])}
-    packages = importlib.metadata.packages_distributions()
-    # grpc imports its companions where they are installed
-    assert {_normal(packages[name][0]) for name in imported} <= with_dependencies(names) | {"grpcio-reflection"}
-
-
-def with_dependencies(names: set[str]) -> set[str]:
-    """These distributions and what they need."""
-    found: set[str] = set()
-    while left := names - found:
-        found |= left
-        texts = [text for name in left for text in importlib.metadata.requires(name) or () if "extra ==" not in text]
-        wanted = [Requirement(text) for text in texts]
-        names = {_normal(each.name) for each in wanted if each.marker is None or each.marker.evaluate()}
-    return found
-
-
-def test_the_client_is_a_part_of_the_server() -> None:
-    """The same files are in both: they differ in nothing but what is left out."""
-    server, client = setup_cfg(), setup_cfg("client")
-    for name in ("version", "license"):
-        assert client["metadata"][name] == server["metadata"][name]
-    assert client["options"]["python_requires"] == server["options"]["python_requires"]
-    for section, name in [("options", "install_requires"), ("options.entry_points", "console_scripts")]:
-        assert set(lines(client[section][name])) <= set(lines(server[section][name]))
-
-
-@pytest.mark.slow
-def test_an_installed_client_is_small_and_works(tmp_path: Path) -> None:
-    venv.create(tmp_path, with_pip=True)
-    (packages,) = tmp_path.glob("lib/python*/site-packages")
-    of_pip = set(packages.iterdir())
-    python, tgis_command = str(tmp_path / "bin" / "python"), str(tmp_path / "bin" / "tgis")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-m", "pip", "install", "--constraint", str(ROOT / "constraints.txt"), str(ROOT / "client")]
-    subprocess.run(command, check=True, env=environment)
-    files = [file for new in set(packages.iterdir()) - of_pip for file in (new, *new.rglob("*"))]
-    assert sum(file.stat().st_size for file in files if file.is_file()) < 60e6
-    with running_fake(tmp_path) as server:
-        calls = {"generate": ("one two",), "tokenize": ("one two",), "bench": ("--requests", "2", "--quiet")}
-        for name, arguments in calls.items():
-            assert subprocess.check_output([tgis_command, name, "--target", server.target, *arguments], env={})
-
-
-def test_the_console_scripts_exist() -> None:
-    for script in setup_cfg()["options.entry_points"]["console_scripts"].strip().split("\n"):
-        module, _, function = script.partition(" = ")[2].partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_make_lists_every_target() -> None:
-    declared = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
-    listed = subprocess.run(
-        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == declared
-    assert all(len(line.split(maxsplit=1)[1]) > 10 for line in listed)
-
-
-def test_ci_runs_the_make_targets() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    assert re.findall(r"^make (\S+)", script, re.MULTILINE) == ["check", "test"]

@@ -9,6 +9,7 @@ Invalid values are an OptionError of one line, before anything is loaded.
 import argparse
 import functools
 import os
+import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -257,6 +258,9 @@ class Config:
     api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
+    allowed_hosts: tuple[str, ...] = option(
+        HTTP, WORDS, "host names under which the HTTP ports may be reached; *: all", (),
+        shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
     max_best_of: int = option(HTTP, integer(1), "maximum best_of that a request to TGI's API may ask for", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
@@ -435,8 +439,9 @@ def prepare_cache_dir(config: Config) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         refusal = trust_of_this_process().refusal(entries_of(directory))
+        tempfile.TemporaryFile(dir=directory).close()  # the file system may be read-only, whatever the mode says
     except OSError as error:
-        raise StartError(f"CACHE_DIR: cannot make {directory}: {error.strerror}") from error
+        raise StartError(f"CACHE_DIR: cannot make or write to {directory}: {error.strerror}") from error
     if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
 

@@ -168,7 +168,7 @@ class Server:
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         http_ports = self._make_http_ports(client)
-        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop())
+        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop(self._clients.awake))
         sweep = asyncio.create_task(self._clients.sweep_forever())
         try:
             ports = grpc_server.bind(), *await http_ports.start()
@@ -252,13 +252,12 @@ class Server:
         self._metrics = self._make_metrics(info)
         self._metrics.num_queued = lambda: len(client.queued())
         client.metrics = self._metrics
-        no_grammars = None if self._structured_output else "structured output is not supported with this tokenizer"
         lookups = Lookups(
             client,
             self._metrics,
             GRAMMAR_TIMEOUT_SECONDS,
             why_no_adapters=self._why_no_adapters(info),
-            why_no_grammars=no_grammars,
+            why_no_grammars=self._why_no_grammars(info),
         )
         generator = Generator(server_info, client, self._decoder, lookups, self._metrics, self._tracer)
         self._servicer.generator = self._http_api.generator = generator
@@ -308,6 +307,7 @@ class Server:
         """
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
+        self._clients.draining = True
         if client.died.done():
             self._service_metrics.engine_up.set(0)
         if (generator := self._servicer.generator) is None:
@@ -318,6 +318,7 @@ class Server:
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
         await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
+        await self._http_api.end_calls()
         self._clients.end_calls()
         await grpc_server.stop()
         await stopped
@@ -341,6 +342,12 @@ class Server:
         if not info.supports_adapters:
             return f"{info.model_class} takes no adapters"
         return None
+
+    def _why_no_grammars(self, info: EngineInfo) -> str | None:
+        if not self._structured_output:
+            return "structured output is not supported with this tokenizer"
+        no_end = "structured output is not supported with this model: it has no token that ends an output"
+        return None if info.has_end(self._eos_ids) else no_end
 
     def _scrape(self, client: EngineClient) -> Iterator[bytes]:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())

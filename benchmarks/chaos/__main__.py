@@ -12,15 +12,16 @@ import random
 import signal
 import sys
 import tempfile
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.chaos.attacks import ATTACKS
 from benchmarks.chaos.clients import HonestClients
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.faults import FAULTS, Arena
 from benchmarks.chaos.files import AdapterFiles, CredentialFiles
 from benchmarks.chaos.http2 import Target
-from benchmarks.chaos.rounds import Chaos, ChaosReport
+from benchmarks.chaos.rounds import Chaos
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.supervisor import Supervisor
 from demo.fetch import ensure
@@ -57,8 +58,8 @@ async def chaos(engine: str, model: Path, cache: Path, seconds: float, seed: int
         shim, adapters, credentials = Shim(directory), AdapterFiles(directory, model), CredentialFiles(directory)
         options = _server_options(engine, model, cache, adapters, credentials)
         supervisor = Supervisor(options, os.environ | shim.environment)
-        honest = Target(*supervisor.ports, credentials.ca)
-        hostile = Target(*supervisor.ports, credentials.ca, credentials.attackers_token)
+        honest = Target(supervisor.grpc_port, supervisor.http_port, credentials.ca, api_port=supervisor.api_port)
+        hostile = replace(honest, token=credentials.attackers_token)
         faults = FaultLog()
         clients = HonestClients(honest, credentials, adapters, faults, random.Random(seed))
         running = Chaos(Arena(supervisor, shim, adapters, credentials, hostile), clients, faults, seed)
@@ -77,11 +78,14 @@ async def chaos(engine: str, model: Path, cache: Path, seconds: float, seed: int
             if code := supervisor.stop():
                 running.report.problems.append(f"the server's exit code is {code}")
         running.report.problems += supervisor.exits
+        missed = [name for name in ATTACKS if faults.counts[name] and not running.arena.reached[name]]
+        running.report.problems += [f"no call of the attacker {name} has reached the server" for name in missed]
         running.report.leaks += [text for life in running.report.lives for text in life.growth()]
         return running
 
 
-def _to_json(report: ChaosReport, faults: Counter[str]) -> dict[str, object]:
+def _to_json(done: Chaos) -> dict[str, object]:
+    report = done.report
     slopes = max((life for life in report.lives), key=lambda life: len(life.memory.get("engine", ()))).slopes()
     return {
         "rounds": report.rounds,
@@ -89,11 +93,13 @@ def _to_json(report: ChaosReport, faults: Counter[str]) -> dict[str, object]:
         "refused": dict(report.refused),
         "left_before_an_answer": report.uncertain,
         "compared": report.compared,
-        "faults": dict(faults),
+        "faults": dict(done.faults.counts),
+        "reached": dict(done.arena.reached),
         "lives": len(report.lives),
         "lost_or_wrong": len(report.problems),
         "leaked": len(report.leaks),
         "memory_mib_per_minute": {name: round(slope / _MIB, 3) for name, slope in slopes.items()},
+        "peak_memory_mib": {name: max(life.peaks[name] for life in report.lives) >> 20 for name in slopes},
         "memory": [life.memory for life in report.lives],  # minutes and bytes whenever the server was idle
         "problems": report.problems[:100],
         "leaks": report.leaks[:100],
@@ -111,9 +117,16 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     model, cache = ensure("glassllm", args.cache), args.cache.absolute()
     done = asyncio.run(chaos(args.engine, model.absolute(), cache, 60 * args.minutes, args.seed, args.faults))
-    values = json.dumps(_to_json(done.report, done.faults.counts))
+    values = json.dumps(_to_json(done))
     if args.json:
         args.json.write_text(values + "\n")
+    for name in ATTACKS:
+        if done.faults.counts[name]:
+            print(f"attacker {name:<18} reached the server with {done.arena.reached[name]} calls")
+    for life in done.report.lives:
+        for name, samples in life.memory.items():
+            idle = f"{samples[0][1] >> 20} MiB when first idle, {samples[-1][1] >> 20} when last"
+            print(f"memory of the {name}: {idle}, {life.peaks[name] >> 20} at most")
     for problem in (*done.report.problems, *done.report.leaks):
         print(f"WRONG {problem}")
     print(values)

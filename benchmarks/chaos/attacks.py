@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.chaos.http2 import PING, Target, connect, frame, grpc_message
+from benchmarks.chaos.http2 import PING, PREFACE, Target, attack, connect, count_reached, frame, grpc_message
+from benchmarks.chaos.http_attacks import HTTP_ATTACKS, answer, open_http
 from benchmarks.soak.requests import batch_request, stream_request
 from tgis.pb import generation_pb2 as pb
 
@@ -106,21 +107,24 @@ async def churn(target: Target, _draw: random.Random) -> None:
     """Connections that are opened and closed at once."""
     while True:
         async with connect(target):
-            pass
+            count_reached()
 
 
 async def garbage(target: Target, draw: random.Random) -> None:
-    """Garbage to both ports: HTTP/1.1 without a host, random bytes, half a TLS handshake."""
-    for port in (target.grpc_port, target.http_port) * 20:
+    """Garbage to all ports: HTTP/1.1 without a host, random bytes, half a TLS handshake."""
+    for port in (target.grpc_port, target.http_port, target.api_port or target.http_port) * 20:
         _, writer = await asyncio.open_connection(target.host, port)
-        writer.write(draw.choice((b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(2000), b"\x16\x03\x01\x02\x00" * 100)))
+        large = PREFACE * draw.randint(0, 1) + draw.randbytes(256 << 10)
+        parts = b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(2000), b"\x16\x03\x01\x02\x00" * 100, large
+        writer.write(draw.choice(parts))
         await writer.drain()
+        count_reached()
         writer.transport.abort()
 
 
 async def silence(target: Target, draw: random.Random) -> None:
-    """Connections to both ports that send nothing."""
-    await _open_sockets(target, draw, (target.grpc_port, target.http_port), b"")
+    """Connections to all ports that send nothing."""
+    await _open_sockets(target, draw, (target.grpc_port, target.http_port, target.api_port or target.http_port), b"")
 
 
 async def slow_loris(target: Target, draw: random.Random) -> None:
@@ -134,6 +138,7 @@ async def _open_sockets(target: Target, draw: random.Random, ports: tuple[int, .
         for number in range(_CONNECTIONS):
             writers.append((await asyncio.open_connection(target.host, ports[number % len(ports)]))[1])
             writers[-1].write(head)
+            count_reached()
         for _ in range(draw.randint(10, 50)):
             await asyncio.sleep(0.1)
             for writer in writers if head else ():
@@ -145,15 +150,10 @@ async def _open_sockets(target: Target, draw: random.Random, ports: tuple[int, .
 
 async def scrapes(target: Target, _draw: random.Random) -> None:
     """Requests for /metrics, one after the other."""
-    reader, writer = await asyncio.open_connection(target.host, target.http_port)
-    try:
+    async with open_http(target, api=False) as (reader, writer):
         while True:
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
-            await reader.readexactly(int(size.split(b":")[1]))
-    finally:
-        writer.transport.abort()
+            await answer(reader)
 
 
 async def _hold(draw: random.Random) -> None:
@@ -163,14 +163,14 @@ async def _hold(draw: random.Random) -> None:
 def _flood(path: str, make_message: Callable[[], bytes], *, in_flight: int = 4) -> Attack:
     """An attack by well-formed calls of a client library."""
 
-    async def attack(target: Target, _draw: random.Random) -> None:
+    async def flood(target: Target, _draw: random.Random) -> None:
         message = make_message()
         metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
         async with channel(target) as made, asyncio.TaskGroup() as group:
             for _ in range(in_flight):
                 group.create_task(_call_for_ever(made, path, message, metadata))
 
-    return attack
+    return flood
 
 
 async def _call_for_ever(made: grpc.aio.Channel, path: str, message: bytes, metadata: Any) -> None:
@@ -180,7 +180,10 @@ async def _call_for_ever(made: grpc.aio.Channel, path: str, message: bytes, meta
         try:
             async for _ in call:
                 pass
-        except grpc.aio.AioRpcError:
+            count_reached()
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED):
+                count_reached()
             await asyncio.sleep(0.01)
 
 
@@ -247,17 +250,19 @@ ATTACKS: dict[str, Attack] = {
     "watch_names": _flood(_WATCH, lambda: _text_field(1, _MAX_MESSAGE), in_flight=16),
     "tokenize_empty": _flood(_TOKENIZE, lambda: _repeated(_NO_TEXTS)),
     "tokenize_long": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE)),
-    "tokenize_fitting": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE // 4)),  # the reply can be sent
+    "tokenize_fitting": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE // 8)),  # the reply can be sent
     "generate_empty": _flood(_GENERATE, lambda: _repeated(_NO_INPUTS)),
     "long_texts": _flood(_GENERATE, lambda: _long_texts(0)),
     "truncated_texts": _flood(_GENERATE, lambda: _long_texts(10)),
     "details": _flood(_GENERATE, _details, in_flight=2),
     "oversized": _flood(_GENERATE, lambda: bytes(5 << 20)),
+    **HTTP_ATTACKS,
 }
 
 
 async def attack_until(name: str, target: Target, seconds: float, draw: random.Random) -> None:
     """Run an attack until the deadline; restart it when the server drops its connections."""
+    attack.set(name)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while True:

@@ -12,6 +12,7 @@ from benchmarks.chaos.attacks import channel
 from benchmarks.chaos.fault_log import FaultLog, Notice
 from benchmarks.chaos.files import ADAPTER, AdapterFiles, CredentialFiles
 from benchmarks.chaos.http2 import Target
+from benchmarks.chaos.http_clients import ApiAnswer, ask
 from benchmarks.soak.calls import CALL_TIMEOUT_SECONDS, SoakClient, read_messages
 from benchmarks.soak.cases import Answer, Case, assemble_answer, difference, make_cases
 from benchmarks.soak.client_log import ClientLog
@@ -21,7 +22,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 _NUM_CASES = 8  # without the adapter, and as many with it
-_WITH_ADAPTER, _CONNECTING = 2, 1  # calls in flight that use the adapter, that open a connection
+_WITH_ADAPTER, _CONNECTING, _HTTP = 2, 1, 3  # calls in flight that use the adapter, that open a connection, over HTTP
 _CLEAN_STATUSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED")  # of calls whose process ended
 
 
@@ -84,6 +85,7 @@ class HonestClients:
         until = time.monotonic() + seconds
         calls: list[Callable[[], Awaitable[object]]] = [self._with_adapter] * _WITH_ADAPTER
         calls += [self._connecting] * _CONNECTING
+        calls += [self._over_http] * _HTTP
         calls += [lambda: soak.call(0.0)] * (in_flight - len(calls))
         async with asyncio.TaskGroup() as group:
             for call in calls:
@@ -124,6 +126,28 @@ class HonestClients:
                 self.log.record_refused(code.name, "stream", 1)
                 if not self._excuse(code.name, started):
                     self.log.add_problem(f"a call on a new connection: {code.name}: {await stream.details()}")
+
+    async def _over_http(self) -> None:
+        """A call to TGI's or OpenAI's API, on a new connection."""
+        started, case = time.monotonic(), self.draw.choice([case for case in self._cases if len(case.texts) == 1])
+        expected, stream = case.answers[0], self.draw.random() < 0.5
+        kind, openai = "stream" if stream else "single", self.draw.random() < 0.5
+        got = await ask(self.target, self.credentials.token, case, stream=stream, openai=openai)
+        if isinstance(got, ApiAnswer):
+            self.log.record_call(kind, 1)
+            self.log.record_end(kind, pb.StopReason.Name(expected.reason), got.num_tokens)
+            self.log.compared += 1
+            if got != ApiAnswer(expected.text, len(expected.tokens), expected.reason == pb.MAX_TOKENS):
+                self.log.add_problem(f"{kind} over HTTP: {got} instead of {expected}")
+            return
+        status, reason = got
+        if status:
+            self.log.record_refused(status, kind, 1)
+        else:
+            self.log.record_uncertain(kind, 1)
+        broken = not status and self.faults.noticeable(Notice.CONNECTIONS, started)
+        if not broken and not self._excuse(status or "UNAVAILABLE", started):
+            self.log.add_problem(f"{kind} over HTTP: {reason}")
 
     def _record_stream(self, messages: Sequence[pb.GenerationResponse], expected: Sequence[Answer]) -> None:
         got = assemble_answer(messages)

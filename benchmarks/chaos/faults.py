@@ -6,14 +6,14 @@ import os
 import random
 import resource
 import signal
-import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks.chaos.attacker import start_attacker
+from benchmarks.chaos.attacker import start_attacker, stop_attacker, wait_started
 from benchmarks.chaos.attacks import ATTACKS
 from benchmarks.chaos.fault_log import Notice
 from benchmarks.chaos.files import AdapterFiles, CredentialFiles
@@ -34,6 +34,7 @@ class Arena:
     adapters: AdapterFiles
     credentials: CredentialFiles
     hostile: Target  # the server, with the credentials of the attackers
+    reached: Counter[str] = field(default_factory=Counter)  # attack -> its calls that have reached the server
 
     @property
     def front_end(self) -> int:
@@ -117,26 +118,29 @@ async def _no_memory(arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
     """The engine process can hardly allocate memory."""
     pages = int(Path(f"/proc/{arena.engine}/statm").read_text().split()[0])
     size = pages * resource.getpagesize()
-    with _may_exit(arena):
+    with _may_exit(arena, 1, *_NO_MEMORY):
         with _soft_limit(arena.engine, resource.RLIMIT_AS, size + _SPARE_BYTES):
             yield
         await arena.supervisor.wait_ready()
 
 
 @contextmanager
-def _may_exit(arena: Arena) -> Iterator[None]:
-    arena.supervisor.may_exit = True
+def _may_exit(arena: Arena, code: int, *tracebacks: str) -> Iterator[None]:
+    """The server may exit with this code, and log tracebacks with these words."""
+    arena.supervisor.exit_codes, arena.supervisor.may_trace = frozenset({code}), tracebacks
     try:
         yield
     finally:
-        arena.supervisor.may_exit = False
+        arena.supervisor.exit_codes, arena.supervisor.may_trace = frozenset(), ()
 
 
 @asynccontextmanager
-async def _ended(pid: Callable[[Arena], int], number: int, arena: Arena, _draw: random.Random) -> AsyncIterator[None]:
+async def _ended(
+    pid: Callable[[Arena], int], number: int, code: int, arena: Arena, _draw: random.Random
+) -> AsyncIterator[None]:
     """Send a signal to a process; the fault ends when the server is back."""
     life = arena.supervisor.lives
-    with _may_exit(arena):
+    with _may_exit(arena, code):
         os.kill(pid(arena), number)
         yield
         while arena.supervisor.lives == life:
@@ -188,15 +192,13 @@ async def _token_rotated(arena: Arena, _draw: random.Random) -> AsyncIterator[No
 
 @asynccontextmanager
 async def _attacked(name: str, arena: Arena, draw: random.Random) -> AsyncIterator[None]:
-    """Run an attack in a process that is killed at the end."""
+    """Run an attack in a process that is stopped at the end."""
     process = start_attacker(arena.hostile, _MAX_ATTACK_SECONDS, draw.randrange(1 << 30), [name])
     try:
+        await asyncio.to_thread(wait_started, process)
         yield
     finally:
-        if process.poll() is not None:
-            raise subprocess.CalledProcessError(process.returncode, f"attacker {name}")
-        process.kill()
-        process.wait()
+        arena.reached.update(await asyncio.to_thread(stop_attacker, process))
 
 
 _front_end: Callable[[Arena], int] = lambda arena: arena.front_end  # noqa: E731
@@ -204,6 +206,7 @@ _engine: Callable[[Arena], int] = lambda arena: arena.engine  # noqa: E731
 _HEALTH, _NEW = frozenset({Notice.HEALTH}), frozenset({Notice.HEALTH, Notice.CONNECTIONS})
 _ADAPTERS, _EVERYBODY = frozenset({Notice.ADAPTERS}), frozenset(Notice)
 _DAY = 86400
+_NO_MEMORY = "MemoryError", "OutOfMemory", "alloc", "memory", "start new thread"
 
 FAULTS: dict[str, Fault] = {  # clients connect within 5 s, which a stopped front end cannot do
     "front end stopped": Fault(partial(_stopped, lambda arena: [arena.front_end]), _NEW),
@@ -222,7 +225,7 @@ FAULTS: dict[str, Fault] = {  # clients connect within 5 s, which a stopped fron
     "token rotated": Fault(_token_rotated),
     **{name: Fault(partial(_attacked, name)) for name in ATTACKS},
     "engine without memory": Fault(_no_memory, _EVERYBODY),
-    "engine killed": Fault(partial(_ended, _engine, signal.SIGKILL), _EVERYBODY),
-    "front end killed": Fault(partial(_ended, _front_end, signal.SIGKILL), _EVERYBODY),
-    "server terminated": Fault(partial(_ended, _front_end, signal.SIGTERM), _EVERYBODY),
+    "engine killed": Fault(partial(_ended, _engine, signal.SIGKILL, 1), _EVERYBODY),
+    "front end killed": Fault(partial(_ended, _front_end, signal.SIGKILL, -signal.SIGKILL), _EVERYBODY),
+    "server terminated": Fault(partial(_ended, _front_end, signal.SIGTERM, 0), _EVERYBODY),
 }

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
@@ -23,7 +24,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 
-from benchmarks.chaos.attacker import start_attacker
+from benchmarks.chaos.attacker import start_attacker, stop_attacker, wait_started
 from benchmarks.chaos.attacks import ATTACKS, channel
 from benchmarks.chaos.http2 import Target
 from benchmarks.serving import Server, cpu_name, running_server
@@ -63,6 +64,7 @@ class Figures:
     wrong: int = 0  # answers
     slowest_health: float = 0.0
     unhealthy: dict[str, int] = field(default_factory=dict)  # probes, by reason
+    not_reached: list[str] = field(default_factory=list)  # attacks without a call that reached the server
     waited: float = 0.0  # share of the time in which the front end's event loop was ready to run and no CPU was free
 
 
@@ -106,6 +108,8 @@ def _faults(figures: Figures) -> Iterator[str]:
         yield f"honest streams failed: {figures.failed}"
     if figures.wrong:
         yield f"{figures.wrong} honest streams got the wrong text"
+    if figures.not_reached:
+        yield f"attackers that never reached the server: {', '.join(figures.not_reached)}"
     if figures.unhealthy:
         yield f"health probes failed: {figures.unhealthy}"
 
@@ -190,17 +194,22 @@ def _lag_quantile(before: MetricValues, after: MetricValues, share: float) -> fl
 
 
 @contextlib.contextmanager
-def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[None]:
-    """64 hostile clients in a few processes, which yield to everything else: they stand for other machines."""
+def attacks_on(server: Server, seconds: float, names: list[str]) -> Iterator[Counter[str]]:
+    """64 hostile clients in a few processes, which yield to everything else: they stand for other machines.
+
+    After the block, the yielded counter has their calls that have reached the server.
+    """
     target = Target(int(server.target.rpartition(":")[2]), server.http_port, token="hostile")  # noqa: S106 - no secret
     clients = list(islice(cycle(names), CLIENTS))
     processes = [start_attacker(target, seconds, n, clients[n::PROCESSES], yields=True) for n in range(PROCESSES)]
+    reached = Counter[str]()
     try:
-        yield
+        for process in processes:
+            wait_started(process)
+        yield reached
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            reached.update(stop_attacker(process))
 
 
 async def _run(directory: Path, seconds: float, names: list[str], *, attacked: bool, options: list[str]) -> Figures:
@@ -212,10 +221,12 @@ async def _run(directory: Path, seconds: float, names: list[str], *, attacked: b
     with (
         running_server(model, cache, *options, log=directory / "log") as honest,
         running_server(model, cache, *options, log=directory / "other") as other,
-        attacks_on(honest if attacked else other, 2 * seconds + 60, names),
     ):
-        await asyncio.sleep(2)  # the attackers have started
-        return await measure(honest, seconds)
+        with attacks_on(honest if attacked else other, 2 * seconds + 60, names) as reached:
+            await asyncio.sleep(2)  # the attackers have started
+            figures = await measure(honest, seconds)
+        figures.not_reached = [name for name in names if not reached[name]]
+        return figures
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import itertools
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +21,13 @@ _INITIAL_WINDOW_SIZE = 4
 MAX_WINDOW = (1 << 31) - 1
 _CANCEL = 8
 
+attack: ContextVar[str] = ContextVar("attack", default="")  # of this task
+reached: Counter[str] = Counter()  # attack -> its calls, or connections without any, that have reached the server
+
+
+def count_reached(calls: int = 1) -> None:
+    reached[attack.get()] += calls
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -29,18 +38,19 @@ class Target:
     ca: Path | None = None  # with TLS
     token: str = ""
     host: str = "127.0.0.1"
+    api_port: int = 0  # of the HTTP APIs, with the TLS of gRPC; 0: they are on http_port
 
     @property
     def address(self) -> str:
         """Host and port of gRPC."""
         return f"{self.host}:{self.grpc_port}"
 
-    def tls(self) -> ssl.SSLContext | None:
-        """The TLS context for the gRPC port; None without TLS."""
+    def tls(self, protocol: str = "h2") -> ssl.SSLContext | None:
+        """The TLS context for the ports of gRPC and of the HTTP APIs; None without TLS."""
         if self.ca is None:
             return None
         context = ssl.create_default_context(cafile=str(self.ca))
-        context.set_alpn_protocols(["h2"])
+        context.set_alpn_protocols([protocol])
         return context
 
 
@@ -81,6 +91,8 @@ class Connection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     metadata: tuple[tuple[str, str], ...] = ()
+    heard: bool = False  # from the server
+    unheard: int = 0  # calls before that
     _streams: Iterator[int] = field(default_factory=lambda: itertools.count(1, 2))
 
     async def send(self, *frames: bytes) -> None:
@@ -95,6 +107,8 @@ class Connection:
             frames += [frame(DATA, 0, stream, data[at : at + 16384]) for at in range(0, len(data), 16384)]
             frames += [frame(DATA, END_STREAM, stream)] * end
         await self.send(*frames)
+        self.unheard += not self.heard
+        count_reached(self.heard)
         return stream
 
     async def reset(self, *streams: int) -> None:
@@ -106,6 +120,8 @@ class Connection:
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
             kind, flags = head[3], head[4]
+            count_reached(self.unheard + (kind == PING and flags & ACK))
+            self.heard, self.unheard = True, 0
             if kind == GOAWAY:
                 raise EOFError
             if kind in (SETTINGS, PING) and not flags & ACK:

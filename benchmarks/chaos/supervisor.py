@@ -20,15 +20,16 @@ class Supervisor:
     """The server of a soak, on the same ports in each of its lives."""
 
     def __init__(self, options: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.ports = free_ports()
-        grpc_port, http_port = map(str, self.ports)
-        self._command = [sys.executable, "-P", "-m", "tgis", "serve", "--grpc-port", grpc_port, "--port", http_port]
-        self._command += ["--bind-address", "127.0.0.1", *options]
+        self.grpc_port, self.http_port, self.api_port = free_ports(3)
+        ports = {"grpc-port": self.grpc_port, "port": self.http_port, "http-api-port": self.api_port}
+        self._command = [sys.executable, "-P", "-m", "tgis", "serve", "--bind-address", "127.0.0.1", *options]
+        self._command += [f"--{name}={port}" for name, port in ports.items()]
         self._environment = environment
         self._stopping = False
         self.log_flows = threading.Event()  # cleared: nobody reads the log
         self.log_flows.set()
-        self.may_exit = False  # True while a fault ends processes
+        self.exit_codes: frozenset[int] = frozenset()  # that a fault may bring
+        self.may_trace: tuple[str, ...] = ()  # what the last lines of a fault's tracebacks have
         self.lives = 0
         self.exits: list[str] = []  # unexpected ones, and tracebacks
         self._tail: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -38,7 +39,7 @@ class Supervisor:
         """Restart the server until `stop`."""
         while not self._stopping:
             if (code := self.server.process.poll()) is not None:
-                if not self.may_exit:
+                if code not in self.exit_codes:
                     self.exits.append(f"the server exited with {code}: {' | '.join(self._tail)}")
                 await asyncio.sleep(_RESTART_SECONDS)
                 self.server = self._start()
@@ -68,12 +69,24 @@ class Supervisor:
         )
         assert process.stdout is not None
         threading.Thread(target=self._read_log, args=(process.stdout,), daemon=True).start()
-        return Server(process, f"localhost:{self.ports[0]}", self.ports[1], 0.0)
+        return Server(process, f"localhost:{self.grpc_port}", self.http_port, 0.0)
 
     def _read_log(self, pipe: IO[bytes]) -> None:
         with suppress(ValueError):  # the pipe was closed
+            traceback: list[str] = []  # its lines so far: the last one is as deep as the first one
             for line in pipe:
-                self._tail.append(line.decode(errors="replace").rstrip())
-                if line.startswith(b"Traceback") and not self.may_exit:
-                    self.exits.append(f"a traceback in the log: {' | '.join(self._tail)}")
+                text = line.decode(errors="replace").rstrip()
+                if "Traceback (most recent call last)" in text:
+                    traceback = [self._tail[-1] if self._tail else "", text]
+                elif traceback:
+                    traceback.append(text)
+                    if _depth(text) <= _depth(traceback[1]):
+                        if not any(name in text for name in self.may_trace):
+                            self.exits.append(f"a traceback in the log: {' | '.join(traceback)}")
+                        traceback = []
+                self._tail.append(text)
                 self.log_flows.wait()
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())

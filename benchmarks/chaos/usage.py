@@ -16,6 +16,7 @@ _SPARE_THREADS = 32  # of pools that grow with their work
 _RETURN_SECONDS = 20.0  # until connections of killed clients are closed
 _JUDGED_SECONDS = 600.0  # memory is judged over the last of them
 _MAX_GROWTH = 0.01  # share per minute
+_MAX_FRONT_END_BYTES = 700 << 20  # the promise to honest clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Life:
     first: dict[str, Usage] = field(default_factory=dict)  # when it was first idle
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # minutes, bytes; whenever it was idle
 
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes
+
     async def check(self) -> list[str]:
         """Record what the idle server holds; return what it has not released."""
         until = time.monotonic() + _RETURN_SECONDS
@@ -50,6 +53,9 @@ class Life:
             await asyncio.sleep(0.2)
         for name, pid in self._processes().items():
             self.memory.setdefault(name, []).append((time.monotonic() / 60, resident_bytes(pid)))
+            self.peaks[name] = resident_bytes(pid, "VmHWM")
+        if (peak := self.peaks["front end"]) > _MAX_FRONT_END_BYTES:
+            leaks.append(f"the front end had {peak >> 20} MiB, not {_MAX_FRONT_END_BYTES >> 20}")
         return leaks
 
     def slopes(self) -> dict[str, float]:

@@ -63,10 +63,10 @@ class MemoryMonitor:
         return {name: compute_trend(samples) for name, samples in self.samples.items()}
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process in bytes."""
+def resident_bytes(pid: int, field: str = "VmRSS") -> int:
+    """Resident memory of a process in bytes; with VmHWM its peak."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"process {pid} has no memory")
 

@@ -242,6 +242,9 @@ async def test_the_server_waits_for_its_calls_and_a_while_for_others(
     assert not await returns(clients)  # another call may be on its way
     monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
     assert await returns(clients)
+    clients.draining = True
+    started(clients)  # and refused
+    assert await returns(clients)
 
 
 @run_async

@@ -128,7 +128,7 @@ async def test_browsers_get_html_and_others_json() -> None:
             raise Unavailable("it is gone")
         return news
 
-    async with serving(Probes(lambda: None, list, NO_AUTH, inspect).routes()) as port:
+    async with serving(Probes(lambda: None, list, NO_AUTH, inspect).debug_routes()) as port:
         for news, status in ((BUSY, 200), (None, 503)):
             for accept in (BROWSER, "*/*", ""):
                 kind = "text/html" if news and accept == BROWSER else "application/json"

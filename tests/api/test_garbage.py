@@ -71,7 +71,7 @@ class Clients:
     def post_and_vanish(self, path: str, body: dict[str, Any], missing: int = 0, *, reads: bool = False) -> None:
         """Before `missing` bytes are sent, or while the server generates."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        head = f"POST {path} HTTP/1.1\r\nHost: [::]\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
         with closing(self.connect(f"{head}\r\n\r\n".encode() + data[: len(data) - missing])) as connection:
             if reads:
                 connection.recv(1)

@@ -95,10 +95,11 @@ async def test_a_call_that_nobody_reads_ends(method: str) -> None:
             await next_frame_of(reader, RST_STREAM)
 
 
+@pytest.mark.parametrize("method", ["Unary", "Stream"])
 @run_async
-async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_disconnect_are_no_errors(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as (service, port):
-        calls = [call_frames("/test.Service/Stream", bytes(1000), 2 * index + 1) for index in range(64)]
+        calls = [call_frames(f"/test.Service/{method}", bytes(1000), 2 * index + 1) for index in range(64)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: len(service.calls.clients.reading._since) == len(calls))
         await until(lambda: not service.calls.clients._served)

@@ -94,7 +94,7 @@ async def test_a_server_that_never_started_can_be_stopped() -> None:
 
 
 GARBAGE = {
-    "http1": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "http1": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "tls": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
     "noise": bytes((i * 7919 + 13) % 256 for i in range(4096)),
     "http2 with a frame of 16 MiB": PREFACE + b"\xff\xff\xff\x04\0\0\0\0\0" + bytes(64),

@@ -21,6 +21,8 @@ from tgis.api.clients import Clients
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.config import Config
+from tgis.errors import Unavailable
+from tgis.ipc.messages import BatchState
 from tgis.security.bearer import caller_identity
 from tgis.security.tls import Certificates
 
@@ -32,7 +34,11 @@ async def identity(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving(certificates: Certificates | None = None, **options: Any) -> AsyncIterator[tuple[int, int | None]]:
     config = Config(model_name="m", bind_address="127.0.0.1", port=0, **options)
-    probes, routes = Probes(lambda: None, list, NO_AUTH), [web.get("/identity", identity)]
+
+    async def batch_state() -> BatchState:
+        raise Unavailable("no engine")
+
+    probes, routes = Probes(lambda: None, list, NO_AUTH, batch_state), [web.get("/identity", identity)]
     ports = HttpPorts(config, probes, routes, Clients(config), certificates)
     numbers = await ports.start()
     try:
@@ -46,14 +52,15 @@ async def statuses(port: int, **options: Any) -> dict[str, int]:
     scheme = "https" if options else "http"
     found = {}
     async with aiohttp.ClientSession() as client:
-        for path in ("/health", "/ping", "/metrics", "/identity"):
+        for path in ("/health", "/ping", "/metrics", "/debug/batch", "/identity"):
             async with client.get(f"{scheme}://127.0.0.1:{port}{path}", **options) as answer:
                 found[path.removeprefix("/")] = answer.status
     return found
 
 
-ALL = {"health": 200, "ping": 200, "metrics": 200, "identity": 200}
-PROBES, API = ALL | {"identity": 404}, ALL | {"metrics": 404}
+ALL = {"health": 200, "ping": 200, "metrics": 200, "debug/batch": 503, "identity": 200}
+PROBES, API = ALL | {"identity": 404}, ALL | {"metrics": 404, "debug/batch": 404}
+PROBES_BESIDE_TLS, API_IN_TLS = PROBES | {"debug/batch": 404}, ALL | {"metrics": 404}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +97,9 @@ def client_context(directory: Path, secret: Secret, *, mutual: bool) -> ssl.SSLC
 async def test_with_tls_the_apis_need_a_port(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Certificates(secret.files())) as (probes, api):
         assert api is None
-        assert await statuses(probes) == PROBES
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "HTTP_API_PORT" in caplog.text
+        assert await statuses(probes) == PROBES_BESIDE_TLS
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert all("HTTP_API_PORT" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("mutual", [False, True])
@@ -101,15 +108,15 @@ async def test_tls_follows_changes_of_its_files(mutual: bool, secret: Secret, tm
     clock = Clock()
     async with serving(Certificates(secret.files(mutual=mutual), clock), http_api_port=0) as (probes, api):
         assert api is not None
-        assert await statuses(probes) == PROBES
+        assert await statuses(probes) == PROBES_BESIDE_TLS
         before = client_context(tmp_path, secret, mutual=mutual)
-        assert await statuses(api, ssl=before) == API
+        assert await statuses(api, ssl=before) == API_IN_TLS
         secret.authority = make_pair()
         secret.renew()
         clock.next_check()
         with pytest.raises(aiohttp.ClientError):
             await statuses(api, ssl=before)
-        assert await statuses(api, ssl=client_context(tmp_path, secret, mutual=mutual)) == API
+        assert await statuses(api, ssl=client_context(tmp_path, secret, mutual=mutual)) == API_IN_TLS
         if mutual:
             with pytest.raises((aiohttp.ClientError, ConnectionError)):
                 await statuses(api, ssl=client_context(tmp_path, secret, mutual=False))

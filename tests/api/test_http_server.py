@@ -1,15 +1,16 @@
 """What the routes of all HTTP APIs share: tokens, bodies, errors, streams, origins, TLS, and clients that misbehave."""
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import http_port
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 from harness import run_async
 
 from tgis.api import clients
@@ -95,7 +96,7 @@ async def test_only_json_is_read(content_type: str, status: int) -> None:
         assert answer.status == status
 
 
-JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 async def connect(client: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -111,6 +112,54 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
 
 
 @run_async
+async def test_compressed_bodies_are_415() -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    data = gzip.compress(b"{}")
+    async with serving([BODY]) as client, client.post("/body", data=data, headers=headers) as answer:
+        assert answer.status == 415
+        assert "Content-Encoding" in await answer.json()
+
+
+SMALL_CHUNKS = b"1\r\nx\r\n" * 150_000
+
+
+@pytest.mark.parametrize(
+    ("path", "payload_limit", "status"),
+    [("/body", 2_000_000, 200), ("/body", 160_000, 413), ("/events", 2_000_000, 200)],
+)
+@run_async
+async def test_small_chunks_do_not_hold_the_event_loop(
+    path: str, payload_limit: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser calls Python for each chunk; whether anybody reads them or not."""
+    received, most, end_of_chunk = 0, 0, StreamReader.end_http_chunk_receiving
+
+    def count(self: StreamReader) -> None:
+        nonlocal received
+        received += 1
+        end_of_chunk(self)
+
+    async def watch() -> None:
+        nonlocal most, received
+        while True:
+            most, received = max(most, received), 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(StreamReader, "end_http_chunk_receiving", count)
+    async with serving([BODY, events_route(1)], payload_limit=payload_limit) as client:
+        watching = asyncio.create_task(watch())
+        reader, writer = await connect(client)
+        method = b"GET" if path == "/events" else b"POST"
+        head = JSON_HEAD.replace(b"POST /body", method + b" " + path.encode())
+        writer.write(head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + SMALL_CHUNKS + b"0\r\n\r\n")
+        answer = await read_to_end(reader)
+        watching.cancel()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert 0 < most < 10_000
+
+
+@run_async
 async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
     async with serving([BODY], client_timeout_seconds=0.1) as client:
         reader, writer = await connect(client)
@@ -120,12 +169,17 @@ async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.1])
 @run_async
-async def test_a_body_that_is_framed_wrongly_is_400() -> None:
+async def test_a_body_that_is_framed_wrongly_is_400(pause: float) -> None:
     async with serving([BODY]) as client:
         reader, writer = await connect(client)
-        writer.write(JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
-        assert (await reader.read()).split()[1] == b"400"
+        async for part in parts(JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"zz secret\r\n", pause=pause):
+            writer.write(part)
+        answer = await reader.read()
+        assert answer.split()[1] == b"400"
+        assert b"\r\nConnection: close\r\n" in answer
+        assert b"secret" not in answer
         writer.close()
 
 
@@ -134,11 +188,9 @@ async def test_a_head_that_never_ends_closes_its_connection() -> None:
     async with serving([events_route()]) as client:
         reader, writer = await connect(client)
         writer.write(b"GET /events HTTP/1.1\r\n")
-        with suppress(ConnectionError):
-            while not reader.at_eof():
-                writer.write(b"X: %01000d\r\n" % 0)
-                await writer.drain()
-        assert await read_to_end(reader) == b""
+        for _ in range(200):
+            writer.write(b"X: %01000d\r\n" % 0)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         writer.close()
 
 
@@ -231,7 +283,7 @@ async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> N
     content = b"x" * 1000
     async with serving([events_route(10**6, content, 0.0, ended)], client_timeout_seconds=0.1) as client:
         reader, writer = await connect(client)
-        writer.write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
+        writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readline()
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         assert await ended * len(content) < 32 << 20
@@ -245,7 +297,7 @@ async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() 
 
     async with serving([web.get("/large", large)], client_timeout_seconds=0.5) as client:
         reader, writer = await connect(client)
-        writer.write(b"GET /large HTTP/1.1\r\nHost: t\r\n\r\n")
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(32 << 20)
         writer.write(b"GET /large HTT")  # and no more
@@ -258,7 +310,7 @@ async def test_at_the_limit_the_oldest_connection_that_waits_gives_way(monkeypat
     monkeypatch.setattr(clients, "MAX_CONNECTIONS", 3)
     async with serving([events_route(number=10**6, pause=0.001), BODY]) as client:
         busy, half, idle = [await connect(client) for _ in range(3)]
-        busy[1].write(b"GET /events HTTP/1.1\r\nHost: t\r\n\r\n")
+        busy[1].write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await busy[0].readuntil(b"data: ")
         half[1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
         more = await connect(client)

@@ -9,11 +9,13 @@ import msgspec
 import openai
 import pytest
 from chat_templates import LAST_MESSAGE
-from harness import Server, running_fake
+from harness import Server, running_fake, running_server
 from openai.types.chat import ChatCompletionChunk
+from tokenizers import Tokenizer
 
-from benchmarks.soak.reconcile import parse_metrics
+from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
+from tgis.pb import generation_pb2 as pb
 
 MAX_LENGTH, MAX_NEW = 200, 169
 NAME = "served"
@@ -35,11 +37,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+def connected(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://localhost:{server.http_port}/v1", api_key="x", max_retries=0, timeout=50)
+
+
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"http://localhost:{server.http_port}/v1", api_key="x", max_retries=0, timeout=50
-    ) as made:
+    with connected(server) as made:
         yield made
 
 
@@ -350,6 +354,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens", "max_tokens must be >= 1, got 0"),
     "stop": ({"stop": [""]}, "stop", "can specify at most 16 non-empty stop sequences"),
     "n": ({"n": 129}, "n", "n must be <= 128, got 129"),
+    "stop_token_ids": ({"extra_body": {"stop_token_ids": [257]}}, "stop_token_ids", "token ids below 257, got 257"),
+    "allowed": ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids", "allowed_token_ids must not be empty"),
+    "min_p": ({"extra_body": {"min_p": 1.5}}, "min_p", "min_p must be >= 0.0 and <= 1.0, got 1.5"),
+    "bad_words": ({"extra_body": {"bad_words": ["a"] * 129}}, "bad_words", "bad_words must be at most 128, got 129"),
     "prompt_logprobs": ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs", "must be <= 20, got 21"),
     "continues": (
         {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
@@ -439,6 +447,67 @@ def test_a_failed_step_is_an_error(server: Server, client: openai.OpenAI) -> Non
         chat(client, "!")  # a poisoned token
 
 
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One with a special token that its configuration does not know as the end of an answer."""
+    directory = tmp_path_factory.mktemp("special")
+    model = make_fake_model(directory / "model", 100)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens([IM_END])
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 258}))
+    with running_server(directory, model, DEPLOYMENT_FRAMEWORK="fake") as running:
+        yield running
+
+
+IM_END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "num_tokens"),
+    [
+        ({"stop": IM_END}, "ab", 3),
+        ({"stop": ["zz", IM_END], "include_stop_str_in_output": True, "skip_special_tokens": False}, "ab" + IM_END, 3),
+        ({"stop": IM_END, "skip_special_tokens": False}, "ab", 3),
+        ({"stop_token_ids": [257]}, "ab", 3),
+        ({"stop_token_ids": [67]}, "ab", 4),  # "d": a token that has text is cut as a stop text is
+        ({"stop_token_ids": [67], "include_stop_str_in_output": True}, "abd", 4),
+        ({"stop_token_ids": [257], "ignore_eos": True, "n": 2}, "ab", 6),
+    ],
+)
+def test_stops_at_tokens(chat_model: Server, stream: bool, fields: Any, text: str, num_tokens: int) -> None:
+    options: Any = {"stream": stream, "stream_options": {"include_usage": True} if stream else None}
+    with connected(chat_model) as client:
+        answer = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=fields, **options)
+        chunks: Any = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
+    assert "".join(choice.text for choice in choices) == text
+    assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", num_tokens)
+
+
+def test_tgi_stops_at_special_tokens(chat_model: Server) -> None:
+    body = {"inputs": f"ab{IM_END}cd", "parameters": {"stop": [IM_END], "max_new_tokens": 9, "details": True}}
+    _, answer = chat_model.post("/generate", body)
+    details = answer["details"]
+    assert (answer["generated_text"], details["finish_reason"], details["generated_tokens"]) == (
+        "ab",
+        "stop_sequence",
+        3,
+    )
+
+
+def test_grpc_does_not_stop_at_special_tokens(chat_model: Server) -> None:
+    """As in TGIS, whose stop sequences are compared with text."""
+    stopping = pb.StoppingCriteria(max_new_tokens=5, stop_sequences=[IM_END])
+    request = pb.GenerationRequest(text=f"ab{IM_END}cd")
+    with chat_model.stub() as stub:
+        message = pb.BatchedGenerationRequest(requests=[request], params=pb.Parameters(stopping=stopping))
+        (response,) = stub.Generate(message, timeout=20).responses
+    assert (response.text, response.stop_reason) == ("abcd", pb.MAX_TOKENS)
+
+
 ASKED = {"role": "user", "content": "abc"}
 CONTINUED = [ASKED, {"role": "assistant", "content": "xy"}]
 
@@ -497,14 +566,11 @@ def test_logprobs_of_a_prompt(server: Server) -> None:
 
 
 def test_unknown_fields_are_counted_and_logged_once(server: Server) -> None:
-    def counted() -> float:
-        return parse_metrics(server.get("/metrics")[1])["tgi_request_unknown_fields_total",]
-
-    before = counted()
+    before = server.metric("tgi_request_unknown_fields_total")
     for _ in range(2):
         body = {"messages": [ASKED], "max_tokens": 1, "mystery": {"x": 1}, "no identifier\n": 2, "user": "me"}
         assert server.post("/v1/chat/completions", body)[0] == 200
-    assert counted() == before + 4
+    assert server.metric("tgi_request_unknown_fields_total") == before + 4
     log = server.log.read_text()
     assert log.count("the field mystery, which is unknown here and has no effect") == 1
     assert "identifier" not in log

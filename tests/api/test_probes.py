@@ -18,6 +18,7 @@ from tgis.api.http.probes import Probes
 from tgis.api.http.server import HttpServer
 from tgis.config import Config
 from tgis.errors import StartError
+from tgis.utils.options import Secret
 
 
 def well() -> None:
@@ -30,9 +31,9 @@ def serving(
     return http_port.serving(Probes(healthy, scrape, http_port.NO_AUTH).routes(), **options)
 
 
-async def exchange(port: int, sent: bytes) -> bytes:
+async def exchange(port: int, sent: bytes, address: str = "127.0.0.1") -> bytes:
     """Everything that the server sends until it closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(address, port)
     writer.write(sent)
     try:
         return await reader.read()
@@ -44,7 +45,7 @@ async def exchange(port: int, sent: bytes) -> bytes:
 
 async def request(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of one request."""
-    answer = await exchange(port, f"{method} {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+    answer = await exchange(port, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     head, _, body = answer.partition(b"\r\n\r\n")
     status, *fields = head.decode().split("\r\n")
     return int(status.split()[1]), dict(field.split(": ", 1) for field in fields), body
@@ -97,12 +98,16 @@ async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None
     ("method", "path", "status"),
     [
         ("GET", "/", 200),
-        ("GET", "/health/", 404),
+        ("GET", "/health/", 200),
+        ("GET", "/metrics/", 200),
+        ("GET", "/health//", 404),
         ("GET", "//health", 404),
         ("GET", "/metrics/../health", 404),
         ("POST", "/generate", 404),
         ("POST", "/health", 405),
-        ("HEAD", "/health", 405),
+        ("HEAD", "/health", 200),
+        ("HEAD", "/metrics/", 200),
+        ("HEAD", "/nothing", 404),
         ("DELETE", "/metrics", 405),
         ("GET", "/health?verbose=1", 200),
     ],
@@ -110,7 +115,48 @@ async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None
 @run_async
 async def test_other_paths_and_methods_are_rejected(method: str, path: str, status: int) -> None:
     async with serving() as port:
-        assert (await request(port, path, method))[0] == status
+        found, headers, body = await request(port, path, method)
+    assert found == status
+    assert (headers.get("Content-Type") == "application/json; charset=utf-8") == (status >= 400)
+    if status >= 400 and method != "HEAD":
+        assert json.loads(body)["error_type"] == {404: "not_found", 405: "method_not_allowed"}[status]
+    assert ("GET" in headers.get("Allow", "")) == (status == 405)
+
+
+HOSTS = [
+    "localhost",
+    "LOCALHOST:80",
+    "127.0.0.1",
+    "10.1.2.3:3000",
+    "[::1]:3000",
+    "a.example",
+    "b.example:8",
+    "localhost.evil",
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({}, HOSTS[5:]),
+        ({"bind_address": "::1"}, HOSTS[5:]),
+        ({"allowed_hosts": ("A.example",)}, HOSTS[6:]),
+        ({"allowed_hosts": ("*",)}, []),
+        ({"api_key": Secret("key")}, []),
+        ({"api_key": Secret("key"), "allowed_hosts": ("a.example", "b.example")}, HOSTS[7:]),
+        ({"bind_address": "0.0.0.0"}, []),
+    ],
+)
+@run_async
+async def test_a_page_cannot_make_its_name_mean_this_machine(options: dict[str, Any], refused: list[str]) -> None:
+    """DNS rebinding."""
+    async with serving(**options) as port:
+        found = []
+        for host in HOSTS:
+            head = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+            answer = await exchange(port, head.encode(), options.get("bind_address", "127.0.0.1"))
+            found += [host] if b" 403 " in answer.split(b"\r\n")[0] else []
+    assert found == refused
 
 
 @run_async
@@ -129,22 +175,35 @@ async def test_a_port_is_taken_until_its_server_stops_which_closes_all_connectio
     await again.stop()
 
 
-LINE = b"GET /health HTTP/1.1\r\nHost: t\r\n"
+LINE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 HOSTILE = {
     "tls": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
     "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "noise": bytes((i * 7919 + 13) % 256 for i in range(4096)),
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "long path": b"GET /" + b"secret" * 10_000 + b" HTTP/1.1\r\nHost: t\r\n\r\n",
+    "long path": b"GET /" + b"secret" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "long header": LINE + b"X: " + b"secret" * 10_000 + b"\r\n\r\n",
     "many headers": LINE + b"X: secret\r\n" * 10_000 + b"\r\n",
     "bad chunk": LINE + b"Transfer-Encoding: chunked\r\n\r\nsecret\r\n",
     "two lengths": LINE + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nsecret",
-    "bad url": b"GET http://[::secret HTTP/1.1\r\nHost: t\r\n\r\n",
+    "bad url": b"GET http://[::secret HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "upgrade": LINE + b"Upgrade: websocket\r\nConnection: upgrade\r\n\r\n" + b"secret" * 1000,
     "endless body": LINE + b"Content-Length: 1000000000000\r\n\r\n" + bytes(1 << 20),
     "broken gzip": LINE + b"Connection: close\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\nsecret",
 }
+
+
+NO_REQUESTS = ("tls", "noise", "no host", "long path", "bad chunk", "two lengths", "bad url")
+
+
+@pytest.mark.parametrize("name", NO_REQUESTS)
+@run_async
+async def test_what_is_no_request_is_not_sent_back(name: str) -> None:
+    async with serving() as port:
+        head, _, body = (await exchange(port, HOSTILE[name] + b"secret" * 1000)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"Connection: close" in head.split(b"\r\n")
+    assert json.loads(body) == {"error": "what arrived is no HTTP request", "error_type": "bad_request"}
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE.keys())
@@ -169,7 +228,8 @@ async def test_an_incomplete_request_times_out() -> None:
 async def test_a_connection_that_has_been_idle_for_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "KEEPALIVE_SECONDS", 0.1)
     async with serving() as port:
-        assert (await exchange(port, b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        answer = await exchange(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @run_async
@@ -191,6 +251,29 @@ async def test_a_probe_gets_through_whoever_holds_the_connections(monkeypatch: p
         assert await connections[4][0].read() == b""
         assert not any(reader.at_eof() for reader, _ in connections[5:])
         for _, writer in connections:
+            writer.close()
+
+
+@run_async
+async def test_a_probe_gets_through_whoever_waits_for_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(probes, "MAX_WAITING", 4)
+    monkeypatch.setattr(probes, "SCRAPE_INTERVAL_SECONDS", 1000.0)
+    async with serving(client_timeout_seconds=1000.0) as port:
+        assert (await request(port, "/metrics"))[0] == 200
+        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        for _, writer in waiting:
+            writer.write(LINE.replace(b"health", b"metrics") + b"\r\n")
+        answers = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader, _ in waiting]
+        done, _ = await asyncio.wait(answers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 6:
+            done, _ = await asyncio.wait(answers, timeout=0.01)
+        for _ in range(12):
+            assert (await request(port, "/health"))[0] == 200
+        assert [task.done() for task in answers] == [False, False, *[True] * 6]  # half of MAX_WAITING for an address
+        assert all(b" 503 " in task.result() and b"Retry-After: 1" in task.result() for task in answers[2:])
+        for task, (_, writer) in zip(answers, waiting, strict=True):
+            task.cancel()
             writer.close()
 
 

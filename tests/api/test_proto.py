@@ -47,6 +47,8 @@ FIELDS = {
         (102, "presence_penalty", "float"),
         (103, "logit_bias", "*DecodingParameters.LogitBiasEntry"),
         (104, "watermark", "bool"),
+        (105, "bad_words", "*string"),
+        (106, "allowed_token_ids", "*uint32"),
     ],
     "DecodingParameters.LogitBiasEntry": [(1, "key", "uint32"), (2, "value", "float")],
     "DecodingParameters.LengthPenalty": [(1, "start_index", "uint32"), (2, "decay_factor", "float")],
@@ -57,6 +59,7 @@ FIELDS = {
         (3, "top_p", "float"),
         (4, "typical_p", "float"),
         (5, "seed", "?uint64"),
+        (101, "min_p", "float"),
     ],
     "StoppingCriteria": [
         (1, "max_new_tokens", "uint32"),
@@ -65,6 +68,7 @@ FIELDS = {
         (4, "stop_sequences", "*string"),
         (5, "include_stop_sequence", "?bool"),
         (101, "ignore_eos", "bool"),
+        (102, "stop_token_ids", "*uint32"),
     ],
     "ResponseOptions": [
         (1, "input_text", "bool"),

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_calls import connected, service, serving
 from grpc_status import rpc_status
-from harness import Server, as_stream_request, run_async, running_fake, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request, wait_until
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames
 
 from tgis.api.grpc.status import error_boundary
@@ -43,6 +44,23 @@ def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
 def stub(server: Server) -> Iterator[Stub]:
     with server.stub() as made:
         yield made
+
+
+def test_an_idle_server_sleeps_and_wakes(server: Server) -> None:
+    """Threads of gRPC's own wake up too, which nobody can change: only the event loop is counted."""
+    status, lags = Path(f"/proc/{server.process.pid}/status"), "tgi_event_loop_lag_duration_count"
+
+    def switches() -> int:
+        return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.MULTILINE)[0])
+
+    def is_quiet() -> bool:
+        before = switches()
+        time.sleep(2.0)
+        return switches() - before <= 2.0 * 5
+
+    wait_until(is_quiet, "two quiet seconds")
+    observed = server.metric(lags)
+    wait_until(lambda: server.metric(lags) > observed, "look at the event loop")
 
 
 def test_an_answer_comes_shortly_before_its_deadline(partial_server: Server) -> None:
@@ -131,6 +149,11 @@ BAD = [  # of what TGIS has not: the other rules have golden cases
     (DECODING(logit_bias=dict.fromkeys(range(301), 1.0)), "logit_bias must have at most 300 tokens", "301"),
     (DECODING(logit_bias={1: 5.0, 4_000_000_000: 1.0}), "logit_bias must have token ids below 257", "4000000000"),
     (DECODING(logit_bias={1: 5.0, 2: -101.0}), "logit_bias must have biases from -100 to 100", "-101"),
+    (DECODING(allowed_token_ids=range(1025)), "allowed_token_ids must have at most 1024 tokens", "1025"),
+    (DECODING(allowed_token_ids=[9] * 100_000), "allowed_token_ids must have at most 1024 tokens", "10000"),
+    (DECODING(allowed_token_ids=[1, 257]), "allowed_token_ids must have token ids below 257", "257"),
+    (DECODING(bad_words=["a"] * 129), "bad_words must be at most 128", "129"),
+    (DECODING(bad_words=["é" * 1000, "é" * 25]), "bad_words must have <= 2048 UTF8 bytes", "2050"),
 ]
 
 
@@ -198,7 +221,7 @@ def test_too_many_inputs_for_any_time(stub: Stub, method: str, most: int) -> Non
     kind = pb.BatchedGenerationRequest if method == "Generate" else pb.BatchedTokenizeRequest
     for inputs, text in [
         (most + 1, f"requests has {most + 1} inputs, at most {most} allowed"),
-        (2 << 20, f"the message has more than {1024 + 2 * most} fields, which is enough for {most} inputs"),
+        (2 << 20, f"the message has more than {2048 + 2 * most} fields, which is enough for {most} inputs"),
     ]:
         empty = kind(requests=[{}]).SerializeToString()
         send = getattr(stub, method)

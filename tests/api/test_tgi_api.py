@@ -5,8 +5,10 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,8 +394,9 @@ def test_a_stream_may_finish_while_the_server_drains(grace: float, tokens: int, 
             if grace > 1:
                 assert answer.read().count(b"data: ") == tokens - 1
             else:
-                with pytest.raises(http.client.IncompleteRead):
-                    answer.read()
+                *events, last, end = answer.read().split(b"\n\n")
+                assert 0 < len(events) < tokens
+                assert (last, end) == (b'data: {"error":"the server is shutting down","error_type":"unavailable"}', b"")
         assert running.process.wait(30) == 0
     assert "ERROR" not in running.log.read_text()
 
@@ -407,3 +410,66 @@ def test_numbers_are_the_shortest_of_single_precision(value: float, share: float
     """Those between two of them, too: numpy says which."""
     between = value + share * float(np.spacing(np.float32(value)))
     assert json_float(between) == float(str(np.float32(between)))
+
+
+def test_refused_bodies_are_counted(client: Client, server: Server) -> None:
+    def counts() -> list[float]:
+        text = client.ask("/metrics")[2].decode()
+        names = [f'tgi_request_count_total{{kind="{kind}"}}' for kind in ("single", "stream")]
+        names.append('tgi_request_failure_total{err="validation"}')
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return [float(lines.get(name, 0)) for name in names]
+
+    before = counts()
+    for path, body in (("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})):
+        assert client.ask(path, body)[0] in (400, 422)
+    assert client.ask("/generate_stream", "a", max_new_tokens=-1)[0] == 422  # checked by TGI's rules
+    assert client.ask("/generate", "a", max_new_tokens=9999)[0] == 422  # by the generator
+    assert client.ask("/tokenize", b"{")[0] == 400  # generates nothing
+    assert [after - old for after, old in zip(counts(), before, strict=True)] == [4, 1, 5]
+
+
+def test_calls_beyond_the_grace_period_are_told(tmp_path: Path) -> None:
+    with running_fake(tmp_path, {"step_seconds": 0.02}, SHUTDOWN_GRACE_SECONDS=0.3) as running, ExitStack() as opened:
+        bodies = {
+            "/generate": {"inputs": "ab", "parameters": {"max_new_tokens": 1000}},
+            "/v1/completions": {"prompt": "ab", "max_tokens": 1000},
+            "/v1/completions/": {"prompt": "ab", "max_tokens": 1000, "stream": True},
+        }
+        asked = [opened.enter_context(closing(Client(running).connect())) for _ in bodies]
+        for connection, (path, body) in zip(asked, bodies.items(), strict=True):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        running.wait_for_metric("tgi_batch_current_size 3.0")
+        running.process.send_signal(signal.SIGTERM)
+        *unary, stream = [connection.getresponse() for connection in asked]
+        for answer in unary:
+            assert (answer.status, answer.headers["Retry-After"], answer.headers["Connection"]) == (503, "1", "close")
+            assert b"the server is shutting down" in answer.read()
+        *_, error, done, end = stream.read().split(b"\n\n")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "the server is shutting down"
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert running.process.wait(30) == 0
+
+
+def test_clients_that_ask_again_at_once_do_not_prolong_the_end(tmp_path: Path) -> None:
+    grace, refusals = 25, list[tuple[int, str | None, str | None]]()
+
+    def ask(running: Server) -> None:
+        connection = Client(running).connect()
+        with suppress(OSError, http.client.HTTPException):
+            while True:
+                connection.request("POST", "/generate", b'{"inputs":"a"}', {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                answer.read()
+                if answer.status != 200:
+                    refusals.append((answer.status, answer.headers["Retry-After"], answer.headers["Connection"]))
+
+    with running_fake(tmp_path, SHUTDOWN_GRACE_SECONDS=grace) as running, ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(ask, running)
+        time.sleep(0.5)  # in which they have begun
+        running.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert running.process.wait(grace + 20) == 0
+        assert time.monotonic() - started < grace - 5
+    assert set(refusals) == {(503, "1", "close")}

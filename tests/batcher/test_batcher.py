@@ -28,6 +28,7 @@ def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: fl
 
 
 IGNORE_EOS = SamplingParams(ignore_eos=True)
+STOP_TOKENS = SamplingParams(ignore_eos=True, stop_token_ids=(6, 5), min_new_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,13 @@ IGNORE_EOS = SamplingParams(ignore_eos=True)
             0.0,
             3,
             StopReason.MAX_TOKENS,
+        ),
+        (
+            msgspec.structs.replace(request(1, max_new=4), sampling_params=STOP_TOKENS),
+            [98, 5, EOS, 6],
+            0.0,
+            4,
+            StopReason.EOS_TOKEN,
         ),
     ],
 )

@@ -100,7 +100,9 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
 def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     tgis("generate", "hello", "--max-new-tokens", "7", "--stop", "a", "--stop", "b", "--time-limit", "1.5")
     tgis("generate", "hello", "--adapter-id", "a", "--prefix-id", "p", "--top-k", "5", "--seed", str(2**64 - 1))
-    greedy, sampled = served.service.asked
+    tgis("generate", "hello", "--min-p", "0.25", "--stop-token-id", "3", "--stop-token-id", "4")
+    tgis("generate", "hello", "--bad-word", "a", "--bad-word", "b c", "--allow-token-id", "7")
+    greedy, sampled, excluding, restricted = served.service.asked
     assert greedy.request.text == "hello"
     assert greedy.params.method == pb.GREEDY
     assert greedy.params.stopping == pb.StoppingCriteria(
@@ -109,6 +111,10 @@ def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
     assert sampled.params.method == pb.SAMPLE
     assert sampled.params.sampling == pb.SamplingParameters(top_k=5, seed=2**64 - 1)
     assert (sampled.adapter_id, sampled.prefix_id) == ("a", "p")
+    assert excluding.params.sampling == pb.SamplingParameters(min_p=0.25)
+    assert excluding.params.stopping == pb.StoppingCriteria(stop_token_ids=[3, 4])
+    assert restricted.params.method == pb.GREEDY
+    assert restricted.params.decoding == pb.DecodingParameters(bad_words=["a", "b c"], allowed_token_ids=[7])
     assert not greedy.HasField("adapter_id")
     assert not greedy.HasField("prefix_id")
 

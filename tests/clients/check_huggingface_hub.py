@@ -86,7 +86,7 @@ def test_tools(client: InferenceClient, choice: Any) -> None:
 def test_what_is_served() -> None:
     client = InferenceClient(model=URL, provider="hf-inference")
     info = client.get_endpoint_info()
-    assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (2048, 2)
+    assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (2048, 5)
     assert client.health_check()
 
 
@@ -98,8 +98,8 @@ def test_errors(client: InferenceClient, params: dict[str, Any], error: type[Exc
 
 
 def test_too_many(client: InferenceClient) -> None:
-    """There are two places."""
-    streams: Any = [client.text_generation("long ", max_new_tokens=1500, stream=True) for _ in range(2)]
+    """There are five places."""
+    streams: Any = [client.text_generation("long ", max_new_tokens=1500, stream=True) for _ in range(5)]
     for stream in streams:
         next(stream)
     with pytest.raises(OverloadedError):

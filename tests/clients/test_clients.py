@@ -1,4 +1,5 @@
-"""TGI's client packages against a real server process, and requests of every kind that its OpenAPI document describes.
+"""Client packages of TGI's and of OpenAI's API against a real server process, and requests of every kind that its
+OpenAPI document describes.
 
 `make test-clients` makes the environment of those whose pins clash with ours.
 """
@@ -24,7 +25,8 @@ slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    steps, options = {"step_seconds": 0.005, "poison_token": 0}, {"MAX_CONCURRENT_REQUESTS": 2, "MAX_NEW_TOKENS": 1600}
+    steps = {"step_seconds": 0.005, "poison_token": 0}
+    options = {"MAX_CONCURRENT_REQUESTS": 5, "MAX_BEST_OF": 5, "MAX_NEW_TOKENS": 1600}
     with running_fake(tmp_path_factory.mktemp("clients"), steps, LAST_MESSAGE, **options) as running:
         yield running
 
@@ -33,8 +35,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ("python", "name"),
     [
         (Path(sys.executable), "huggingface_hub"),
-        pytest.param(BIN / "python", "huggingface_hub", marks=slow),
-        pytest.param(BIN / "python", "text_generation", marks=slow),
+        *(
+            pytest.param(BIN / "python", name, marks=slow)
+            for name in ("huggingface_hub", "text_generation", "openai", "langchain", "litellm")
+        ),
     ],
 )
 def test_client(server: Server, python: Path, name: str) -> None:

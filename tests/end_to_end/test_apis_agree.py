@@ -93,14 +93,20 @@ def tokenizer(glassllm_dir: Path) -> Tokenizer:
 
 
 def over_grpc(server: Server, request: dict[str, Any]) -> pb.GenerationResponse:
-    names = ("temperature", "top_k", "top_p", "seed")
+    names = ("temperature", "top_k", "top_p", "seed", "min_p")
     params = pb.Parameters(
         method=pb.SAMPLE if request["temperature"] else pb.GREEDY,
         sampling=pb.SamplingParameters(**{name: request[name] for name in names if name in request}),
-        stopping=pb.StoppingCriteria(max_new_tokens=request["max_tokens"], stop_sequences=request.get("stop", [])),
+        stopping=pb.StoppingCriteria(
+            max_new_tokens=request["max_tokens"],
+            stop_sequences=request.get("stop", []),
+            stop_token_ids=request.get("stop_token_ids", ()),
+        ),
         decoding=pb.DecodingParameters(
             repetition_penalty=request.get("repetition_penalty", 0),
             frequency_penalty=request.get("frequency_penalty", 0),
+            bad_words=request.get("bad_words", ()),
+            allowed_token_ids=request.get("allowed_token_ids", ()),
         ),
         response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ids=True),
     )
@@ -168,6 +174,23 @@ def check_apis(server: Server, tokenizer: Tokenizer, request: dict[str, Any]) ->
     reasons = {pb.EOS_TOKEN: "eos_token", pb.STOP_SEQUENCE: "stop_sequence", pb.MAX_TOKENS: "length"}
     at_most = grpc.generated_token_count == request["max_tokens"]  # comes first in TGI
     assert details["finish_reason"] == ("length" if at_most else reasons[grpc.stop_reason])
+
+
+@pytest.mark.parametrize("field", ["min_p", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_parameters_of_vllm_are_the_same_over_grpc(server: Server, tokenizer: Tokenizer, field: str) -> None:
+    request: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 1.0, "seed": 5}
+    without = over_grpc(server, request)
+    ids = [token.id for token in without.tokens]
+    given = {
+        "min_p": 0.6,
+        "bad_words": [tokenizer.decode([ids[4]])],
+        "stop_token_ids": [ids[4]],
+        "allowed_token_ids": sorted({*range(20, 60)} - {*ids}),
+    }
+    request[field] = given[field]
+    (choice,), grpc = over_openai(server, request)["choices"], over_grpc(server, request)
+    assert choice["text"] == grpc.text != without.text
+    assert choice["finish_reason"] == ("stop" if grpc.stop_reason == pb.EOS_TOKEN else "length")
 
 
 # The vocabulary has no quotation mark, as strings and objects would need.

@@ -25,6 +25,7 @@ from harness import (
     failure,
     run_async,
     running_fake,
+    running_server,
     server_environment,
     unary_request,
     wait_until,
@@ -441,3 +442,25 @@ def test_a_signal_while_the_server_starts_ends_it_with_exit_code_0(
             process.kill()  # else a server that goes on would hold up the end of the block for ever
     assert process.returncode == 0
     assert [line for line in rest if not line.startswith("import time:")] == []
+
+
+def test_a_model_without_an_end_has_no_structured_output(tmp_path: Path) -> None:
+    """Everything else works; a template that does not compile is a line in the log."""
+    model = make_fake_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    (model / "chat_template.jinja").write_text("{% if %}")
+    with running_server(tmp_path, model, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
+        request = unary_request("abc", 3)
+        request.params.decoding.regex = "a+"
+        said = "structured output is not supported with this model: it has no token that ends an output"
+        assert failure(lambda: stub.Generate(request)) == (grpc.StatusCode.INVALID_ARGUMENT, f"regex: {said}")
+        body = {"inputs": "abc", "parameters": {"grammar": {"type": "regex", "value": "a+"}}}
+        status, answer = server.post("/generate", body)
+        assert (status, answer["error"]) == (422, f"Input validation error: regex: {said}")
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        assert server.post("/v1/chat/completions", chat)[0] == 400
+        warned = [line for line in server.log.read_text().splitlines() if "chat template" in line]
+    (line,) = warned
+    assert f"{model}: the chat template 'default' does not compile: TemplateSyntaxError" in line

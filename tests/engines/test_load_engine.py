@@ -2,13 +2,17 @@
 
 import json
 import logging
+import math
+import re
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from batches import engine_options
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
@@ -105,6 +109,61 @@ def test_a_missing_weight_is_named(engine: str, tmp_path: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(StartError, match=r"1 weights of LlamaForCausalLM are missing, model.layers.1.mlp.up_proj"):
         load(tmp_path, engine=engine)
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], object]  # of the weights and of config.json
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+INPUT_NORM = "model.layers.1.input_layernorm.weight"
+BROKEN: dict[str, tuple[Change, str]] = {  # and what the line says
+    "NaN": (lambda weights, _: weights[INPUT_NORM][3:4].fill_(math.nan), f"{INPUT_NORM} has values that are NaN"),
+    "infinite": (lambda weights, _: weights["lm_head.weight"][96, -1].fill_(-math.inf), "lm_head.weight has values"),
+    "shape": (lambda weights, _: weights.update({INPUT_NORM: torch.ones(3)}), f"{INPUT_NORM} has the shape [3] in"),
+    "activation": (lambda _, config: config.update(hidden_act="zork"), "KeyError: 'zork'"),
+    "type of a field": (lambda _, config: config.update(vocab_size="x"), "Field 'vocab_size' expected int, got str"),
+    "heads": (lambda _, config: config.update(num_attention_heads=0), "ZeroDivisionError"),
+    "package": (lambda _, config: config.update(quantization_config=AWQ), "requires gptqmodel"),
+    "not a decoder": (lambda _, config: config.update(model_type="vit"), "Unrecognized configuration class"),
+    "no type": (lambda _, config: config.update(model_type=["llama"]), "has no models of type ['llama']"),
+    "padding": (lambda _, config: config.update(pad_token_id=9999), "Padding_idx must be within num_embeddings"),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
+@pytest.mark.parametrize(("change", "said"), BROKEN.values(), ids=BROKEN)
+def test_what_is_wrong_with_a_model_is_one_line(
+    models: dict[str, Path], change: Change, said: str, engine: str, tmp_path: Path
+) -> None:
+    write_changed(models["Llama"], change, tmp_path)
+    with pytest.raises(StartError, match=re.escape(said)) as caught:
+        load(tmp_path, engine=engine)
+    assert str(caught.value).startswith(f"{tmp_path}: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def write_changed(model: Path, change: Change, to: Path) -> None:
+    weights, config = load_file(model / "model.safetensors"), json.loads((model / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, to / "model.safetensors", {"format": "pt"})
+    (to / "config.json").write_text(json.dumps(config))
+
+
+def test_scores_that_are_not_finite_end_the_warm_up(models: dict[str, Path], tmp_path: Path) -> None:
+    write_changed(models["Llama"], lambda weights, _: weights["lm_head.weight"].fill_(3e38), tmp_path)
+    with pytest.raises(StartError, match=f"^{tmp_path}: a first step failed: the model's scores are not finite$"):
+        load(tmp_path, engine="hf_transformers").warm_up()
+
+
+@pytest.mark.parametrize(("count", "named"), [(2, "x.0, x.1"), (9, "x.0, x.1, x.2, ...")])
+def test_weights_without_a_place_in_the_model_are_a_warning(
+    models: dict[str, Path], count: int, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {f"x.{number}": torch.zeros(1) for number in range(count)}
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # which old files have
+    write_changed(models["Llama"], lambda weights, _: weights.update(more), tmp_path)
+    load(tmp_path)
+    said = f"{tmp_path}: {count} weights in the files have no place in LlamaForCausalLM: {named}"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
 
 
 @pytest.mark.parametrize("name", ["GPT2", "OPT", "CodeGen", "BioGpt"])

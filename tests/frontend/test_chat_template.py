@@ -110,6 +110,20 @@ def test_most_models_have_none(tmp_path: Path) -> None:
     assert ChatTemplate.load(make_fake_model(tmp_path)) is None
 
 
+@pytest.mark.parametrize("template", ["{% if x %}", "{{ x | zork }}", "a\n{{ x", "{% for x in x %}" * 99])
+def test_one_that_does_not_compile_is_a_warning(
+    template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model serves everything but chats."""
+    loaded = ChatTemplate.load(
+        model(tmp_path, [{"name": "default", "template": "x"}, {"name": "t", "template": template}])
+    )
+    assert loaded is not None
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: ")
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize("template", [7, [{"name": "default"}], [{"name": "rag", "template": "x"}]])
 def test_broken_templates_are_refused_at_the_start(template: Any, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="template"):

@@ -69,6 +69,17 @@ def test_each_input_has_one_line(server: Server, stub: Stub) -> None:
         assert line["seconds_per_token"] == pytest.approx(line["inference_seconds"] / 4, abs=1e-4)
 
 
+def test_of_lists_of_tokens_only_the_lengths_are_logged(server: Server, stub: Stub) -> None:
+    request = unary_request("abc", 4)
+    request.params.stopping.stop_token_ids.extend([7, 8])
+    request.params.decoding.bad_words.extend(["zy", "x"])
+    request.params.decoding.allowed_token_ids.extend(range(5, 250))
+    stub.Generate(request, metadata=metadata("lists"))
+    (line,) = lines(server, "lists", 1)
+    lengths = {"stop_token_ids=2", "allowed_token_ids=245", "bad_words=4", "max_new_tokens=4"}
+    assert set(line["parameters"].split()) == lengths
+
+
 def test_each_input_is_observed(server: Server, stub: Stub) -> None:
     names = [f"tgi_request_{name}" for name in ("raw_input_length", "input_length", "max_new_tokens", "total_tokens")]
     names = [f"{name}_{kind}" for name in names for kind in ("count", "sum")] + [

@@ -52,7 +52,12 @@ async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
 
 @run_async
 async def test_what_holds_the_event_loop_is_in_the_metrics(metrics: ServiceMetrics) -> None:
-    watch = asyncio.create_task(metrics.watch_event_loop(interval=0.001))
+    awake = asyncio.Event()
+    watch = asyncio.create_task(metrics.watch_event_loop(awake, interval=0.001))
+    await asyncio.sleep(0.05)
+    assert value(metrics, "tgi_event_loop_lag_duration_count") == 0
+    awake.set()
+    await asyncio.sleep(0)  # it is woken
     await asyncio.sleep(0)  # it watches
     time.sleep(0.2)  # this is what it is to notice
     while value(metrics, "tgi_event_loop_lag_duration_count") == 0:

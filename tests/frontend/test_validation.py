@@ -16,7 +16,9 @@ from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 
-LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100)
+LIMITS = RequestLimits(
+    max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100, vocab_size=1000
+)
 
 FLOATS = st.sampled_from(
     [0.0, -0.0, 0.02, 0.049, 0.05, 0.5, 1.0, 1.0001, 2.5, 10.0, 10.5, -1.0, math.nan, math.inf, -math.inf]
@@ -57,6 +59,12 @@ PARAMETERS = st.builds(
     repetition_penalty=FLOATS,
     length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 50), FLOATS)),
     grammar=st.sampled_from([*[None] * 20, *GRAMMARS]),
+    min_p=FLOATS,
+    stop_token_ids=st.sampled_from([(), (), (0, 999), (1,) * 128, (1,) * 129, (1000,), (-1,)]),
+    allowed_token_ids=st.sampled_from([None, None, (), (0, 999), (1,) * 1024, (1,) * 1025, (1000,), (-1,)]),
+    bad_words=st.sampled_from(
+        [(), (), ("a",) * 128, ("a",) * 129, ("é" * 1024,), ("é" * 1024, "a"), ("a", " \n"), ("",)]
+    ),
 )
 
 
@@ -86,10 +94,17 @@ def first_violated(p: RawParams) -> str | None:
         # not in the specification: TGIS lets these through
         ("sampling.typical_p", p.do_sample and p.typical_p < 0),
         ("response.top_n_tokens", p.logprob_options.top_n_tokens > 10),
+        ("sampling.min_p", p.do_sample and not 0 <= p.min_p <= 1),
+        ("decoding.allowed_token_ids", p.allowed_token_ids == ()),
+        ("decoding.bad_words", len(p.bad_words) > 128 or any(word.isspace() or not word for word in p.bad_words)),
+        ("decoding.bad_words", len("".join(p.bad_words).encode()) > 2048),
         ("sampling.temperature", p.do_sample and not finite(temperature)),
         ("sampling.top_p", p.do_sample and not finite(p.top_p)),
         ("sampling.typical_p", p.do_sample and not finite(p.typical_p)),
         ("decoding.repetition_penalty", not finite(p.repetition_penalty)),
+        ("stopping.stop_token_ids", len(p.stop_token_ids) > 128 or any(not 0 <= t < 1000 for t in p.stop_token_ids)),
+        ("decoding.allowed_token_ids", len(p.allowed_token_ids or ()) > 1024),
+        ("decoding.allowed_token_ids", any(not 0 <= token < 1000 for token in p.allowed_token_ids or ())),
         (f"decoding.{p.grammar and p.grammar.kind}", p.grammar is not None and GRAMMARS[p.grammar]),
     ]
     return next((field for field, violated in table if violated), None)
@@ -119,6 +134,9 @@ def test_defaults_replace_zero_and_absent(raw: RawParams) -> None:
     assert params.given.max_new_tokens == (raw.max_new_tokens or 20)
     assert params.sampling_params.repetition_penalty == (raw.repetition_penalty or 1.0)
     assert (params.deadline is None) == (raw.time_limit_millis == 0)
+    assert params.sampling_params.stop_token_ids == raw.stop_token_ids
+    assert params.sampling_params.allowed_token_ids == raw.allowed_token_ids
+    assert params.sampling_params.min_p == (0.0 if greedy else raw.min_p)
     include = raw.include_stop_sequence
     assert params.include_stop_sequence == (True if include is None else include)
     if greedy:

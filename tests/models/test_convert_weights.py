@@ -375,6 +375,24 @@ class TestForServing:
         assert served("hf_optimum_ort") == path
         assert served("hf_transformers") != path
 
+    @pytest.mark.parametrize("index", [None, {"weight_map": {}}], ids=["no index", "without metadata"])
+    def test_shards_without_a_complete_index(self, index: Any, model: Callable[..., Path], tmp_path: Path) -> None:
+        path = model("untied", 2)
+        weights.convert_weights(path)
+        for file in path.glob("*.bin*"):
+            file.unlink()
+        whole = loaded(path, safetensors=True)
+        (file := path / "model.safetensors.index.json").unlink()
+        if index is not None:
+            names = {shard.name: shard.name for shard in path.glob("*.safetensors")}
+            file.write_text(json.dumps({"weight_map": names}))
+        before = sorted(path.iterdir())
+        for _ in range(2):
+            made = weights.ensure_weights(path, tmp_path / "cache")
+            assert same(loaded(made, safetensors=True), whole)
+            assert made.is_relative_to(tmp_path / "cache")
+        assert sorted(path.iterdir()) == before
+
     def test_a_signal_ends_the_wait(self, model: Callable[..., Path], tmp_path: Path) -> None:
         """The conversion that it waits for is one of another process."""
         path = model("tied")

@@ -1,15 +1,19 @@
 """Conversion of slow tokenizers, for a server's cache and for the model's directory."""
 
+import io
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sentencepiece
 from model_directories import write_model
 from tokenizers import Tokenizer
 
 from tgis.errors import StartError
 from tgis.models import staging
-from tgis.models.convert.fast_tokenizer import add_tokenizer, ensure_tokenizer
+from tgis.models.convert.fast_tokenizer import add_tokenizer, convert_here, ensure_tokenizer
 from tgis.models.files import ModelFiles, eos_token_ids, find_model
 
 
@@ -56,6 +60,75 @@ class TestOfAServer:
         (tmp_path / "file").write_text("")
         with pytest.raises(StartError, match="cannot keep a tokenizer for"):
             ensure_tokenizer(slow_gpt2, tmp_path / "file")
+
+
+BPE = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+}
+UNIGRAM = {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+SPACES = {"remove_extra_whitespaces": True}
+SENTENCEPIECE: dict[str, tuple[str, str, dict[str, Any], list[int], list[int]]] = {  # ids before and after a text
+    "Llama": ("llama", "tokenizer.model", BPE, [1], []),
+    "Llama that drops spaces": ("llama", "tokenizer.model", BPE | SPACES, [1], []),
+    "Mistral, normalized": ("mistral", "tokenizer.model", BPE | {"normalization_rule_name": "nfkc"}, [1], []),
+    "without a space before": ("llama", "tokenizer.model", BPE | {"add_dummy_prefix": False}, [1], []),
+    "unigram with bytes": ("llama", "tokenizer.model", {"byte_fallback": True}, [1], []),
+    "T5": ("t5", "spiece.model", UNIGRAM, [], [1]),
+    "mT5": ("mt5", "spiece.model", UNIGRAM | {"byte_fallback": True}, [], [1]),
+}
+TEXTS = [
+    *("Hello world", "", " ", "   ", "  leading", "trailing  ", "a  b   c", "tab\tand\nnewline\n\n", "\n", "x" * 200),
+    *("Zażółć gęślą jaźń 日本語 🙂 😀😀", "1234567890 12 3.14", "def f(x):\n    return x  # c", "ﬁ ½ ① Å e\u0301"),
+    *("\u00a0nbsp\u3000wide\u200bzero", "a\x00b", "▁under▁", "🏳️\u200d🌈 family", "don't", "مرحبا", " " * 37 + "x"),
+]
+
+
+def train(file: Path, options: dict[str, Any]) -> sentencepiece.SentencePieceProcessor:
+    """On the code of this module."""
+    proto, lines = io.BytesIO(), [line for line in Path(__file__).read_text().splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=proto, vocab_size=440, num_threads=1, minloglevel=2, **options
+    )
+    file.write_bytes(proto.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_path: Path) -> None:
+    """Only texts with special tokens in them differ."""
+    family, file, options, before, after = SENTENCEPIECE[name]
+    path = write_model(tmp_path / "model", config={"model_type": family, "vocab_size": 440})
+    oracle = train(path / file, options)
+    convert_here(str(path), str(tmp_path))
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    draw = random.Random(0)
+    pieces = ["a", "the", " ", "  ", "\n", "é", "日", "🙂", "1", "23", ".", "_", "def", "self", "tokenizer"]
+    texts = [*TEXTS, *("".join(draw.choices(pieces, k=draw.randint(1, 25))) for _ in range(100))]
+    for text, found in zip(texts, made.encode_batch(texts), strict=True):
+        assert found.ids == before + oracle.encode(text) + after, text
+    assert made.decode(oracle.encode("def self")) == "def self"
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_settings_say_whether_a_text_begins_with_a_token(add_bos: bool, tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": add_bos}
+    path = write_model(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
+    oracle = train(path / "tokenizer.model", BPE)
+    convert_here(str(path), str(path))
+    found = Tokenizer.from_file(str(path / "tokenizer.json")).encode("abc").ids
+    assert found == [1] * add_bos + oracle.encode("abc")
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", config={"model_type": "llama"})
+    (path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(StartError, match=r"none can be made: tokenizer\.model is not a sentencepiece model$"):
+        add_tokenizer(find_model(str(path), None, None), None)
 
 
 class TestForGood:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from huggingface_hub import try_to_load_from_cache
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +148,15 @@ class TestFindWeights:
             (tmp_path / f"{name}.safetensors").write_bytes(SAFETENSORS)
         assert [path.name for path in find_weights(tmp_path)] == ["a.safetensors", "b.safetensors"]
 
+    def test_shards_that_only_their_names_say_to_belong_together(self, tmp_path: Path) -> None:
+        names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+        for name in (*names, "consolidated-00001-of-00002.safetensors", "adapter_model.safetensors"):
+            (tmp_path / name).write_bytes(SAFETENSORS)
+        assert [path.name for path in find_weights(tmp_path)] == names
+        (tmp_path / names[0]).unlink()
+        with pytest.raises(StartError, match=f"^{tmp_path} has {names[1]}, but no {names[0]}, and no model.safe"):
+            find_weights(tmp_path)
+
     def test_none(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"x")
         with pytest.raises(StartError, match=f"^{tmp_path} has no safetensors weights"):
@@ -173,7 +184,12 @@ class TestFindWeights:
             find_weights(tmp_path)
 
     @pytest.mark.parametrize(
-        "content", [b"", SAFETENSORS[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:"]
+        "content",
+        [
+            *(b"", SAFETENSORS[:-1], b"version https://git-lfs.github.com/spec/v1\noid sha256:"),
+            safetensors.numpy.save({"w": np.ones(9)})[:-1],
+            struct.pack("<Q", 2) + b"\xff\xff",
+        ],
     )
     def test_no_safetensors_file(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)

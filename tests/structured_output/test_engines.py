@@ -164,15 +164,17 @@ def _near_tie(expected: oracle.ProcessedScores) -> bool:
 def _request(subject: Subject, rng: random.Random, number: int, share: float) -> tuple[Request, str | None]:
     prompt = [rng.randrange(SPECIAL, subject.vocab_size) for _ in range(rng.randint(1, 14))]
     length = rng.randint(1, 5) if subject.soft_prompts and rng.random() < 0.4 else 0
+    pattern = rng.choice(PATTERNS) if rng.random() < share else None
+    kinds = [kind for kind in KINDS if pattern is None or not kind.excluding_field]  # nothing may be left else
     return Request(
         number,
         [0] * length + prompt,
         NEW_TOKENS,
-        sampling_params=msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64)),
+        sampling_params=msgspec.structs.replace(rng.choice(kinds), seed=rng.getrandbits(64)),
         logprob_options=msgspec.structs.replace(rng.choice(WISHES), input_tokens=False),
         cache_salt=bytes([number]) if length else b"",  # each has a soft prompt of its own
         adapter=AdapterRef("p", length, length, number, 1) if length else None,
-    ), rng.choice(PATTERNS) if rng.random() < share else None
+    ), pattern
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -65,6 +66,28 @@ class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
             for token in set(output):
                 row[token] -= output.count(token) * self.frequency + self.presence
         return scores
+
+
+class Exclusions(LogitsProcessor):  # type: ignore[misc]
+    """The tokens that a request excludes, one by one."""
+
+    def __init__(self, model: OracleModel, params: pb.Parameters, begin: int, only_eos: bool) -> None:
+        self.begin, self.only_eos = begin, only_eos
+        self.allowed, self.stopping = list(params.decoding.allowed_token_ids), params.stopping
+        texts = [space + word.lstrip() for word in params.decoding.bad_words for space in ("", " ")]
+        self.words = [model.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for row, output in zip(scores, input_ids[:, self.begin :].tolist(), strict=True):
+            row[[token for token in range(len(row)) if self._excluded(token, output)]] = -torch.inf
+        return scores
+
+    def _excluded(self, token: int, output: list[int]) -> bool:
+        if self.allowed and token not in self.allowed:
+            return True
+        early = len(output) < self.stopping.min_new_tokens and token in self.stopping.stop_token_ids
+        bad = any([*output, token][-len(word) :] == word for word in self.words)
+        return (early or bad) and not self.only_eos
 
 
 class OutputText:
@@ -193,7 +216,8 @@ class OracleRun:
             self.response.generated_token_count += 1
             if options.generated_tokens:
                 self.response.tokens.append(info)
-            self._end(token, output, output.add(token))
+            hidden = token in stopping.stop_token_ids and not include
+            self._end(token, output, 0 if hidden else output.add(token))
             if not self.response.stop_reason:
                 logits = self.decoding.logits([token])
         stopped = self.response.stop_reason == pb.STOP_SEQUENCE
@@ -209,7 +233,7 @@ class OracleRun:
         count = self.response.generated_token_count
         if count < stopping.min_new_tokens and not (self.mask and token in self.model.eos_ids):
             return
-        if token in self.model.eos_ids and not stopping.ignore_eos:
+        if (token in self.model.eos_ids and not stopping.ignore_eos) or token in stopping.stop_token_ids:
             self.response.stop_reason = pb.EOS_TOKEN
         elif count >= min(asked, room):
             self.response.stop_reason = pb.TOKEN_LIMIT if asked > room else pb.MAX_TOKENS
@@ -244,6 +268,7 @@ class OracleRun:
         if biases := dict(params.decoding.logit_bias):
             found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in biases.items()}))
         only_eos = allowed is not None and not {*allowed.nonzero()[:, 0].tolist()} - {*eos}
+        found.append(Exclusions(self.model, params, begin, only_eos))
         if generated < params.stopping.min_new_tokens and not only_eos:
             found.append(MinNewTokensLengthLogitsProcessor(begin, params.stopping.min_new_tokens, eos))
         elif params.decoding.HasField("length_penalty"):
@@ -260,6 +285,8 @@ class OracleRun:
     def _warpers(self, sampling: pb.SamplingParameters) -> Iterator[Any]:
         if sampling.temperature:
             yield TemperatureLogitsWarper(sampling.temperature)
+        if sampling.min_p:
+            yield MinPLogitsWarper(sampling.min_p)
         if sampling.top_k:
             yield TopKLogitsWarper(sampling.top_k)
         if sampling.top_p:

@@ -1,7 +1,7 @@
 """HTTP ports in the process of a test: with any routes, or with those of a server whose model is loading."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,9 +21,9 @@ NO_AUTH = HttpAuth(None, None, lambda: None)
 
 
 @asynccontextmanager
-async def serving(routes: Iterable[web.RouteDef], **options: Any) -> AsyncIterator[int]:
+async def serving(routes: Sequence[web.RouteDef], **options: Any) -> AsyncIterator[int]:
     """A port with these routes, and what ends clients that are too slow."""
-    config = Config(model_name="m", bind_address="127.0.0.1", **options)
+    config = Config(model_name="m", **{"bind_address": "127.0.0.1", **options})
     clients = Clients(config)
     server = HttpServer(config, 0, routes, clients)
     port = await server.start()

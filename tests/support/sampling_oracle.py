@@ -104,8 +104,8 @@ def process(
     output: Sequence[int] = (),
     allowed: Collection[int] | None = None,
 ) -> ProcessedScores:
-    """Penalties, then what a grammar allows, then the filters of a sampled row; `context` is what a repetition penalty
-    applies to.
+    """Penalties, then what a grammar and the request allow, then the filters of a sampled row; `context` is what a
+    repetition penalty applies to.
     """
     result = ProcessedScores(np.array(logits, dtype=np.float64))
     if sampling.watermark is not None:
@@ -122,16 +122,31 @@ def process(
         result.scores[token] -= sampling.frequency_penalty
     for token in set(output):
         result.scores[token] -= sampling.presence_penalty
-    if allowed is not None:
-        result.scores[[token for token in range(len(result.scores)) if token not in allowed]] = -math.inf
+    for token in range(len(result.scores)):
+        if _excluded(token, sampling, list(output), generated, only_eos) or (
+            allowed is not None and token not in allowed
+        ):
+            result.scores[token] = -math.inf
     if sampling.temperature and result.scores.max() > -math.inf:
         result.scores /= sampling.temperature
+        share = np.exp(result.scores - result.scores.max())
+        result.ambiguous |= bool(sampling.min_p and (abs(share / sampling.min_p - 1) < CLOSE).any())
+        result.scores[share < sampling.min_p] = -math.inf
         if sampling.top_k:
             kth = sorted(result.scores, reverse=True)[min(sampling.top_k, len(result.scores)) - 1]
             result.scores[result.scores < kth] = -math.inf
         _top_p(result, sampling.top_p)
         _typical_p(result, sampling.typical_p)
     return result
+
+
+def _excluded(token: int, sampling: SamplingParams, output: list[int], generated: int, only_eos: bool) -> bool:
+    """Whether the request itself excludes a token, whatever its score."""
+    if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+        return True
+    bad = any([*output, token][-len(word) :] == list(word) for word in sampling.bad_words)
+    early = generated < sampling.min_new_tokens and token in sampling.stop_token_ids
+    return not only_eos and (bad or early)
 
 
 @functools.cache

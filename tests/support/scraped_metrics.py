@@ -3,12 +3,24 @@
 import re
 
 from tgis.frontend.metrics import Metrics, ServiceMetrics
+from tgis.ipc.messages import EngineInfo
+
+INFO = EngineInfo("fake", "M", "cpu", "float32", 99, False, False, 4, 1000, 64, lora_targets={"q_proj": (1, 1)})
 
 Series = frozenset[tuple[str, str]]
 
 
 def make_metrics() -> Metrics:
     return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+
+
+def full_scrape() -> str:
+    """With every series that there can be, but for those of processes."""
+    service = ServiceMetrics("1", "abc", "model")
+    service.engine_ready(INFO, 1.0)
+    service.set_certificate_expiry({"server": 1.0})
+    service.set_lora_adapters({"a"}, {"b"})
+    return b"".join([*service.scrape(), *make_metrics().scrape()]).decode()
 
 
 def samples(metrics: Metrics | ServiceMetrics) -> dict[str, dict[Series, float]]:

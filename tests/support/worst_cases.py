@@ -102,6 +102,8 @@ def _worst_fields(message: Any, path: str = "") -> Iterator[tuple[str, bytes]]:
             yield f"{name}, again and again", _many(_delimited(tag, b""))
         else:
             yield name, _number(field)
+            if field.default_value == []:  # a list
+                yield f"{name}, millions", _delimited(tag, b"\1" * _BYTES)
 
 
 def _number(field: FieldDescriptor) -> bytes:

@@ -1,6 +1,7 @@
 """WorkPool: jobs of small calls go first, and a cancelled call frees its place when its thread does."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -84,6 +85,19 @@ async def test_an_error_of_a_job_is_that_of_its_call(pool: WorkPool) -> None:
     with pytest.raises(ZeroDivisionError):
         await pool.run(MORE, lambda: 1 // 0)
     assert await pool.run(MORE, lambda: 2) == 2
+
+
+@run_async
+async def test_an_error_of_a_cancelled_call_is_nobodys(pool: WorkPool, caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    call = asyncio.create_task(pool.run(MORE, lambda: 1 // (not gate.wait())))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    gate.set()
+    assert await pool.run(MORE, lambda: 2) == 2
+    gc.collect()
+    assert caplog.messages == []
 
 
 @run_async

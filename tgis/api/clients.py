@@ -28,6 +28,7 @@ _SWEEP_SECONDS = 0.25
 _PAUSE_SECONDS = 1.0  # a sweep that is later than this one follows a pause of this process
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
+_AWAKE_SECONDS = 1.0  # after the last call
 
 
 class Waiter(Protocol):
@@ -60,9 +61,11 @@ class Waiting:
         self._crowd_seconds = crowd_seconds
         self._told = told
         self._since: dict[Waiter, float] = {}  # the oldest first
+        self.awake = asyncio.Event()  # set when anything begins to wait
 
     def add(self, waiter: Waiter) -> None:
         self._since[waiter] = time.monotonic()
+        self.awake.set()
 
     def remove(self, waiter: Waiter) -> bool:
         """Return whether it has waited."""
@@ -113,6 +116,7 @@ class Clients:
         self.inputs = Quota(max_inputs, max_of_client, "{} inputs in flight", "{} inputs of this client in flight")
         self.memory = Quota(max_memory, max_memory // 2, "calls hold {} bytes", "calls of this client hold {} bytes")
         self.max_connections = MAX_CONNECTIONS
+        self.draining = False  # the server is about to end: what is refused now does not delay that
         self.unread_bytes = 0
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
@@ -132,12 +136,16 @@ class Clients:
             f"more than {MAX_SLOW_CALLS} calls watch health", MAX_SLOW_CALLS, crowd_seconds=0,
         )  # fmt: skip
         self._waiting = (self.connecting, self.sending, self.reading, self.idle)
+        self.awake = asyncio.Event()  # not set: nothing happens, so nothing need be watched
+        for waiting in self._waiting:
+            waiting.awake = self.awake
         self._served: set[Waiter] = set()  # the end of the server waits for them
         self._last_end = 0.0
 
     def started(self, call: Waiter) -> None:
-        """Let the end of the server wait for a call."""
-        self._served.add(call)
+        """Let the end of the server wait for a call, unless it has begun."""
+        if not self.draining:
+            self._served.add(call)
 
     def finished(self, call: Waiter) -> None:
         """Let the end of the server wait for it no longer."""
@@ -165,9 +173,17 @@ class Clients:
         stalled = self._served.intersection(self.reading.longer_than(_STALL_SECONDS))
         return len(self._served) > len(stalled) or time.monotonic() - self._last_end < _QUIET_SECONDS
 
+    def _is_quiet(self) -> bool:
+        """Whether no call is open but those that have nothing to say, and none has been for a second."""
+        waits = any(waiting.longer_than(0) for waiting in self._waiting if waiting is not self.idle)
+        return not (waits or self._served) and time.monotonic() - self._last_end > _AWAKE_SECONDS
+
     async def sweep_forever(self) -> None:
-        """End what waits for too long, and what is too much."""
+        """End what waits for too long, and what is too much; rest while nothing happens."""
         while True:
+            if self._is_quiet():
+                self.awake.clear()
+            await self.awake.wait()
             due = time.monotonic() + _SWEEP_SECONDS
             await asyncio.sleep(_SWEEP_SECONDS)
             paused = time.monotonic() - due > _PAUSE_SECONDS  # in which no client could go on

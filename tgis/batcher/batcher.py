@@ -294,12 +294,13 @@ class Batcher:
         """
         if seq.expired(now, self._next_answer(now)):
             return StopReason.TIME_LIMIT
-        params, is_eos = seq.request.sampling_params, seq.tokens[-1] in self._eos_ids
+        params, token = seq.request.sampling_params, seq.tokens[-1]
+        is_eos = token in self._eos_ids
         if is_eos and seq.grammar is not None:
             return StopReason.EOS_TOKEN  # nothing can follow, below the minimum neither
         if seq.num_generated_tokens < params.min_new_tokens:
             return StopReason.NOT_FINISHED
-        if is_eos and not params.ignore_eos:
+        if (is_eos and not params.ignore_eos) or token in params.stop_token_ids:
             return StopReason.EOS_TOKEN
         if seq.num_remaining_tokens <= 0:
             return StopReason.TOKEN_LIMIT if seq.request.limited_by_context else StopReason.MAX_TOKENS

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from google.protobuf import json_format
 
@@ -14,6 +15,7 @@ from tgis.utils.options import Parser, decimal, integer
 
 UINT32 = integer(0, 2**32 - 1)
 FLOAT = decimal(0, 1e9)
+MORE: dict[str, Any] = {"action": "append", "default": []}
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -39,8 +41,11 @@ def _parser(prog: str) -> Parser:
     stopping = parser.add_argument_group("Stopping")
     stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="maximum number of tokens")
     stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="minimum number of tokens")
-    stopping.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop sequence; may be repeated")
+    stopping.add_argument("--stop", **MORE, metavar="TEXT", help="stop sequence; may be repeated")
+    stopping.add_argument("--stop-token-id", type=UINT32, **MORE, metavar="N", help="token that ends the output, too")
     stopping.add_argument("--time-limit", type=decimal(0, 4e6), default=0.0, metavar="X", help="time limit in seconds")
+    parser.add_argument("--bad-word", **MORE, metavar="TEXT", help="word that is not generated; may be repeated")
+    parser.add_argument("--allow-token-id", type=UINT32, **MORE, metavar="N", help="the only tokens; may be repeated")
     _add_sampling(parser)
     return parser
 
@@ -54,11 +59,12 @@ def _add_sampling(parser: Parser) -> None:
     sampling.add_argument(
         "--typical-p", type=FLOAT, metavar="X", help="sample from the most typical tokens that sum to X"
     )
+    sampling.add_argument("--min-p", type=FLOAT, metavar="X", help="sample from tokens X times as likely as the best")
     sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
 
 
 def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
-    names = ("temperature", "top_k", "top_p", "typical_p", "seed")
+    names = ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed")
     drawing = {name: value for name in names if (value := getattr(options, name)) is not None}
     params = pb.Parameters(
         method=pb.SAMPLE if options.sample or drawing else pb.GREEDY,
@@ -67,8 +73,10 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,
             stop_sequences=options.stop,
+            stop_token_ids=options.stop_token_id,
             time_limit_millis=round(options.time_limit * 1000),
         ),
+        decoding=pb.DecodingParameters(bad_words=options.bad_word, allowed_token_ids=options.allow_token_id),
     )
     return pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),

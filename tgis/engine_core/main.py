@@ -60,7 +60,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     grammars = None
     (vocabulary,) = received or channel.receive(wait=True)
     assert isinstance(vocabulary, Vocabulary)
-    if vocabulary.tokens:
+    if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
         grammars = GrammarCompiler(table, channel.send, started_pool)
 

@@ -4,6 +4,7 @@ transformers is imported when a template is loaded: it takes a second, and most 
 """
 
 import functools
+import logging
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,8 @@ from tgis.errors import InvalidRequest, StartError
 from tgis.models.files import read_json, read_text
 from tgis.utils.thread_pool import WorkPool
 
+log = logging.getLogger(__name__)
+
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _OUR_VARIABLES = frozenset(
     {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -26,7 +29,7 @@ _BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
 _MAX_SHOWN = 200  # characters of what a template says
 _START_COST = 1000  # microseconds: every chat is rendered in the thread
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
-_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -53,6 +56,12 @@ class ChatTemplate:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - see above
 
+        for name, template in templates.items():
+            try:
+                render_jinja_template(conversations=[], chat_template=template)
+            except _ERRORS as error:
+                text = "%s: the chat template %.80r does not compile: %.200s"
+                log.warning(text, directory, name, " ".join(f"{type(error).__name__}: {error}".split()))
         return cls(templates, _special_tokens(directory), render_jinja_template)
 
     def mentions(self, text: str) -> bool:

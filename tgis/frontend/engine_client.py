@@ -217,5 +217,8 @@ def _request_error(kind: messages.FailureKind, text: str) -> RequestError:
         case messages.FailureKind.GRAMMAR:
             said = "the grammar cannot be followed"
             return InvalidRequest("grammar", f"{said}: {text}", logged=said)
+        case messages.FailureKind.NOTHING_LEFT:
+            said = "allowed_token_ids, bad_words, stop_token_ids and the grammar leave no token that may come next"
+            return InvalidRequest(text, f"{said}, or the model's scores are not finite")
         case messages.FailureKind.ERROR:
             return EngineFailure(f"Request failed during generation: {text}")

@@ -14,9 +14,8 @@ import time
 from tgis.ipc import messages
 from tgis.ipc.channel import FrameReader, encode_frame
 
-TICK_SECONDS = 0.25
+TICK_SECONDS = 0.5  # all that a tick counts for, however late it is
 HEARTBEAT_TIMEOUT = 3.0
-_MAX_TICK_SECONDS = 2 * TICK_SECONDS  # that a tick counts for, however late it is
 _EXIT_TIMEOUT = 5.0
 _DIED = "the engine process has ended"
 _STOPPED = "the server has stopped"
@@ -39,7 +38,7 @@ class EngineWatchdog:
         """Return by how many seconds this tick is late."""
         elapsed = now - self._ticked_at
         self._awake, self._ticked_at = self._time(now), now
-        return max(elapsed - _MAX_TICK_SECONDS, 0.0)
+        return max(elapsed - TICK_SECONDS, 0.0)
 
     def heartbeat(self, rank: int, now: float) -> None:
         self._last_heartbeats[rank] = self._time(now)
@@ -60,7 +59,7 @@ class EngineWatchdog:
         return f"no heartbeat of {f'rank {rank} of the engine' if rank else 'the engine process'} for {seconds:.0f} s"
 
     def _time(self, now: float) -> float:
-        return self._awake + min(now - self._ticked_at, _MAX_TICK_SECONDS)
+        return self._awake + min(now - self._ticked_at, TICK_SECONDS)
 
 
 class EngineProcess(asyncio.Protocol):

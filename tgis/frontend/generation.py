@@ -113,6 +113,11 @@ class Generator:
         self._metrics.request_started(kind, 1)
         self._metrics.request_failed(FailureReason.VALIDATION)
 
+    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """Those of the texts that are special tokens, as far as the model can generate them."""
+        found = map(self._tokenizer.special_token_id, texts)
+        return tuple(each for each in found if each is not None and each < self.server_info.limits.vocab_size)
+
     def count_unknown_fields(self, count: int) -> None:
         """Count fields of a request that have no effect."""
         self._metrics.requests.unknown_fields.inc(count)
@@ -176,6 +181,8 @@ class Generator:
             eager = call.kind is CallKind.STREAM or bool(params.given.stop_sequences)
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
             grammar = await self._lookups.grammar(params.given.grammar, kept) if params.given.grammar else None
+            if words := params.given.bad_words:
+                params = params.without_words(await self._tokenize_words(words))
             requests = await self._prepare(call, params, adapter, grammar)
             with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
                 log.submitted(inbox.outputs)
@@ -244,6 +251,13 @@ class Generator:
             if queued and queued + num_tokens > max_queued:  # all inputs or none
                 raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
         return requests  # nobody else can queue until the caller has
+
+    async def _tokenize_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words at the beginning of a text and behind a space; none that cannot be generated."""
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, Wanted(special_tokens=False))}
+        vocab_size = self.server_info.limits.vocab_size
+        return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""

@@ -135,9 +135,13 @@ class ServiceMetrics(ServiceFamilies):
         for name, seconds in times.items():
             self.certificate_expiry.labels(name).set(seconds)
 
-    async def watch_event_loop(self, interval: float = 0.02) -> None:
-        """Wake up every `interval` seconds, and observe how late: every call and probe waits as long. Never returns."""
+    async def watch_event_loop(self, awake: asyncio.Event, interval: float = 0.02) -> None:
+        """Wake up every `interval` seconds, and observe how late: every call and probe waits as long. Never returns.
+
+        Nobody waits, and nothing is observed, until `awake` is set.
+        """
         while True:
+            await awake.wait()
             due = time.monotonic() + interval
             await asyncio.sleep(interval)
             self.loop_lag.observe(time.monotonic() - due)

@@ -122,6 +122,7 @@ class Output:
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer
         self._detokenizer = Detokenizer(decoder)
+        self._hidden_ids = () if params.include_stop_sequence else request.sampling_params.stop_token_ids
         self._stop_matcher = StopStringMatcher(
             params.given.stop_sequences,
             include_stop_sequence=params.include_stop_sequence,
@@ -244,7 +245,8 @@ class Output:
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
         minimum_reached = self.num_generated >= self.request.sampling_params.min_new_tokens
-        text = self._stop_matcher.add(self._detokenizer.add(token_id), may_stop=not stop_reason and minimum_reached)
+        text = "" if token_id in self._hidden_ids else self._detokenizer.add(token_id)
+        text = self._stop_matcher.add(text, may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
         if self.stop_reason:
             text += self._stop_matcher.flush()

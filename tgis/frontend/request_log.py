@@ -18,8 +18,9 @@ from tgis.tracing import Phase, Tracer
 
 log = logging.getLogger(__name__)
 
+_COUNTED = ("logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words")
 _DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {
-    "logit_bias": 0,
+    **dict.fromkeys(_COUNTED, 0),
     "stop_sequences": 0,
     "time_limit": False,
     "details": False,
@@ -152,8 +153,9 @@ class RequestLog:
 def _describe_params(output: Output) -> str:
     """Parameters other than the defaults: numbers and flags, never text."""
     request, options = output.request, output.params.given.logprob_options
-    values = msgspec.structs.asdict(request.sampling_params) | {
-        "logit_bias": len(request.sampling_params.logit_bias or ()),
+    values = msgspec.structs.asdict(request.sampling_params)
+    values |= {
+        **{name: len(values[name] or ()) for name in _COUNTED},
         "max_new_tokens": request.max_new_tokens,
         "stop_sequences": len(output.params.given.stop_sequences),
         "time_limit": request.deadline is not None,

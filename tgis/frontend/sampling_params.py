@@ -70,7 +70,7 @@ class RawParams:
             repetition_penalty=self.repetition_penalty or 1.0,
         )
         if not self.do_sample:
-            return replace(filled, temperature=0.0, top_k=0, top_p=1.0, typical_p=0.0, seed=None)
+            return replace(filled, temperature=0.0, top_k=0, top_p=1.0, typical_p=0.0, min_p=0.0, seed=None)
         temperature = 1.0 if self.temperature is None else self.temperature
         return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
 
@@ -95,6 +95,9 @@ class RawParams:
                 logit_bias=dict(self.logit_bias) or None,
                 watermark=WATERMARK if self.watermark else None,
                 ignore_eos=self.ignore_eos,
+                min_p=0.0 if greedy else self.min_p,
+                stop_token_ids=self.stop_token_ids,
+                allowed_token_ids=self.allowed_token_ids,
             ),
             fill_context=fill_context,
             deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
@@ -111,6 +114,10 @@ class ResolvedParams:
     fill_context: bool  # the request asked for no number: generate all that fits
     deadline: float | None
     include_stop_sequence: bool
+
+    def without_words(self, bad_words: tuple[tuple[int, ...], ...]) -> "ResolvedParams":
+        """Parameters that also exclude words with these tokens."""
+        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, bad_words=bad_words))
 
     def seeded(self, default_seed: int, number: int = 0) -> "ResolvedParams":
         """Parameters of output `number` of an input: with the seed of the call plus `number`, else `default_seed`."""

@@ -199,11 +199,6 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._special else None
 
-    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
-        """Those of the texts that are special tokens."""
-        found = map(self.special_token_id, texts)
-        return tuple(token_id for token_id in found if token_id is not None)
-
     async def decode_batch(self, texts: list[list[int]]) -> list[str]:
         """Decode whole texts with their special tokens."""
         decode = partial(self._backend.decode_batch, texts, skip_special_tokens=False)

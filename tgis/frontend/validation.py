@@ -6,7 +6,7 @@ maps them to its own paths.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, TooLong
@@ -17,6 +17,10 @@ from tgis.ipc.request import Request
 MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
+MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_BYTES = 2048  # together
 _INT32_MAX = 2**31 - 1
 
 
@@ -50,6 +54,8 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
             raise InvalidRequest(field, message, f"{value:g}" if isinstance(value, float) else str(value))
     if params.logit_bias:
         _check_logit_bias(params.logit_bias, limits)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, limits)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, limits)
     if params.grammar:
         _check_grammar(params.grammar, limits.max_grammar_bytes)
     fill_context = not raw.max_new_tokens and default is None
@@ -57,14 +63,19 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) -> None:
-    if (count := len(logit_bias)) > MAX_LOGIT_BIASES:
-        raise InvalidRequest("logit_bias", f"logit_bias must have at most {MAX_LOGIT_BIASES} tokens", str(count))
-    for token, bias in logit_bias.items():
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest("logit_bias", f"logit_bias must have token ids below {limits.vocab_size}", str(token))
+    _check_token_ids("logit_bias", logit_bias, MAX_LOGIT_BIASES, limits)
+    for bias in logit_bias.values():
         if not abs(bias) <= MAX_LOGIT_BIAS:
             text = f"logit_bias must have biases from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
             raise InvalidRequest("logit_bias", text, f"{bias:g}")
+
+
+def _check_token_ids(field: str, ids: Collection[int], most: int, limits: RequestLimits) -> None:
+    if len(ids) > most:
+        raise InvalidRequest(field, f"{field} must have at most {most} tokens", str(len(ids)))
+    for token in ids:
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequest(field, f"{field} must have token ids below {limits.vocab_size}", str(token))
 
 
 def check_num_bytes(
@@ -188,6 +199,7 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
     penalties = {"frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty}
     max_top_n_tokens = limits.max_top_n_tokens if constraints.max_top_n_tokens is None else constraints.max_top_n_tokens
     wrong_length = [s for s in p.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
+    size = sum(len(word.encode()) for word in p.bad_words)
     floats = {
         "temperature": temperature,
         "top_p": p.top_p,
@@ -236,5 +248,10 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
         ),
         # TGIS has no such parameters.
         *[(name, not abs(one) <= MAX_OUTPUT_PENALTY, f"{name} {penalty}", one) for name, one in penalties.items()],
+        ("min_p", not 0.0 <= p.min_p <= 1.0, "min_p must be >= 0.0 and <= 1.0", p.min_p),
+        ("allowed_token_ids", p.allowed_token_ids == (), "allowed_token_ids must not be empty", ""),
+        ("bad_words", len(p.bad_words) > MAX_BAD_WORDS, f"bad_words must be at most {MAX_BAD_WORDS}", len(p.bad_words)),
+        ("bad_words", size > MAX_BAD_WORDS_BYTES, f"bad_words must have <= {MAX_BAD_WORDS_BYTES} UTF8 bytes", size),
+        ("bad_words", not all(map(str.strip, p.bad_words)), "bad_words must not be blank", ""),
         *[(name, not math.isfinite(number), f"{name} must be finite", number) for name, number in floats.items()],
     )

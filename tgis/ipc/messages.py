@@ -5,6 +5,7 @@ Deadlines and arrival times are `time.monotonic()` values: one clock per host.
 """
 
 import enum
+from collections.abc import Iterable
 
 import msgspec
 
@@ -70,6 +71,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     @property
     def supports_adapters(self) -> bool:
         return self.embedding_size > 0 or bool(self.lora_targets)
+
+    def has_end(self, eos_ids: Iterable[int]) -> bool:
+        """Whether the model can generate any of these tokens, without which no grammar is ever complete."""
+        return any(token < self.vocab_size for token in eos_ids)
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -220,6 +225,7 @@ class FailureKind(enum.StrEnum):
     ERROR = "error"
     OUT_OF_MEMORY = "oom"
     GRAMMAR = "grammar"  # too complex to be followed
+    NOTHING_LEFT = "nothing_left"  # a parameter, which the message names, leaves no token; or the scores are not finite
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -36,10 +36,20 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: dict[int, float] | None = None  # by token id; None is off
     watermark: tuple[float, float] | None = None  # gamma, delta; None is off
     ignore_eos: bool = False  # an end-of-sequence token does not end the output
+    min_p: float = 0.0  # 0 is off
+    stop_token_ids: tuple[int, ...] = ()  # end the output, too
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of words, none of which is empty
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def excluding_field(self) -> str:
+        """The first parameter that excludes tokens, whatever their scores are; empty: none does."""
+        names = ("allowed_token_ids", "bad_words", "stop_token_ids")
+        return next((name for name in names if getattr(self, name)), "")
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from tgis.errors import StartError
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
@@ -31,6 +33,7 @@ SEQUENCE_LENGTH_KEYS = (
     "seq_len",
 )
 
+SHARD = re.compile(r"((?:pytorch_)?model)-\d{1,5}-of-(\d{1,5})\.safetensors")
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")  # one file, or the index of several
 EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 
@@ -84,11 +87,11 @@ def find_weights(path: Path) -> tuple[Path, ...]:
         shards = [single]
     elif index.is_file():
         shards = shard_files(index)
-    else:
+    elif not (shards := _shards_without_index(path)):
         hint = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
         raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){hint}")
     for shard in shards:
-        _check_header(shard)
+        tensor_names(shard)  # detects git-lfs pointers and truncated files
     return tuple(shards)
 
 
@@ -103,6 +106,18 @@ def shard_files(index: Path) -> list[Path]:
         if not os.path.isfile(index.parent / name):  # also for names that no file can have
             raise StartError(f"{index} names {name:.80}, which is missing")
     return [index.parent / name for name in sorted(set(names.values()))]
+
+
+def _shards_without_index(path: Path) -> list[Path]:
+    """The files of a sharded model, if their names say which belong together; StartError if any is missing."""
+    names = sorted(file.name for file in path.glob("*.safetensors") if SHARD.fullmatch(file.name))
+    if not (first := SHARD.match(names[0] if names else "")):
+        return []
+    stem, total = first.groups()
+    wanted = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
+    for missing in sorted({*wanted} - {*names})[:1]:
+        raise StartError(f"{path} has {names[0]}, but no {missing}, and no {SAFETENSORS[1]}")
+    return [path / name for name in wanted]
 
 
 def max_sequence_length(config: dict[str, Any]) -> int:
@@ -207,12 +222,14 @@ def _snapshot(entry: Path, revision: str, config: str) -> Path:
     return path
 
 
-def _check_header(shard: Path) -> None:
-    """Check the header length at the start: detects git-lfs pointers and truncated files."""
-    with shard.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if not 0 < header <= shard.stat().st_size - 8:
-        raise StartError(f"{shard} is not a safetensors file: perhaps a git-lfs pointer or half a download")
+def tensor_names(shard: Path) -> list[str]:
+    """What a safetensors file says that it holds; StartError if it holds something else."""
+    try:
+        with safe_open(shard, "np") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        hint = "perhaps a git-lfs pointer or half a download"
+        raise StartError(f"{shard} is not a safetensors file, {hint}: {' '.join(str(error).split()):.200}") from error
 
 
 def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -29,6 +29,12 @@ def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | 
     together = threading.Barrier(num_threads)  # a thread that waits here takes no other's job
     list(pool.map(lambda _: together.wait(_START_SECONDS), range(num_threads)))
     return pool
+
+
+def _retrieve(job: "asyncio.Future[Any]") -> None:
+    """Let asyncio know that an error is dealt with: of a call that was cancelled it would be logged."""
+    if not job.cancelled():
+        job.exception()
 
 
 class WorkPool:
@@ -55,6 +61,7 @@ class WorkPool:
     def _start(self, cost: float, job: Callable[[], T]) -> asyncio.Future[T]:
         result = asyncio.get_running_loop().run_in_executor(self._threads, job)
         result.add_done_callback(lambda _: self._release(cost))
+        result.add_done_callback(_retrieve)
         return asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
 
     async def _turn(self, cost: float) -> None:

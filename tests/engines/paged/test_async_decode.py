@@ -82,7 +82,14 @@ class Subject:
         assert len(facts) == row.num_generated_tokens
         for step, fact in enumerate(facts):
             context = row.tokens[: row.prompt_length + step]
-            expected = oracle.process(logits[len(context) - 1].tolist(), request.sampling_params, step, [EOS], context)
+            expected = oracle.process(
+                logits[len(context) - 1].tolist(),
+                request.sampling_params,
+                step,
+                [EOS],
+                context,
+                context[row.prompt_length :],
+            )
             if expected.ambiguous:
                 continue
             token = row.tokens[len(context)]

@@ -57,7 +57,9 @@ def test_noise_is_a_hash_of_seed_step_and_token(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vocabulary", [7, 256, 700])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}, {"min_p": 0.1}]
+)
 def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: dict[str, float], draw: Draw) -> None:
     logits = normal(40, vocabulary, seed=seed % 1000)
     sampling = SamplingParams(temperature=0.9, seed=seed, **filters)  # type: ignore[arg-type]
@@ -78,6 +80,8 @@ def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: di
         SamplingParams(temperature=0.7, top_p=0.8),
         SamplingParams(temperature=1.0, typical_p=0.7),
         SamplingParams(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9),
+        SamplingParams(temperature=1.1, min_p=0.05),
+        SamplingParams(temperature=1.1, min_p=0.03, top_p=0.9),
     ],
 )
 @pytest.mark.parametrize("vary", ["seed", "generated"])

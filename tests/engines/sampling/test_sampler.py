@@ -15,8 +15,8 @@ from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
+from tgis.engines.sampling.histories import TokenHistory
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.engines.sampling.penalties import TokenHistory
 from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
@@ -209,6 +209,12 @@ def test_a_sampler_follows_its_batch() -> None:
         if rng.random() < 0.9:  # else rolled back
             for row, token in zip(rows, found.tokens, strict=True):
                 row.tokens.append(token)
+
+
+@pytest.mark.parametrize(("output", "token"), [([], 2), ([0], 2), ([0, 0], 1), ([5, 0, 0], 1), ([0, 5, 0], 2)])
+def test_a_bad_word_begins_within_the_output(output: list[int], token: int) -> None:
+    row = make_row(SamplingParams(bad_words=((0, 0, 2),)), prompt=[0, 0], output=output)
+    assert choose([row], torch.tensor([[0.0, 1.0, 2.0, -1.0]])).tokens == [token]
 
 
 def test_an_empty_batch() -> None:

@@ -35,6 +35,10 @@ samplings = st.builds(
         st.none(), st.dictionaries(st.integers(0, 7), st.sampled_from([-100.0, -1.0, 0.5, 100.0]), max_size=3)
     ),
     watermark=st.sampled_from([None, None, (0.5, 2.0), (0.25, 1.0)]),
+    min_p=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.001, 0.999)),
+    stop_token_ids=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    allowed_token_ids=st.one_of(st.none(), st.none(), st.lists(st.integers(0, 7), min_size=1, max_size=6).map(tuple)),
+    bad_words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
 )
 details = st.builds(
     LogprobOptions, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
@@ -66,7 +70,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return (
         per_row(samplings),
         per_row(details),
-        per_row(st.lists(st.integers(0, vocabulary - 1), max_size=8)),
+        per_row(st.one_of(*(st.lists(st.integers(0, most), max_size=8) for most in (2, vocabulary - 1)))),
         rows_of(score, vocabulary),
         rows_of(st.integers(0, vocabulary - 1), width),
         per_row(st.one_of(st.none(), st.none(), st.sets(st.integers(0, vocabulary - 1), max_size=5))),

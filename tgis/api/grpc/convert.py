@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ _FIELD_PATHS = {
     "json_object": "params.decoding.format",
 }
 
+_MOST_ENTRIES = 10_000  # read of a list: more than any may have, and few enough to make objects of them
 _BATCH = 1024  # tokens of a reply to Tokenize that are converted at a time
 _TOKENS_AT_ONCE = 64  # of other replies: they may have details
 _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a token
@@ -79,7 +80,7 @@ def raw_params(params: pb.Parameters) -> RawParams:
         do_sample=fields.get("method") == pb.SAMPLE,
         truncate_input_tokens=fields.get("truncate_input_tokens", 0),
         **sampling,  # same names
-        **stopping | {"stop_sequences": tuple(stopping.get("stop_sequences", ()))},
+        **stopping,
         input_text=response.get("input_text", False),
         token_ids=response.get("token_ids", False),
         logprob_options=LogprobOptions(
@@ -95,6 +96,8 @@ def raw_params(params: pb.Parameters) -> RawParams:
         presence_penalty=decoding.get("presence_penalty", 0.0),
         logit_bias=dict(decoding.get("logit_bias", {})),
         watermark=decoding.get("watermark", False),
+        bad_words=decoding.get("bad_words", ()),
+        allowed_token_ids=decoding.get("allowed_token_ids"),
         grammar=_grammar(decoding),
     )
 
@@ -210,8 +213,9 @@ def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
 
 
 def _set_fields(message: Message) -> dict[str, Any]:
-    """The fields that are set, by name."""
-    return {field.name: value for field, value in message.ListFields()}
+    """The fields that are set, by name; the beginning of a list, as a tuple."""
+    fields = ((field.name, value) for field, value in message.ListFields())
+    return {n: tuple(value[:_MOST_ENTRIES]) if isinstance(value, MutableSequence) else value for n, value in fields}
 
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:

@@ -40,12 +40,21 @@ def make_server(
     iterations of the event loop: behind clients that flood the server, calls of others would wait for seconds.
     """
     _remember_creators(asyncio.get_running_loop())
+    logging.getLogger(cygrpc.__name__).addFilter(_is_failure)
     server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=options)
     if hasattr(server, "_server") and all(hasattr(cygrpc, name) for name in _NAMES) and hasattr(_AioServer, _METHOD):
         server._server = FairServer(handlers, interceptors, options, queue)
     else:
         log.warning("grpcio %s has changed: calls start in the order of their arrival", grpc.__version__)
     return server
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Whether an error that grpc.aio logs is one: a client that leaves while its answer is sent is none."""
+    if isinstance(record.exc_info and record.exc_info[1], grpc.aio.InternalError):  # of a batch of C-core's
+        log.info("the client disconnected while the response was sent")
+        return False
+    return True
 
 
 creator: "ContextVar[weakref.ref[asyncio.Task[Any]] | None]" = ContextVar("creator", default=None)

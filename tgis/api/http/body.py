@@ -6,30 +6,37 @@ import msgspec
 from aiohttp import web
 
 from tgis.api.clients import MESSAGE_BYTE
-from tgis.api.http.connections import Connection
+from tgis.api.http.connections import MISFRAMED, READ_BUFFER_BYTES, Connection
 from tgis.api.http.operations import HttpError
-from tgis.errors import ClientTimeout
+from tgis.errors import RequestError
 from tgis.frontend.calls import Account
 
+_WIRE_BYTES = 2  # for each that a body may have: chunks of a few bytes are mostly framing
 _VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets
 
 B = TypeVar("B")
 
 
 async def receive(request: web.Request) -> bytes:
-    """The whole body; HttpError if it is too large, ClientTimeout if it has not arrived in time."""
+    """The whole body; HttpError if it is too large or none, ClientTimeout if it has not arrived in time."""
     if "json" not in request.content_type.split("/")[-1].split("+"):
         raise HttpError(415, "Content-Type must be application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "Content-Encoding must be identity: compressed bodies are not read")
+    connection, body, limit = Connection.of(request), bytearray(), request.client_max_size
     try:
-        with Connection.of(request).receiving_body(request.content):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise HttpError(413, f"the body has more than {request.client_max_size} bytes, PAYLOAD_LIMIT") from None
+        with connection.receiving_body(request.content):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > limit:
+                    raise HttpError(413, f"the body has more than {limit} bytes, PAYLOAD_LIMIT")
+                if connection.received > _WIRE_BYTES * limit + READ_BUFFER_BYTES:
+                    raise HttpError(413, "the chunks of the body are too small")
+        return bytes(body)
     except (TimeoutError, web.RequestPayloadError) as error:
-        error.__traceback__ = None  # a frame there has the request, whose content has the error
-        if isinstance(error, TimeoutError):
-            raise ClientTimeout(str(error)) from None
-        raise HttpError(400, "the body is not framed as its headers say") from error
+        request.content.set_exception(TimeoutError())  # else it keeps the error, whose frames have the request
+        reason = error.args[0]
+        raise reason if isinstance(reason, RequestError) else HttpError(400, MISFRAMED) from None
 
 
 def read_json(data: bytes, type_: type[B], account: Account, *, strict: bool) -> B:

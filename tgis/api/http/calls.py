@@ -1,5 +1,6 @@
 """What the operations of all HTTP APIs share: who calls, what a call holds in memory, and how it ends."""
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from tgis.api.clients import Account, Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import read_json, receive
 from tgis.api.http.event_stream import EventStream
-from tgis.api.http.operations import Handle, HttpError, Operation
+from tgis.api.http.operations import Handle, HttpError, Operation, http_status
 from tgis.config import Config
 from tgis.errors import RequestError, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
@@ -21,6 +22,8 @@ from tgis.frontend.sampling_params import RawParams
 from tgis.tracing import parent_headers
 from tgis.utils import logs
 
+LAST_WORD_SECONDS = 1.0  # to tell clients at the end of the server
+_REFUSALS = (400, 413, 415, 422)
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 
 B = TypeVar("B")
@@ -38,8 +41,10 @@ class HttpCall:
         self.generator = generator
         self.account = account
         self.events: EventStream | None = None
+        self.kind: CallKind | None = None  # that metrics count if it is refused, until the generator does
         self._config = config
         self._identity = identity
+        self._data: bytes | None = None
 
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
@@ -47,7 +52,9 @@ class HttpCall:
 
     async def receive(self) -> bytes:
         """The request's body; HttpError if it is not JSON or too large, ClientTimeout if it does not come."""
-        return await receive(self.request)
+        if self._data is None:
+            self._data = await receive(self.request)
+        return self._data
 
     def parse(self, data: bytes, type_: type[B], *, strict: bool = True) -> B:
         """The body as a value; unless `strict`, 16.0 and "16" are the integer 16, and so on."""
@@ -65,6 +72,7 @@ class HttpCall:
         token_ids: list[list[int]] | None = None,
     ) -> GenerateCall:
         """The call that the front end gets: `n` outputs of each text."""
+        self.kind = None
         unary = CallKind.SINGLE if len(texts) * n == 1 else CallKind.BATCH
         return GenerateCall(
             kind=CallKind.STREAM if stream else unary,
@@ -105,6 +113,14 @@ class HttpApi:
         self._config = config
         self._auth = auth
         self._clients = clients
+        self._running: dict[asyncio.Task[Any] | None, asyncio.Timeout] = {}
+
+    async def end_calls(self) -> None:
+        """End all calls with Unavailable, and give their clients a moment to read that."""
+        for until in self._running.values():
+            until.reschedule(0)
+        if tasks := [task for task in self._running if task]:
+            await asyncio.wait(tasks, timeout=LAST_WORD_SECONDS)
 
     def route(self, operation: Operation) -> web.RouteDef:
         """The route of an operation; whatever its handler raises, the call ends as its API says."""
@@ -131,8 +147,11 @@ class HttpApi:
                 client = (request.remote or "").encode()
             with Account(self._clients, client) as account:
                 call = HttpCall(request, self._config, self.generator, account, identity)
-                return await _handle(operation.handle, call)
+                call.kind = operation.kind
+                return await self._handle(operation.handle, call)
         except RequestError as error:
+            if call is not None and call.kind is not None and http_status(error) in _REFUSALS:
+                call.generator.refused(call.kind)
             if call is None or call.events is None or not call.events.response.prepared:
                 return operation.errors.response(error)
             return await call.events.fail(error, operation.errors)
@@ -140,15 +159,22 @@ class HttpApi:
             if call is not None and call.events is not None:
                 call.events.close()
 
-
-async def _handle(handle: Handle, call: HttpCall) -> web.StreamResponse:
-    try:
-        return await handle(call)
-    except (RequestError, ConnectionError):  # the latter if the client has gone
-        raise
-    except Exception as error:
-        log.exception("internal error in a call")
-        raise HttpError(500, f"internal error: {type(error).__name__}") from error
+    async def _handle(self, handle: Handle, call: HttpCall) -> web.StreamResponse:
+        task, until = asyncio.current_task(), asyncio.timeout(None)
+        try:
+            async with until:
+                self._running[task] = until
+                return await handle(call)
+        except (RequestError, ConnectionError):  # the latter if the client has gone
+            raise
+        except Exception as error:
+            if until.expired():
+                raise Unavailable("the server is shutting down") from None
+            log.exception("internal error in a call")
+            raise HttpError(500, f"internal error: {type(error).__name__}") from error
+        finally:
+            del self._running[task]
+            del task, until  # the task keeps its CancelledError, whose frames have these
 
 
 def _request_id(request: web.Request) -> str:

@@ -8,14 +8,16 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
+import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tgis.api.clients import Clients
+from tgis.api.http.operations import HttpError
 from tgis.config import Config
 from tgis.errors import ClientTimeout, RequestError
 
@@ -24,6 +26,12 @@ MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 READ_BUFFER_BYTES = 1 << 15  # of a body that nobody reads yet
 _READ_AHEAD_BYTES = 1 << 19  # of a body, that arrive before the handler of a head begins
+MISFRAMED = "the body is not framed as its headers say"
+_NO_REQUEST = msgspec.json.encode({"error": "what arrived is no HTTP request", "error_type": "bad_request"})
+_BAD_REQUEST = b"\r\n".join((
+    b"HTTP/1.1 400 Bad Request", b"Content-Type: application/json", b"Content-Length: %d" % len(_NO_REQUEST),
+    b"Connection: close", b"", _NO_REQUEST,
+))  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +59,29 @@ class Connections:
         self.clients.forget(connection)
 
 
+class _Parser:
+    """aiohttp's parser. It would go on after an error, with what it got in the text of each one."""
+
+    def __init__(self, parser: Any, on_error: Callable[[], None]) -> None:
+        self._wrapped = parser
+        self._on_error = on_error  # which lets nothing more arrive
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def feed_data(self, data: bytes) -> tuple[Any, bool, bytes]:
+        try:
+            found: tuple[Any, bool, bytes] = self._wrapped.feed_data(data)
+        except HttpProcessingError:  # aiohttp would keep it in a frame that it has
+            self._on_error()
+            return (), False, b""
+        return found
+
+
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_answers", "_body", "_clients", "_connections", "_head_bytes", "client")
+    __slots__ = ("_answers", "_body", "_clients", "_connections", "_resumes", "client", "received")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
@@ -73,11 +100,19 @@ class Connection(web.RequestHandler):
         self._connections, self._clients = connections, connections.clients
         self._answers = False  # a request whose head is complete
         self._body: StreamReader | None = None  # while it arrives
-        self._head_bytes = 0  # that have arrived since the last answer, or before the first
+        self.received = 0  # bytes: first those of a head, then those of a body
+        self._resumes = False
+        with suppress(AttributeError):  # a private name of aiohttp's
+            self._parser = cast("Any", _Parser(self._parser, self._refuse))
 
     @classmethod
     def of(cls, request: web.Request) -> "Connection":
         return cast("Connection", request.protocol)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the answer to its request is the last one."""
+        return self._clients.draining
 
     @property
     def waits(self) -> bool:
@@ -89,16 +124,16 @@ class Connection(web.RequestHandler):
         """The head of a request is there; until the end of the block it is answered."""
         self._clients.sending.remove(self)
         self._clients.started(self)
-        self._answers, self._head_bytes = True, 0
+        self._answers, self.received = True, 0
         try:
             yield
         finally:
             self._clients.finished(self)
-            self._answers = False
+            self._answers, self.received = False, 0
 
     @contextmanager
     def receiving_body(self, body: StreamReader) -> Iterator[None]:
-        """The body of a request arrives; reading it raises TimeoutError when it is late."""
+        """The body of a request arrives; reading it raises TimeoutError with the reason if it cannot go on."""
         self._body = body
         try:
             with self._clients.sending.entered(self):
@@ -109,7 +144,7 @@ class Connection(web.RequestHandler):
     def end(self, error: RequestError | None) -> None:
         """End a call whose body is late with the error, or close the connection: what has not been sent is dropped."""
         if self._body is not None and isinstance(error, ClientTimeout):
-            self._body.set_exception(TimeoutError(error.detail))
+            self._end_body(ClientTimeout(error.detail))
             return
         if self.transport is not None:
             self.transport.abort()
@@ -128,26 +163,47 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._answers:
+        if data and not self._answers:
             if self not in self._clients.sending:
                 self._clients.connecting.remove(self)
                 self._clients.sending.add(self)
-            if self._head_bytes > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
+            if self.received > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
                 self.end(None)
                 return
-            self._head_bytes += len(data)
+        self.received += len(data)
         super().data_received(data)
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if isinstance(exc, HttpProcessingError):
-            exc.__traceback__ = None  # a frame there has the error, and the bytes that are no request
-        return super().handle_error(request, status, exc, message)
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Parse what has arrived meanwhile in another iteration of the event loop: small chunks take long."""
+        if not resume_parser:
+            super().resume_reading(resume_parser)
+        elif not self._resumes:
+            self._resumes = True
+            asyncio.get_running_loop().call_soon(self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        self._resumes = False
+        super().resume_reading()
+
+    def _refuse(self) -> None:
+        """End with bytes that are no request: no others are read."""
+        if self._body is not None:
+            self._end_body(HttpError(400, MISFRAMED))
+        self.close()  # after an answer that is due
+        if not self._answers:
+            asyncio.get_running_loop().call_soon(self._say_why)
+
+    def _say_why(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(_BAD_REQUEST)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            # to a client that still sends, the answer would be lost if this end closed at once
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self.force_close)
+
+    def _end_body(self, error: RequestError) -> None:
+        assert self._body is not None
+        self._body.set_exception(TimeoutError(error))  # what aiohttp expects when it reads on after the answer
 
     def pause_writing(self) -> None:
         self._clients.reading.add(self)

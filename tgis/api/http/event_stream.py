@@ -8,6 +8,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
+from tgis.api.http.connections import Connection
 from tgis.api.http.operations import ErrorFormat
 from tgis.errors import RequestError
 
@@ -48,6 +49,8 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         self._written_at = time.monotonic()
         if not self.response.prepared:
+            if Connection.of(self._request).ends:
+                self.response.force_close()
             await self.response.prepare(self._request)
         await self.response.write(data)
 

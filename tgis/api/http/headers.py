@@ -1,11 +1,14 @@
-"""Headers of answers: what an answer has taken, as in TGI, and which pages of other origins may read it (CORS)."""
+"""Headers: what an answer has taken, as in TGI, which pages of other origins may read it (CORS), and for which host."""
 
+import ipaddress
+import re
 import time
 from collections.abc import Collection, Sequence
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from tgis.config import Config
 from tgis.frontend.output import RequestOutput
 
 _PREFLIGHT = {
@@ -66,3 +69,30 @@ def allow_origins(application: web.Application, origins: Collection[str]) -> Non
     if origins:
         application.middlewares.append(answer_preflight)
         application.on_response_prepare.append(name_origin)
+
+
+def check_hosts(application: web.Application, config: Config) -> None:
+    """Refuse other hosts than ALLOWED_HOSTS, where it is set, or where this machine needs no token.
+
+    A web page can make the name that it comes from mean a loopback address (DNS rebinding), but not another name.
+    """
+    needs_token = config.auth_token_path is not None or config.api_key is not None
+    is_open = ipaddress.ip_address(config.bind_address).is_loopback and not needs_token
+    hosts = {"localhost", *map(str.lower, config.allowed_hosts)}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not _is_among(hosts, request.headers.get(hdrs.HOST, "localhost")):
+            raise web.HTTPForbidden(text="403: Host must be localhost, an address or one of ALLOWED_HOSTS")
+        return await handler(request)
+
+    if (config.allowed_hosts or is_open) and "*" not in hosts:
+        application.middlewares.append(check)
+
+
+def _is_among(hosts: Collection[str], host: str) -> bool:
+    name = re.sub(r":\d*$", "", host).lower()
+    try:
+        return name in hosts or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False

@@ -18,6 +18,7 @@ from tgis.errors import (
     Unavailable,
     Unimplemented,
 )
+from tgis.frontend.calls import CallKind
 
 if TYPE_CHECKING:
     from tgis.api.http.calls import HttpCall
@@ -83,3 +84,4 @@ class Operation:
     requests: tuple[Any, ...] = ()  # the body is one of these types
     response: Any = None
     event: Any = None  # of the stream that the answer may be
+    kind: CallKind | None = CallKind.SINGLE  # what metrics count if its body is refused; None: it generates nothing

@@ -17,7 +17,7 @@ class HttpPorts:
     """All HTTP ports; create it inside the event loop.
 
     Probes and metrics are on PORT. The APIs are on HTTP_API_PORT, with the gRPC port's TLS, else on PORT, but there
-    only where nothing has TLS.
+    only where nothing has TLS. /debug/batch, which takes a token, too, is on PORT, with TLS beside the APIs.
     """
 
     def __init__(
@@ -33,9 +33,12 @@ class HttpPorts:
         if config.http_api and not self._has_api:
             log.warning("the HTTP APIs are off: with TLS they need HTTP_API_PORT")
         beside = api_routes if self._has_api and api_port is None else []
-        self._servers = [HttpServer(config, config.port, [*probes.routes(), *beside], clients)]
+        debug, secured = (probes.debug_routes(), []) if certificates is None else ([], probes.debug_routes())
+        if secured and not self._has_api:
+            log.warning("/debug/batch is off: with TLS it is on HTTP_API_PORT, beside the HTTP APIs")
+        self._servers = [HttpServer(config, config.port, [*probes.routes(), *debug, *beside], clients)]
         if self._has_api and api_port is not None:
-            api_routes = [*probes.health_routes(), *api_routes]
+            api_routes = [*probes.health_routes(), *secured, *api_routes]
             self._servers.append(HttpServer(config, api_port, api_routes, clients, certificates))
 
     async def start(self) -> tuple[int, int | None]:

@@ -9,16 +9,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from tgis.api.clients import Quota
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.operations import HttpError
 from tgis.api.http.pages import batch
 from tgis.api.http.pages.page import NO_STORE
-from tgis.errors import Unavailable
+from tgis.errors import Overloaded, Unavailable
 from tgis.ipc.messages import BatchState
 
 _BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser asks again
+MAX_WAITING = 64  # requests, half of them of one address
 SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in some 60 parts
 
 
@@ -39,19 +42,38 @@ class Probes:
         self._scrape = scrape
         self._auth = auth
         self._batch_state = batch_state
+        self._waiting = Quota(MAX_WAITING, MAX_WAITING // 2, "{} requests wait", "{} requests of this client wait")
         self._scraping = asyncio.Lock()
         self._scrape_due = -math.inf
         self._next_scrape: asyncio.Task[bytes] | None = None
 
     def health_routes(self) -> list[web.RouteDef]:
         """Also for ports of the APIs; clients of TGI ask `/`."""
-        return [web.get(path, self.health, allow_head=False) for path in ("/", "/health", "/ping")]
+        return [web.get(path, self.health) for path in ("/", "/health", "/ping")]
 
     def routes(self) -> list[web.RouteDef]:
-        routes = [*self.health_routes(), web.get("/metrics", self._metrics, allow_head=False)]
-        if self._batch_state is not None:
-            routes.append(web.get("/debug/batch", self._debug_batch, allow_head=False))
-        return routes
+        """In the clear, without a token."""
+        return [*self.health_routes(), web.get("/metrics", self._limited(self._metrics))]
+
+    def debug_routes(self) -> list[web.RouteDef]:
+        """With a token, where one is needed."""
+        return [] if self._batch_state is None else [web.get("/debug/batch", self._limited(self._debug_batch))]
+
+    def _limited(self, handle: Callable[[web.Request], Awaitable[web.Response]]) -> Handler:
+        """Let only some requests wait: their connections make no room for others."""
+
+        async def respond(request: web.Request) -> web.Response:
+            client = (request.remote or "").encode()
+            try:
+                self._waiting.take(client, 1)
+            except Overloaded as error:
+                return web.json_response({"error": error.detail, "error_type": "overloaded"}, status=503)
+            try:
+                return await handle(request)
+            finally:
+                self._waiting.give_back(client, 1)
+
+        return respond
 
     async def health(self, _request: web.Request) -> web.Response:
         reason = self._unhealthy_reason()

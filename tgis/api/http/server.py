@@ -3,22 +3,23 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from tgis.api.clients import Clients
 from tgis.api.http import connections
 from tgis.api.http.connections import Connection, Connections
-from tgis.api.http.headers import allow_origins
+from tgis.api.http.headers import allow_origins, check_hosts
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.security.tls import Certificates
 
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0
+RETRY_SECONDS = 1  # until a client that was told 503 may try again
 BACKLOG = 128  # connections that wait to be accepted
 
 
@@ -29,7 +30,7 @@ class HttpServer:
         self,
         config: Config,
         port: int,
-        routes: Iterable[web.AbstractRouteDef],
+        routes: Sequence[web.RouteDef],
         clients: Clients,
         certificates: Certificates | None = None,
     ) -> None:
@@ -38,6 +39,12 @@ class HttpServer:
         self._connections = Connections(config, clients)
         application = web.Application(middlewares=[_answer], client_max_size=config.payload_limit)
         application.add_routes(routes)
+        application.add_routes(
+            web.route(route.method, f"{route.path}/", route.handler, **route.kwargs)
+            for route in routes
+            if not route.path.endswith("/")
+        )
+        check_hosts(application, config)
         allow_origins(application, config.cors_allow_origin)
         connections.log.addFilter(_is_server_error)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
@@ -79,15 +86,28 @@ class HttpServer:
 
 @web.middleware
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse too large a head; say while the request is answered."""
-    with Connection.of(request).answering():
-        try:
-            if sum(len(name) + len(value) for name, value in request.raw_headers) > connections.MAX_HEAD_BYTES:
-                return web.Response(status=431)
-            return await handler(request)
-        except web.HTTPException as error:  # aiohttp's own
-            error.__traceback__ = None  # which knows the request, which knows the error
-            return web.Response(status=error.status, headers=error.headers, body=error.body)
+    """Say while the request is answered, and what every answer says."""
+    connection = Connection.of(request)
+    with connection.answering():
+        response = await _respond(request, handler)
+    if response.status == 503 and not response.prepared:
+        response.headers.setdefault("Retry-After", str(RETRY_SECONDS))
+    if connection.ends or request.content.exception() is not None:
+        response.force_close()
+    return response
+
+
+async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse too large a head; errors of aiohttp's own become JSON."""
+    try:
+        if sum(len(name) + len(value) for name, value in request.raw_headers) > connections.MAX_HEAD_BYTES:
+            raise web.HTTPRequestHeaderFieldsTooLarge
+        return await handler(request)
+    except web.HTTPException as error:
+        error.__traceback__ = None  # which knows the request, which knows the error
+        error.headers.pop(hdrs.CONTENT_TYPE, None)
+        kind = error.reason.lower().replace(" ", "_")
+        return web.json_response({"error": error.text, "error_type": kind}, status=error.status, headers=error.headers)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:

@@ -45,6 +45,8 @@ class ServedModels:
     async def get_model(self, call: HttpCall) -> web.StreamResponse:
         """GET /v1/models/{id}, whose slashes may be part of the id."""
         name = call.request.match_info["id"]
+        if name not in self.names:
+            name = name.removesuffix("/")
         if name in self.names:
             return json_response(self._model(call, None))
         if not await asyncio.to_thread(self.catalog.has, name):

@@ -108,7 +108,7 @@ def _params(
     if body.repetition_penalty == 0.0:
         raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
     limits, stops = generator.server_info.limits, (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    special = generator.token_decoder.tokenizer.special_token_ids(stops[:MAX_STOP_SEQUENCES])
+    special = generator.special_token_ids(stops[:MAX_STOP_SEQUENCES])
     return RawParams(
         do_sample=body.temperature != 0.0,
         temperature=body.temperature,

@@ -25,7 +25,6 @@ from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator, TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import Constraints, RawParams
-from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
@@ -72,9 +71,12 @@ def check(given: GenerateParameters, config: Config, max_input: int, *, streams:
             raise InvalidRequest(field, message)
 
 
-def raw_params(given: GenerateParameters, tokenizer: Tokenizer, *, details: bool, max_stop_sequences: int) -> RawParams:
-    """Parameters for the front end; with `details` the answer has something for each token."""
-    stops = (*given.stop, *given.stop_sequences)
+def raw_params(
+    given: GenerateParameters, stop_token_ids: tuple[int, ...], *, details: bool, max_stop_sequences: int
+) -> RawParams:
+    """Parameters for the front end; with `details` the answer has something for each token. `stop_token_ids` are the
+    special tokens among the stop sequences.
+    """
     options = LogprobOptions(
         generated_tokens=details,
         input_tokens=given.decoder_input_details,
@@ -90,8 +92,8 @@ def raw_params(given: GenerateParameters, tokenizer: Tokenizer, *, details: bool
         typical_p=given.typical_p or 0.0,
         seed=given.seed,
         max_new_tokens=given.max_new_tokens or 0,
-        stop_sequences=stops,
-        stop_token_ids=tokenizer.special_token_ids(stops),
+        stop_sequences=(*given.stop, *given.stop_sequences),
+        stop_token_ids=stop_token_ids,
         include_stop_sequence=True,
         logprob_options=options,
         repetition_penalty=given.repetition_penalty or 0.0,
@@ -134,6 +136,8 @@ def finish_reason(
     room = limits.max_sequence_length - num_input_tokens
     if output.generated_token_count >= min(given.max_new_tokens or limits.max_new_tokens, room):
         return "length"
+    if output.tokens and output.tokens[-1].text in (*given.stop, *given.stop_sequences):  # a special token
+        return "stop_sequence"
     return _FINISH_REASONS.get(output.stop_reason, "length")
 
 

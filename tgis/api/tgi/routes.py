@@ -30,7 +30,6 @@ from tgis.api.tgi.schema import (
     TokenizeRequest,
 )
 from tgis.config import Config
-from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo, best_first
@@ -59,11 +58,11 @@ class TgiApi:
             Operation("POST", "/generate", self._generate, ERRORS, "generate", "Generate text",
                       (GenerateRequest,), GenerateResponse),
             Operation("POST", "/generate_stream", self._generate_stream, ERRORS, "generate_stream",
-                      "Stream a text as it is generated", (GenerateRequest,), None, StreamResponse),
+                      "Stream a text as it is generated", (GenerateRequest,), None, StreamResponse, CallKind.STREAM),
             Operation("POST", "/tokenize", self._tokenize, ERRORS, "tokenize", "Tokenize a text",
-                      (TokenizeRequest,), list[SimpleToken]),
+                      (TokenizeRequest,), list[SimpleToken], kind=None),
             Operation("POST", "/chat_tokenize", self._chat_tokenize, ERRORS, "get_chat_tokenize", "Tokenize a chat",
-                      (ChatCompletionRequest,), ChatTokenizeResponse),
+                      (ChatCompletionRequest,), ChatTokenizeResponse, kind=None),
             Operation("POST", "/invocations", self._invocations, ERRORS, "sagemaker_compatibility",
                       "Whatever the body is a request for",
                       (GenerateRequest, ChatCompletionRequest, CompletionRequest)),
@@ -116,13 +115,10 @@ class TgiApi:
         self, call: HttpCall, request: GenerateRequest, kind: CallKind, *, details: bool
     ) -> GenerateCall:
         given, config, streams = request.parameters, self._config, kind is CallKind.STREAM
-        try:
-            convert.check(given, config, self._max_input_tokens(call.generator), streams=streams)
-        except InvalidRequest:
-            call.generator.refused(kind)
-            raise
-        tokenizer, most = call.generator.token_decoder.tokenizer, config.max_stop_sequences
-        params = convert.raw_params(given, tokenizer, details=details, max_stop_sequences=most)
+        call.kind = kind
+        convert.check(given, config, self._max_input_tokens(call.generator), streams=streams)
+        special = call.generator.special_token_ids((*given.stop, *given.stop_sequences))
+        params = convert.raw_params(given, special, details=details, max_stop_sequences=config.max_stop_sequences)
         return call.generate_call(
             params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
         )

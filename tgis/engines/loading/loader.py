@@ -5,11 +5,14 @@ import itertools
 import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -27,7 +30,7 @@ from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import check_model_fits
-from tgis.errors import StartError, Unsupported
+from tgis.errors import StartError, TgisError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
 
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_MAX_REASON, _MAX_NAMES = 200, 3  # characters of what a library says, and weights that a warning names
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +83,30 @@ def select_kernels(options: EngineOptions, device: torch.device) -> CpuKernels |
     return load_kernels(options.cpu_isa, options.cache_dir) if device.type == "cpu" else None
 
 
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """StartError of one line for anything that a library raises about a model's files, which are not trusted."""
+    try:
+        yield
+    except TgisError:
+        raise
+    except Exception as error:
+        log.debug("%s", what, exc_info=True)
+        kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        raise StartError(f"{what}: {kind}{' '.join(str(error).split()):.{_MAX_REASON}}") from error
+
+
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     path = options.model_path
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except ValueError as error:
-        kind = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0].get("model_type")
-        if kind in CONFIG_MAPPING:
-            raise StartError(f"{path}: {str(error).strip().splitlines()[0]}") from error
-        known = f"transformers {transformers.__version__} has no models of type {kind!r:.40}"
-        raise StartError(f"{path}: {known}, and the code of a model is never run") from error
+    with library_errors(path):
+        try:
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            kind = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0].get("model_type")
+            if isinstance(kind, str) and kind in CONFIG_MAPPING:
+                raise
+            known = f"transformers {transformers.__version__} has no models of type {kind!r:.40}"
+            raise StartError(f"{path}: {known}, and the code of a model is never run") from error
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
@@ -129,13 +147,15 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     started = time.monotonic()
     config = load_config(options)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
-    log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-    check_model_fits(auto_class, options, config, dtype, device)
-    with log_progress(
+    progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
-    ):
+    )
+    with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
+        dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
+        log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+        check_model_fits(auto_class, options, config, dtype, device)
         model = _from_pretrained(auto_class, options, config, dtype).eval().to(device)
+        _check_finite(model, options.model_path)
         _optimize(model, config, options, device)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
@@ -163,25 +183,37 @@ def _from_pretrained(
     auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     path = options.model_path
-    try:
-        model, loading = auto_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            distributed_config=DistributedConfig(tp_size=options.num_shards),
-            output_loading_info=True,
-        )
-    except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise StartError(f"{path}: {auto_class.__name__} cannot load it: {reason}") from error
+    model, loading = auto_class.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        distributed_config=DistributedConfig(tp_size=options.num_shards),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # else an error that does not say which
+    )
+    kind = type(model).__name__
+    for name, found, wanted in sorted(loading["mismatched_keys"])[:1]:
+        raise StartError(f"{path}: {name} has the shape {[*found]} in the files, {[*wanted]} in {kind}")
     if missing := sorted(loading["missing_keys"]):  # transformers would fill them with random numbers
-        raise StartError(f"{path}: {len(missing)} weights of {type(model).__name__} are missing, {missing[0]} for one")
+        raise StartError(f"{path}: {len(missing)} weights of {kind} are missing, {missing[0]} for one")
+    if unused := sorted(loading["unexpected_keys"]):
+        names = ", ".join([*(f"{name:.100}" for name in unused[:_MAX_NAMES]), *["..."] * (len(unused) > _MAX_NAMES)])
+        log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
+
+
+def _check_finite(model: PreTrainedModel, path: str) -> None:
+    """StartError for a NaN or infinite weight: a broken file, or a type with too small a range."""
+    for name, weight in model.named_parameters():
+        values = weight.to_local() if isinstance(weight, DTensor) else weight
+        checkable = values.is_floating_point() and values.itemsize > 1 and values.numel() > 0  # of one byte: quantized
+        if checkable and not torch.stack(torch.aminmax(values.detach())).isfinite().all():  # which needs no memory
+            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {values.dtype}")
 
 
 def _has_other_state(model: PreTrainedModel) -> bool:

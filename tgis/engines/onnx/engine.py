@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
-from tgis.engines.loading.loader import LoadedModelInfo, load_config
+from tgis.engines.loading.loader import LoadedModelInfo, library_errors, load_config
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
@@ -193,6 +193,7 @@ def _model_info(config: PreTrainedConfig, decoder: Decoder) -> LoadedModelInfo:
 
 
 def _generation_config(options: EngineOptions, config: PreTrainedConfig) -> GenerationConfig:
-    if (Path(options.model_path) / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
+    with library_errors(options.model_path):
+        if (Path(options.model_path) / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
+        return GenerationConfig.from_model_config(config)

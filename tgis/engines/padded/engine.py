@@ -21,7 +21,7 @@ from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.sampler import BatchSampler
-from tgis.errors import OutOfMemory
+from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
 
@@ -62,9 +62,11 @@ class PaddedEngine:
         """Generate two tokens for one sequence, then find the number of tokens of context that fit into memory."""
         seq = Sequence(Request(-1, tokens=[0] * 8, max_new_tokens=2), arrival_time=0.0)
         for _ in range(2):
-            tokens = self.step(StepPlan.compute_all([seq])).tokens
+            result = self.step(StepPlan.compute_all([seq]))
+            for _, reason in result.failed.values():
+                raise StartError(f"{self._options.model_path}: a first step failed: {reason}")
             seq.num_computed_tokens = len(seq.tokens)
-            seq.tokens += tokens[0]
+            seq.tokens += result.tokens[0]
         cost = self._model.kv_cache_cost
         self.release([seq])
         capacity = padded_capacity(self, self._options, self._device, cost)

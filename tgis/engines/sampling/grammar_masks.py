@@ -52,7 +52,7 @@ class GrammarMasks:
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
     """Append the tokens that a grammar forces after those of a step, which then need no pass of the model each."""
     for seq, tokens in zip(seqs, result.tokens, strict=True):
-        if tokens and has_grammar(seq) and not _wants_logprobs(seq):
+        if tokens and has_grammar(seq) and not (_wants_logprobs(seq) or seq.request.sampling_params.excluding_field):
             generated = seq.tokens[seq.prompt_length :] + tokens
             try:
                 tokens += seq.grammar.forced_tokens(generated, seq.num_remaining_tokens - len(tokens))

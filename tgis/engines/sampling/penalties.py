@@ -5,9 +5,6 @@ that they are the same with every device and detectors can make them again.
 """
 
 import functools
-from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,50 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.engines.host_memory import to_device
+from tgis.engines.sampling.exclusions import AllowedTokens, ExcludedWords, MinP, flat_ids, repeat_rows
+from tgis.engines.sampling.histories import Histories
 from tgis.engines.sampling.logits_processors import MIN_DIVISOR, column
 from tgis.ipc.request import SamplingParams
 
 _MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite
 _MAX_SCORE = 1e38  # of a penalized token, in float32
-_SPARE_COLUMNS = 128  # of a token history: for tokens to come, before the tensor grows
 _WATERMARK_KEY = 15485863  # as in transformers and TGI
 _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millisecond
-
-
-class TokenHistory:
-    """The tokens of every row in one tensor, int64 [rows, columns]. Unused columns repeat the row's first token, so
-    that they add no id, or are 0 in a row without tokens.
-    """
-
-    def __init__(self, histories: Iterable[list[int]], device: torch.device) -> None:
-        """`histories` are the tokens of each row."""
-        tokens = list(histories)
-        lengths = [len(own) for own in tokens]
-        self._max_length = max(lengths)
-        ids = np.empty((len(tokens), self._max_length + _SPARE_COLUMNS), dtype=np.int64)
-        for row, own in zip(ids, tokens, strict=True):
-            row[: len(own)] = array("q", own)
-            row[len(own) :] = own[0] if own else 0
-        self.lengths = to_device(lengths, torch.int64, device)  # [rows]
-        self.ids = to_device(ids, torch.int64, device)
-
-    def append(self, newest: Tensor) -> None:
-        """Append one token to every row, [rows]."""
-        if self._max_length == self.ids.shape[1]:
-            self.ids = torch.cat([self.ids, self.ids[:, :1].expand(-1, _SPARE_COLUMNS)], 1)
-        self.ids.scatter_(1, self.lengths[:, None], newest[:, None])
-        self.lengths = self.lengths + 1
-        self._max_length += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Histories:
-    """The tokens of the whole batch that penalties depend on."""
-
-    tokens: TokenHistory | None  # what a repetition penalty and a watermark apply to; None: no row has one
-    outputs: TokenHistory | None  # what the model has generated; None: no row has a frequency or presence penalty
-    num_generated: Tensor  # [B, 1] int64
-    only_eos: Tensor | None = None  # [B, 1] bool: a grammar allows nothing but the end; None: no row has a grammar
 
 
 class _Penalty(Protocol):
@@ -116,9 +78,7 @@ class _LogitBias:
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, _in_batch: Tensor, _eos: Tensor) -> None:
         biases = [row.logit_bias or {} for row in params]
-        counts = to_device([len(own) for own in biases], torch.int64, rows.device)
-        self._rows = rows[:, 0].repeat_interleave(counts, output_size=sum(map(len, biases)))
-        self._ids = to_device([token for own in biases for token in own], torch.int64, rows.device)
+        self._rows, self._ids = repeat_rows(rows[:, 0], biases), flat_ids(biases, rows.device)
         self._values = to_device([value for own in biases for value in own.values()], torch.float32, rows.device)
 
     @staticmethod
@@ -150,9 +110,7 @@ class _EndPenalty:
         factor = self._decay.pow(past_start.clamp(min=0)).clamp(max=_MAX_PENALTY_FACTOR)
         boosted = old + old.abs() * (factor - 1)
         new = torch.where(old.isfinite(), boosted.to(old.dtype), old)
-        below_minimum = num_generated < self._minimum
-        if histories.only_eos is not None:
-            below_minimum &= ~histories.only_eos[self._in_batch]
+        below_minimum = histories.below_minimum(self._in_batch, self._minimum)
         scores[self._rows, self._eos] = new.masked_fill(below_minimum, -torch.inf)
 
 
@@ -196,8 +154,10 @@ class _OutputPenalty:
         scores[self._rows] -= self._presence * (counts > 0) + self._frequency * counts
 
 
-# In the order in which they apply.
-_KINDS: tuple[type[_Penalty], ...] = (_Watermark, _LogitBias, _EndPenalty, _RepetitionPenalty, _OutputPenalty)
+# In the order in which they apply; none brings a token back that is excluded.
+_KINDS: tuple[type[_Penalty], ...] = (
+    *(AllowedTokens, ExcludedWords, _Watermark, _LogitBias, _EndPenalty, _RepetitionPenalty, _OutputPenalty, MinP),
+)
 
 
 class Penalties:
@@ -225,7 +185,7 @@ class Penalties:
     @staticmethod
     def need_outputs(params: SamplingParams) -> bool:
         """Whether a penalty of the row depends on the generated tokens."""
-        return _OutputPenalty.used_by(params)
+        return _OutputPenalty.used_by(params) or ExcludedWords.used_by(params)
 
     def __bool__(self) -> bool:
         """Whether any row has a penalty."""

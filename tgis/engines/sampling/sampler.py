@@ -16,6 +16,7 @@ from tgis.engines.base import StepResult
 from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.draws import SamplingOps, draw_filtered, noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
+from tgis.engines.sampling.histories import Histories, TokenHistory
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
     LogprobRequest,
@@ -27,7 +28,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
-from tgis.engines.sampling.penalties import Histories, Penalties, TokenHistory
+from tgis.engines.sampling.penalties import Penalties
 from tgis.ipc.messages import FailureKind
 from tgis.ipc.request import LogprobOptions
 
@@ -75,11 +76,11 @@ class SamplingGroup:
     def values(self, step: StepInputs) -> Tensor:
         """The rows' scores after the penalties, [b, V]; the logits may be changed in place."""
         values = step.logits[self.selector]
+        if self.constrained and step.masks:
+            values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         if self.penalties:
             values = values if values.dtype == torch.float64 else values.float()
             self.penalties.apply(values, step.histories)
-        if self.constrained and step.masks:
-            values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         return values
 
     def scores(self, step: StepInputs) -> Scores:
@@ -139,7 +140,9 @@ class SampledTokens:
                 told = valid and own.wants_details
                 result.logprobs.append([token_logprobs(row, own)] if told else [])
             if not valid:
-                result.failed[seq.id] = FailureKind.ERROR, "the model's scores are not finite"
+                field = seq.request.sampling_params.excluding_field
+                failure = FailureKind.ERROR, "the model's scores are not finite"
+                result.failed[seq.id] = (FailureKind.NOTHING_LEFT, field) if field else failure
         result.failed |= {seq_id: (FailureKind.GRAMMAR, problem) for seq_id, problem in self.problems.items()}
         return result
 

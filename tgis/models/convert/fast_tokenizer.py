@@ -14,6 +14,7 @@ from tgis.models import staging
 from tgis.models.files import ModelFiles, read_json
 
 TOKENIZER = "tokenizer.json"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 CONVERT_SECONDS = 600
 
 
@@ -74,8 +75,13 @@ def convert_here(model: str, out: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by the following import
     from transformers import AutoTokenizer  # noqa: PLC0415 - see above
 
+    from tgis.models.convert.sentencepiece_model import follow_sentencepiece, read_sentencepiece  # noqa: PLC0415
+
+    found = [read_sentencepiece(path) for name in SENTENCEPIECE if (path := Path(model, name)).is_file()]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     tokenizer.save_pretrained(out)
+    for one in found:
+        follow_sentencepiece(one, Path(out, TOKENIZER), tokenizer.init_kwargs)
 
 
 if __name__ == "__main__":

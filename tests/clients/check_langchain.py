@@ -1,0 +1,113 @@
+"""langchain-openai against the server at SERVER_URL, whose engine repeats the last message."""
+
+import asyncio
+import os
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+from langchain_core.messages import (  # type: ignore[import-not-found]
+    AIMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.tools import tool  # type: ignore[import-not-found]
+from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
+from openai import BadRequestError
+from pydantic import BaseModel
+
+URL = f"{os.environ['SERVER_URL']}/v1"
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+@tool  # type: ignore[untyped-decorator]
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+ADA = Person(name="Ada", age=36)
+
+
+def chat(**params: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        **{"base_url": URL, "api_key": "x", "model": "any", "max_tokens": 200, "max_retries": 0, "timeout": 30} | params
+    )
+
+
+def test_invoke_and_stream() -> None:
+    model = chat(max_tokens=8, logprobs=True)
+    answer = model.invoke([SystemMessage("Be brief."), HumanMessage("hello ")])
+    assert (answer.content, answer.response_metadata["finish_reason"]) == ("hello he", "length")
+    assert answer.usage_metadata["output_tokens"] == 8
+    assert len(answer.response_metadata["logprobs"]["content"]) == 8
+    chunks = list(model.stream("hello ", stream_usage=True))
+    assert sum(bool(chunk.content) for chunk in chunks) > 1
+    whole = reduce(add, chunks)
+    assert (whole.content, whole.usage_metadata["total_tokens"]) == ("hello he", 14)
+    assert [each.content for each in model.batch(["ab", "cd"])] == ["abababab", "cdcdcdcd"]
+    many = chat(max_tokens=2, n=5, temperature=1).generate([[HumanMessage("ab")]])
+    assert [each.text for each in many.generations[0]] == ["ab"] * 5
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"tool_choice": "any"}, {"tool_choice": "multiply"}])
+def test_tools(options: dict[str, Any]) -> None:
+    model = chat().bind_tools([multiply], parallel_tool_calls=False, **options)
+    answer = model.invoke(CALL)
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"], answer.invalid_tool_calls) == ("multiply", {"a": 3, "b": 4}, [])
+    whole = reduce(add, model.stream(CALL))
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("multiply", {"a": 3, "b": 4})]
+    result = multiply.invoke(call)
+    assert isinstance(result, ToolMessage)
+    if "tool_choice" not in options:
+        assert model.bind(max_tokens=2).invoke([HumanMessage(CALL), answer, result]).content == "12"
+
+
+def test_a_conversation_with_calls_of_others() -> None:
+    call: Any = {"name": "multiply", "args": {"a": 1, "b": 2}, "id": "call_1", "type": "tool_call"}
+    messages = [HumanMessage("x"), AIMessage("", tool_calls=[call]), ToolMessage("2", tool_call_id="call_1")]
+    answer = (
+        chat(max_tokens=6).bind_tools([multiply]).invoke([*messages, HumanMessage([{"type": "text", "text": "and "}])])
+    )
+    assert answer.content == "and an"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
+def test_structured_output(method: Any, schema: Any) -> None:
+    text = ADA.model_dump_json()
+    if method == "function_calling":
+        text = f'<tool_call>\n{{"name": "Person", "arguments": {text}}}\n</tool_call>'
+    expected = ADA if schema is Person else ADA.model_dump()
+    model = chat().with_structured_output(schema, method=method, include_raw=True)
+    found = model.invoke(text)
+    assert (found["parsed"], found["parsing_error"]) == (expected, None)
+    assert list(chat().with_structured_output(schema, method=method).stream(text))[-1] == expected
+
+
+def test_completions() -> None:
+    model = OpenAI(base_url=URL, api_key="x", model="any", max_tokens=4, max_retries=0)
+    assert model.invoke("ab") == "abab"
+    assert "".join(model.stream("ab")) == "abab"
+    assert [each[0].text for each in model.generate(["ab", "cd"]).generations] == ["abab", "cdcd"]
+
+
+def test_asyncio_and_errors() -> None:
+    async def run() -> None:
+        model = chat(max_tokens=8)
+        assert "".join([str(chunk.content) async for chunk in model.astream("hello ")]) == "hello he"
+        assert (await model.ainvoke("hello ")).content == "hello he"
+        with pytest.raises(BadRequestError, match="temperature"):
+            await chat(temperature=-1).ainvoke("a")
+
+    asyncio.run(run())
