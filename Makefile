@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-clients manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels clean
+.PHONY: help venv proto demo-model serve test test-all test-clients test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -19,7 +19,7 @@ venv: .venv/installed ## create .venv with the pinned dependencies; again only w
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx,otel]'
 	@touch $@
 
 proto: venv ## generate the stubs in tgis/pb from proto/generation.proto
@@ -45,6 +45,21 @@ test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whos
 .cache/clients/installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv .cache/clients
 	.cache/clients/bin/python -m pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+# What depends most on the versions of other packages.
+OLDEST := tests/test_rooms.py tests/test_server.py tests/test_tracing.py tests/cli tests/api tests/frontend \
+	tests/end_to_end/test_golden.py tests/engines/paged/test_batch.py tests/engines/onnx tests/structured_output tests/prompts
+
+test-oldest: .cache/oldest/installed ## run the tests that matter there with the oldest dependencies of setup.cfg; ARGS goes to pytest
+	GRPC_VERBOSITY=NONE .cache/oldest/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile \
+	-m 'not slow and not gpu' $(OLDEST) $(ARGS)
+
+.cache/oldest/installed: setup.cfg
+	$(PYTHON) -m venv --clear .cache/oldest
+	sed -n 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\).*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
+	.cache/oldest/bin/python -m pip install --disable-pip-version-check --constraint .cache/oldest/bounds.txt \
+	--editable '.[dev,demo,onnx,otel]'
 	@touch $@
 
 manifests: venv .cache/manifests/installed ## check deployment/ with kubectl, promtool, a Prometheus and more; nothing of it needs a cluster
@@ -96,6 +111,18 @@ wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside t
 	googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection grpcio-status llguidance msgspec protobuf \
 	pycparser uvloop
 
+sbom: venv .cache/audit/installed ## write the packages of .venv and their licenses to dist/sbom.json (CycloneDX); its tool needs the network once
+	@mkdir -p dist
+	.cache/audit/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json $(BIN)/python
+
+audit: .cache/audit/installed ## look for known vulnerabilities in constraints.txt; asks the package index, so it needs the network
+	.cache/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off $(ARGS)
+
+.cache/audit/installed: Makefile
+	$(PYTHON) -m venv --clear .cache/audit
+	.cache/audit/bin/python -m pip install --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@
+
 clean: ## remove everything that make created, except the demo models in .cache
-	rm -rf .venv .cache/clients .cache/manifests build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache/clients .cache/oldest .cache/audit .cache/manifests build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tgis demo benchmarks tests proto deployment -name __pycache__ -type d -prune -exec rm -rf {} +

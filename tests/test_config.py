@@ -87,6 +87,8 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
     "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
+    "otlp_endpoint": (("c:4317", "c:4317"), ("http://c:1", "http://c:1")),
+    "otlp_service_name": (("a", "a"), ("b", "b")),
     "git_commit_hash": (("abc", "abc"), ("0", "0")),
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
     "json_output": (("TRUE", True), ("1", True)),
@@ -266,7 +268,6 @@ def test_options_of_others_are_no_misspelt_ones(name: str) -> None:
         ("QUANTIZE", ["none"], "gptq"),
         ("TRUST_REMOTE_CODE", ["false", "0", "False"], "true"),
         ("SPECULATOR_NAME", [], "m"),
-        ("OTLP_ENDPOINT", [], "collector:4317"),
     ],
 )
 def test_options_without_effect_are_warnings(name: str, neutral: list[str], asking: str) -> None:

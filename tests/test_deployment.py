@@ -1,31 +1,22 @@
-"""What ships beside the code: manifests, Containerfile, packaging, pinned versions, make targets.
+"""Kubernetes manifests, alerts and the dashboard.
 
 `make manifests` checks manifests with real tools; here are the checks that need none.
 """
 
-import configparser
 import copy
-import importlib
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import consistency
-import containerfile
 import expressions
 import grpc
 import pytest
 import yaml
 from expressions import Expression
 from harness import Server, running_fake, unary_request
-from packaging.requirements import Requirement
 from scraped_metrics import full_scrape
 
 from tgis import __version__
@@ -50,8 +41,6 @@ def load(name: str) -> dict[str, Any]:
 DEPLOYMENT = load("base/deployment.yaml")
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (SERVER,) = POD["containers"]
-RECIPE = (ROOT / "Containerfile").read_text()
-IMAGE = containerfile.describe(RECIPE, Path("/"))
 
 
 # What kustomize would render of the base with every component that adds an object, and KServe's.
@@ -321,121 +310,3 @@ def test_the_download_puts_the_served_model_where_the_server_finds_it(config: Co
     (volume,) = changes["volumes"]
     volume["persistentVolumeClaim"]["readOnly"] = True
     assert volume in POD["volumes"]
-
-
-def test_the_image_starts_the_server_as_its_first_process() -> None:
-    assert IMAGE.command == ["tgis", "serve"]
-    assert IMAGE.user == "2000:0"  # runAsNonRoot can only be checked for a numeric id
-
-
-def test_the_environment_of_the_image_is_a_valid_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(IMAGE.environment) - NAMES == {"HOME", "LANG", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
-    monkeypatch.setattr(os, "environ", IMAGE.environment)
-    config = parse([], {"MODEL_NAME": "m", **IMAGE.environment}, "tgis serve")
-    assert IMAGE.ports == [config.port, config.grpc_port]
-    assert config.cache_dir.is_relative_to("/tmp")
-    assert config.hf_home.is_relative_to("/tmp")
-
-
-def test_the_build_context_is_what_the_image_copies() -> None:
-    copied = {
-        source.rstrip("/")
-        for instruction, argument in containerfile.steps(RECIPE)
-        if instruction == "COPY" and not argument.startswith("--from=")
-        for source in argument.split()[:-1]
-    }
-    lines = (ROOT / ".containerignore").read_text().splitlines()
-    allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert "*" in lines
-    assert {source.split("/")[0] for source in copied} == allowed
-
-
-@pytest.mark.parametrize(("extras", "installed"), [("", "."), ("onnx", ".[onnx]")])
-def test_the_image_installs_an_extra_on_demand(extras: str, installed: str) -> None:
-    (argument,) = re.findall(r"^RUN pip install .* (\S+EXTRAS\S+)$", RECIPE, re.MULTILINE)
-    shown = subprocess.check_output(["sh", "-c", f"echo {argument}"], env={"EXTRAS": extras}, text=True)
-    assert shown == f"{installed}\n"
-    assert not extras or extras in setup_cfg()["options.extras_require"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_image_builds_and_works_for_any_user() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        root.chmod(0o755)
-        image = containerfile.replay(RECIPE, ROOT, root)
-        user = containerfile.unprivileged_uid()
-        assert image.run(["tgis", "--help"], user).startswith("usage: tgis")
-        for script in ("text-generation-launcher", "text-generation-server", "model-util", "grpc_healthcheck"):
-            assert image.run([script, "--help"], user).startswith(f"usage: {script} ")
-        module = ["python", "-m", "vllm_tgis_adapter"]
-        assert image.run([*module, "--help"], user).startswith(f"usage: {' '.join(module)} ")
-        where = image.run(
-            ["python", "-c", "import tgis.server, tgis.engine_core.main; print(tgis.server.__file__)"], user
-        )
-        assert where.startswith(str(root / "venv"))
-        load = "from tgis.engines.kernels.cpu.library import load_kernels; print(load_kernels('generic', '').isa)"
-        assert image.run(["python", "-c", load], user) == "generic\n"  # prebuilt: there is no CACHE_DIR to compile in
-
-
-def setup_cfg() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
-    return parser
-
-
-def requirements() -> list[Requirement]:
-    parser = setup_cfg()
-    texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]
-    return [Requirement(line) for text in texts for line in text.splitlines() if line.strip()]
-
-
-def test_constraints_are_exact_and_within_the_ranges() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    named = {_normal(name): version for name, version in pins.items()}
-    assert len(named) == len(pins)
-    for requirement in requirements():
-        assert named[_normal(requirement.name)] in requirement.specifier, requirement
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def test_setuptools_finds_every_package() -> None:
-    folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
-
-
-def test_the_package_has_the_module_of_vllm_tgis_adapter(tmp_path: Path) -> None:
-    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tgis", "vllm_tgis_adapter"]
-    usage = [sys.executable, "-P", "-m", "vllm_tgis_adapter", "--help"]
-    shown = subprocess.check_output(usage, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
-    assert shown.startswith("usage: python -m vllm_tgis_adapter --model-name TEXT [options]")
-    assert "[env: PORT] [default: 8000]" in " ".join(shown.split())
-
-
-def test_the_console_scripts_exist() -> None:
-    for script in setup_cfg()["options.entry_points"]["console_scripts"].strip().split("\n"):
-        module, _, function = script.partition(" = ")[2].partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_make_lists_every_target() -> None:
-    declared = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
-    listed = subprocess.run(
-        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == declared
-    assert all(len(line.split(maxsplit=1)[1]) > 10 for line in listed)
-
-
-def test_ci_runs_the_make_targets() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    assert re.findall(r"^make (\S+)", script, re.MULTILINE) == ["check", "test"]

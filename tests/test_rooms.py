@@ -15,26 +15,27 @@ ROOT = REPOSITORY / "tgis"
 # From the ground floor up: each room, and the rooms below that it may import. `/` names a room inside a room.
 ALLOWED_IMPORTS: dict[str, str] = {
     "errors": "",
+    "tracing": "",
     "pb": "",
     "ipc": "",
     "utils": "errors",
     "foreign_options": "errors utils",
-    "config": "errors foreign_options utils",
+    "config": "errors foreign_options tracing utils",
     "security": "errors utils",
     "models": "errors utils",
     "prompts": "errors ipc models utils",
     # the front-end process
-    "frontend": "errors ipc models utils",
+    "frontend": "errors ipc models tracing utils",
     "api": "config errors",
-    "api/grpc": "api config errors frontend ipc pb security utils",
-    "api/http": "api config errors frontend ipc security utils",
+    "api/grpc": "api config errors frontend ipc pb security tracing utils",
+    "api/http": "api config errors frontend ipc security tracing utils",
     "api/openai": "api/http config errors frontend ipc prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
     "server": (
         "api api/grpc api/http api/openai api/tgi config errors frontend ipc limits models prompts security "
-        "startup_log utils"
+        "startup_log tracing utils"
     ),
     # the engine process
     "batcher": "errors ipc",
@@ -115,6 +116,12 @@ def test_the_package_imports_nothing_that_is_not_shipped() -> None:
     nodes = [(path, node) for _, path in modules() for node in ast.walk(syntax(path))]
     tops = {(path, (node.module or "").split(".")[0]) for path, node in nodes if isinstance(node, ast.ImportFrom)}
     assert [(path, top) for path, top in tops if top in ("demo", "benchmarks", "tests")] == []
+
+
+def test_every_module_can_be_imported() -> None:
+    names = [module for module, _ in modules() if not module.endswith("__main__")]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *names], check=True)
 
 
 @pytest.mark.parametrize(

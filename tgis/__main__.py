@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import tgis
 from tgis.errors import OptionError, StartError
@@ -40,6 +41,7 @@ FUNCTIONS = {  # of commands that are not `main` of the module of their name
 }
 SERVERS = ("serve", "vllm_tgis_adapter")
 MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
+NOT_IN_CLIENT = (*SERVERS, *MODEL_FILE_COMMANDS, "prompts", "simulate")  # need more than tgis-client installs
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 
@@ -110,6 +112,8 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
     from tgis.config import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
 
     try:
+        if command in NOT_IN_CLIENT and not find_spec("tgis.engines"):
+            raise StartError(f"{prog} needs the server: pip install tgis")
         prepare_command()
         module, _, function = FUNCTIONS.get(command, f"{command.replace('-', '_')}.main").partition(".")
         code: int = getattr(importlib.import_module(f"tgis.cli.{module}"), function)(argv, prog)

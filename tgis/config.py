@@ -25,12 +25,14 @@ from tgis.foreign_options import (
     foreign_options,
     foreign_warnings,
 )
+from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
     DIRECTORY,
+    ENDPOINT,
     FIRST_WORD,
     NAMED_PATHS,
     PATH,
@@ -79,6 +81,8 @@ LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
     **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "128"),
     # TOKENIZATION_WORKERS are all threads that tokenize: one call's batch must not keep every core from the others'.
     "TOKENIZERS_PARALLELISM": "false",
+    # Without it, a caller that has not sampled its own span decides that there is none of ours.
+    "OTEL_TRACES_SAMPLER": "always_on",
 }
 
 
@@ -272,6 +276,12 @@ class Config:
         PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"),
         aliases=("termination_log_dir",))
 
+    otlp_endpoint: str | None = option(
+        LOGS, ENDPOINT, "OpenTelemetry collector (OTLP over gRPC) that the spans of requests are sent to", None,
+        aliases=("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint"),
+        vllm_names=("otlp_traces_endpoint",))
+    otlp_service_name: str | None = option(
+        LOGS, TEXT, "name of this service in spans", None, aliases=("otel_service_name",), shown_default="tgis")
     git_commit_hash: str | None = option(LOGS, TEXT, "commit of the build, for the metric tgi_info", None)
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
@@ -321,6 +331,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
+    warnings += _no_traces(config)
     warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
     known = {name.upper() for opt in (*options, *others) for name in opt.names}
     warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
@@ -360,6 +371,12 @@ def _overridden_engine(config: Config) -> list[str]:
 def _unknown_log_level(config: Config) -> list[str]:
     """TGIS accepts Rust's filter syntax."""
     return [] if config.log_level.lower() in LEVELS else [f"LOG_LEVEL={config.log_level!r}: using info"]
+
+
+def _no_traces(config: Config) -> list[str]:
+    if config.otlp_endpoint is None or can_trace():
+        return []
+    return [f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"]
 
 
 def _near_misses(unknown: list[str]) -> list[str]:

@@ -66,6 +66,7 @@ from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
+from tgis.tracing import make_tracer
 from tgis.utils import logs, stop_signals
 from tgis.utils.file_lock import scratch_directory
 
@@ -148,6 +149,7 @@ class Server:
         self._http_api = HttpApi(config, self._http_auth, self._clients)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store), model.generation_config)
         self._chat_template: ChatTemplate | None = None
+        self._tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.shown_model)
 
     def convert_weights(self) -> None:
         """Make safetensors if the model has older weights; StartError if that fails."""
@@ -186,6 +188,8 @@ class Server:
             self._tokenizer.close()
             if self._chat_template:
                 self._chat_template.close()
+            if self._tracer:
+                self._tracer.close()
             stop_signals.ignore()
 
     def _make_grpc_server(self) -> GrpcServer:
@@ -255,7 +259,7 @@ class Server:
             why_no_adapters=self._why_no_adapters(info),
             why_no_grammars=self._why_no_grammars(info),
         )
-        generator = Generator(server_info, client, self._decoder, lookups, self._metrics)
+        generator = Generator(server_info, client, self._decoder, lookups, self._metrics, self._tracer)
         self._servicer.generator = self._http_api.generator = generator
         self._service_metrics.engine_ready(info, time.monotonic() - self._started)
         self._service_metrics.set_state(ServiceState.SERVING)

@@ -106,6 +106,9 @@ def test_ids_of_tokens_if_asked_for(stub: Stub) -> None:
     assert whole.SerializeToString() == without.SerializeToString()
 
 
+@pytest.mark.skipif(
+    tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 76), reason="this grpcio keeps what is not read in a buffer"
+)
 @pytest.mark.parametrize("tokens", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_gathers_while_nobody_reads_comes_in_one_message_unless_tokens_are_asked_for(
     server: Server, tokens: bool
@@ -376,4 +379,4 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
-    assert dict(error.trailing_metadata()).keys() == {"grpc-status-details-bin"}
+    assert [name for name, _ in error.trailing_metadata()] == ["grpc-status-details-bin"]

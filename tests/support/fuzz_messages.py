@@ -34,7 +34,7 @@ def _fill(message: Message, draw: random.Random, density: float) -> None:
         inputs = field.name in ("requests", "request", "text")
         if draw.random() > (0.95 if inputs else density):
             continue
-        if field.is_repeated:
+        if isinstance(field.default_value, list):  # repeated, in every version of protobuf
             for _ in range(draw.choice([0, 1, 1, 1, 2, 3, 7])):
                 _append(message, field, draw, density)
         elif field.message_type:

@@ -1,6 +1,7 @@
 """What an API reads from one RPC and hands to the front end. Knows no proto."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,7 @@ class GenerateCall:
     correlation_id: str | None = None  # for logs
     answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
     n: int = 1  # outputs of each input
+    trace_parent: Mapping[str, str] | None = None  # W3C's headers: the span that this call belongs to
 
     @property
     def num_outputs(self) -> int:

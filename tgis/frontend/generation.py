@@ -26,6 +26,7 @@ from tgis.frontend.validation import RequestLimits, check_num_bytes, make_reques
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
+from tgis.tracing import Tracer
 
 # What calls hold in the memory of this process, in bytes, as measured.
 _INPUT_BYTES = 2048  # of an input: its message, request, queue and output, without the text
@@ -69,8 +70,10 @@ class Generator:
         decoder: TokenDecoder,
         lookups: Lookups,
         metrics: Metrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self.server_info = server_info
+        self._tracer = tracer
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
             None: decoder,
@@ -89,7 +92,7 @@ class Generator:
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
-        log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
+        log = self._request_log(call)
         if not call.texts:
             return []
         async with self._running(call, log) as inbox:
@@ -124,7 +127,7 @@ class Generator:
 
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
-        log = RequestLog(call, self._metrics, log_text=self.server_info.log_text)
+        log = self._request_log(call)
         async with self._running(call, log) as inbox:
             inbox.on_end = call.account.output_complete
             for output in inbox.outputs:
@@ -164,6 +167,9 @@ class Generator:
             tokens=map(self._tokenizer.token_text, encoding.packed_ids if call.return_tokens else ()),
             offsets=encoding.offsets,
         )
+
+    def _request_log(self, call: GenerateCall) -> RequestLog:
+        return RequestLog(call, self._metrics, self._tracer, log_text=self.server_info.log_text)
 
     @asynccontextmanager
     async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[Inbox]:

@@ -14,6 +14,7 @@ from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, Output
 from tgis.ipc.request import SamplingParams, StopReason
+from tgis.tracing import Phase, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,16 @@ _DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {
 }
 
 
+_SPAN, _PHASES = "generate", ("queue", "prefill", "decode")
+
+
 class RequestLog:
     """Records one call to generate; a context manager around its life."""
 
-    def __init__(self, call: GenerateCall, metrics: Metrics, *, log_text: bool) -> None:
+    def __init__(self, call: GenerateCall, metrics: Metrics, tracer: Tracer | None = None, *, log_text: bool) -> None:
         self._call = call
         self._metrics = metrics
+        self._tracer = tracer
         self.started = time.monotonic()
         self._log_text = log_text
         self._outputs: Sequence[Output] = ()
@@ -50,6 +55,9 @@ class RequestLog:
             log.log(level, "%s call failed: %s", self._call.kind, error.logged)
         elif error is not None and not self._outputs:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._call.num_outputs)
+        if self._tracer and error is not None and not self._outputs:
+            request = Phase(_SPAN, self.started, time.monotonic())
+            self._tracer.record(self._call.trace_parent, request, error=type(error).__name__)
         for output in list(self._open):
             self.finish(output)
         for output in self._outputs:
@@ -75,6 +83,8 @@ class RequestLog:
         ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.failed else "CANCELLED"
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
         as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
+        if self._tracer:
+            self._trace(self._tracer, output, ended)
         num_tokens = output.num_generated if output.stop_reason else output.num_tokens  # of the answer, or of no answer
         log.log(
             _level(output.failed) if output.failed else logging.INFO if as_asked else logging.WARNING,
@@ -84,6 +94,27 @@ class RequestLog:
             num_tokens,
             ended,
             extra=self._fields(output, num_tokens),
+        )
+
+    def _trace(self, tracer: Tracer, output: Output, ended: str) -> None:
+        timings, request, params = output.timings, output.request, output.request.sampling_params
+        marks = [timings.submitted, timings.scheduled, timings.first_token, timings.last_token]
+        attributes = {
+            "gen_ai.request.max_tokens": request.max_new_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.finish_reasons": [ended.lower()],
+            "gen_ai.usage.input_tokens": request.input_length,
+            "gen_ai.usage.output_tokens": output.num_generated,
+        }
+        if request.adapter:
+            attributes["gen_ai.request.model"] = request.adapter.id
+        tracer.record(
+            self._call.trace_parent,
+            Phase(_SPAN, timings.arrived, time.monotonic()),
+            [Phase(*each) for each in zip(_PHASES, marks, marks[1:], strict=False) if all(each[1:])],
+            attributes,
+            None if output.stop_reason else output.failed.__name__ if output.failed else ended,
         )
 
     def _count_success(self, output: Output) -> None:

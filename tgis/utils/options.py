@@ -13,10 +13,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -126,6 +128,14 @@ def _address(text: str) -> str:
         raise ValueError("must be an IP address or localhost") from None
 
 
+def _endpoint(text: str) -> str:
+    url = urlsplit(text if "//" in text else f"//{text}")
+    with suppress(ValueError):  # of a port that is no number
+        if url.scheme in ("", "http", "https") and url.hostname and url.port:
+            return text
+    raise ValueError("must be HOST:PORT, or that after http:// or https://")
+
+
 class _NamedPath(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     path: Annotated[str, msgspec.Meta(min_length=1)]
@@ -169,6 +179,7 @@ ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or w
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
 DIRECTORY = ValueType("PATH", _directory)
 ADDRESS = ValueType("IP", _address)
+ENDPOINT = ValueType("URL", _endpoint)
 BOOLEAN = ValueType("BOOL", _boolean, bare_value="true")
 
 

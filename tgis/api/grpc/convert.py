@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ def generate_call(
     identity: bytes,
     correlation_id: str | None,
     answer_deadline: float | None = None,
+    trace_parent: Mapping[str, str] | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
         kind, fields = CallKind.STREAM, ["request.text"]
@@ -65,6 +66,7 @@ def generate_call(
         adapter=_adapter(message),
         correlation_id=correlation_id,
         answer_deadline=answer_deadline,
+        trace_parent=trace_parent,
     )
 
 

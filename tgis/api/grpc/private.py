@@ -9,7 +9,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
 import grpc
@@ -76,7 +76,10 @@ class _NextCall(asyncio.Future[Any]):
 
     _callback: Callable[["_NextCall"], object] | None = None
 
-    def add_done_callback(self, callback: Callable[["_NextCall"], object], **_context: object) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context | None = None) -> None:
+        if context is not None:  # a task, which cannot wake inside another: grpc.aio before 1.80 awaits the future
+            super().add_done_callback(callback, context=context)
+            return
         self._callback = callback
         if self.done():
             callback(self)

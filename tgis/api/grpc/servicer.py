@@ -19,6 +19,7 @@ from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
+from tgis.tracing import parent_headers
 from tgis.utils import logs
 
 GENERATION_SERVICE = "fmaas.GenerationService"
@@ -48,7 +49,10 @@ class GenerationServicer:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
             deadline = self._answer_deadline(grpc_call.context)
-            call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline)
+            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
+            call = convert.generate_call(
+                message, account, identity, logs.correlation_id(), deadline, trace_parent=parent
+            )
             outputs = await generator.generate(call)
             cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
             return await generator.pool.run(
@@ -58,7 +62,8 @@ class GenerationServicer:
     async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
-            call = convert.generate_call(message, account, identity, logs.correlation_id())
+            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
+            call = convert.generate_call(message, account, identity, logs.correlation_id(), trace_parent=parent)
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:

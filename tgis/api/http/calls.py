@@ -19,6 +19,7 @@ from tgis.errors import RequestError, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.sampling_params import RawParams
+from tgis.tracing import parent_headers
 from tgis.utils import logs
 
 _REFUSALS = (400, 413, 415, 422)
@@ -83,6 +84,7 @@ class HttpCall:
             adapter=("adapter_id", adapter) if adapter else None,
             correlation_id=logs.correlation_id(),
             n=n,
+            trace_parent=parent_headers(self.request.headers.items()),
         )
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:

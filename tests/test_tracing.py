@@ -1,0 +1,171 @@
+"""Spans of requests, as a collector of OpenTelemetry's own protocol receives them from a server process."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from config_parsing import read, refusal
+from harness import Server, running_fake
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+import tgis.config
+from tgis.pb import generation_pb2 as pb
+from tgis.tracing import parent_headers
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CONTEXT = (("traceparent", f"00-{TRACE}-{PARENT}-00"), ("tracestate", "a=b"))
+SECRET = "sesame"
+
+
+class Collector(trace_grpc.TraceServiceServicer):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.requests: list[trace.ExportTraceServiceRequest] = []
+
+    def Export(self, request: Any, context: Any) -> trace.ExportTraceServiceResponse:
+        self.requests.append(request)
+        return trace.ExportTraceServiceResponse()
+
+    def spans(self, count: int) -> list[Span]:
+        """Wait for so many, and forget them."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            found = [
+                s for r in self.requests for each in r.resource_spans for one in each.scope_spans for s in one.spans
+            ]
+            if len(found) >= count:
+                break
+            time.sleep(0.02)
+        self.requests.clear()
+        assert len(found) == count, [span.name for span in found]
+        return sorted(found, key=lambda span: (span.start_time_unix_nano, -span.end_time_unix_nano))
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[Collector, int]]:
+    collecting, server = Collector(), grpc.server(ThreadPoolExecutor(1))
+    trace_grpc.add_TraceServiceServicer_to_server(collecting, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield collecting, port
+    server.stop(0)
+
+
+@pytest.fixture(scope="module")
+def server(collector: tuple[Collector, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector[1]}", "OTEL_SERVICE_NAME": "mine"}
+    options |= {"OTEL_RESOURCE_ATTRIBUTES": "team=a", "OTEL_BSP_SCHEDULE_DELAY": "100", "SERVED_MODEL_NAME": "served"}
+    with running_fake(tmp_path_factory.mktemp("traced"), {"step_seconds": 0.01}, **options) as running:
+        yield running
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value") or "") for each in span.attributes}
+
+
+def generate(server: Server, text: str, max_new_tokens: int, metadata: Any = ()) -> None:
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=max_new_tokens))
+    message = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text)], params=params)
+    with server.stub() as stub:
+        stub.Generate(message, timeout=20, metadata=metadata)
+
+
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_the_spans_of_a_request(server: Server, collector: tuple[Collector, int], api: str) -> None:
+    started = time.time_ns()
+    if api == "grpc":
+        generate(server, SECRET, 7, CONTEXT)
+    else:
+        body = {"model": "served", "prompt": SECRET, "max_tokens": 7, "temperature": 0}
+        assert server.post("/v1/completions", body, 20, **dict(CONTEXT))[0] == 200
+    ended, received = time.time_ns(), collector[0].requests
+    spans = collector[0].spans(4)
+    request, *phases = spans
+    assert [span.name for span in spans] == ["generate", "queue", "prefill", "decode"]
+    assert {span.trace_id.hex() for span in spans} == {TRACE}  # although the caller has not sampled its own span
+    assert (request.parent_span_id.hex(), request.kind) == (PARENT, Span.SPAN_KIND_SERVER)
+    assert {span.parent_span_id for span in phases} == {request.span_id}
+    times = [started, request.start_time_unix_nano, phases[0].start_time_unix_nano]
+    times += [span.end_time_unix_nano for span in (*phases, request)] + [ended]
+    assert times == sorted(times)
+    assert [span.start_time_unix_nano for span in phases[1:]] == [span.end_time_unix_nano for span in phases[:-1]]
+    assert phases[2].end_time_unix_nano - phases[2].start_time_unix_nano >= 6 * 10_000_000  # steps of 10 ms
+    found = attributes(request)
+    assert {name: found[name] for name in found if name.startswith(("gen_ai.usage", "gen_ai.o", "gen_ai.p"))} == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tgis",
+        "gen_ai.usage.input_tokens": 6,
+        "gen_ai.usage.output_tokens": 7,
+    }
+    assert (found["gen_ai.request.model"], found["gen_ai.request.max_tokens"]) == ("served", 7)
+    assert [each.string_value for each in found["gen_ai.response.finish_reasons"].values] == ["max_tokens"]
+    assert request.status.code == Status.STATUS_CODE_UNSET
+    assert SECRET not in str(spans) + str(received)
+
+
+def test_a_failed_request(server: Server, collector: tuple[Collector, int]) -> None:
+    junk = (("traceparent", "00-" + "x" * 1000), ("tracestate", "y" * 513))
+    with pytest.raises(grpc.RpcError):
+        generate(server, SECRET, 1_000_000, junk)
+    (span,) = collector[0].spans(1)
+    assert (attributes(span)["error.type"], span.status.code) == ("InvalidRequest", Status.STATUS_CODE_ERROR)
+    assert (span.name, span.parent_span_id) == ("generate", b"")
+    assert SECRET not in str(span)
+
+
+def test_the_resource(server: Server, collector: tuple[Collector, int]) -> None:
+    generate(server, "a", 1)
+    until = time.monotonic() + 20
+    while not collector[0].requests and time.monotonic() < until:
+        time.sleep(0.02)
+    resource = collector[0].requests[0].resource_spans[0].resource
+    assert {each.key: each.value.string_value for each in resource.attributes}.items() >= {
+        ("service.name", "mine"),
+        ("team", "a"),
+    }
+    collector[0].spans(4)
+
+
+def test_the_last_spans_are_sent_at_the_end_and_a_dead_collector_delays_nothing(
+    collector: tuple[Collector, int], tmp_path: Path
+) -> None:
+    for name, port, count in (("alive", collector[1], 4), ("dead", 1, 0)):
+        options = {"OTLP_ENDPOINT": f"127.0.0.1:{port}", "OTEL_BSP_SCHEDULE_DELAY": "60000"}
+        with running_fake(tmp_path / name, {"step_seconds": 0.001}, **options) as running:
+            generate(running, "ab", 5)
+            started = time.monotonic()
+            assert running.stop() == 0
+            assert time.monotonic() - started < 10
+        assert len(collector[0].spans(count)) == count
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_parent_headers_are_bounded() -> None:
+    assert parent_headers([*CONTEXT, ("other", "x")]) == dict(CONTEXT)
+    assert parent_headers([("Traceparent", "1" * 56), ("TraceState", "s" * 513), ("traceparent-bin", b"x")]) == {}
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "http://c:1", "https://[::1]:4317", "10.0.0.1:4317"])
+def test_endpoints(endpoint: str) -> None:
+    for way in (read("--otlp-traces-endpoint", endpoint), read(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=endpoint)):
+        assert (way.otlp_endpoint, way.warnings) == (endpoint, ())
+
+
+@pytest.mark.parametrize("endpoint", ["collector", "collector:x", "http://:4317", "ftp://c:1", "c:99999", "http://c"])
+def test_malformed_endpoints_are_refused(endpoint: str) -> None:
+    said = refusal(OTLP_ENDPOINT=endpoint)
+    assert said == f"OTLP_ENDPOINT={endpoint!r} must be HOST:PORT, or that after http:// or https://"
+
+
+def test_without_the_packages_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tgis.config, "can_trace", lambda: False)
+    (warning,) = read(OTLP_ENDPOINT="c:1").warnings
+    assert warning == "OTLP_ENDPOINT='c:1' has no effect: traces need the packages of the extra otel"
+    assert refusal("--strict-options", OTLP_ENDPOINT="c:1") == f"STRICT_OPTIONS: {warning}"
