@@ -138,15 +138,16 @@ class Server:
         self._adapter_store = adapter_store_options(config, self._limits)
         self._structured_output = False  # until it is known whether the tokenizer supports it
         self._clients = Clients(config)
-        self._calls = GrpcCalls(self._clients, config)
+        self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
+        count = self._service_metrics.call_ended
+        self._calls = GrpcCalls(self._clients, config, count)
         self._servicer = GenerationServicer(self._calls, config)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
-        self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         self._metrics: Metrics | None = None  # created when the engine reports its limits
         api_key = config.api_key.text if config.api_key else None
         self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failure.inc)
-        self._http_api = HttpApi(config, self._http_auth, self._clients)
+        self._http_api = HttpApi(config, self._http_auth, self._clients, count)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store), model.generation_config)
         self._chat_template: ChatTemplate | None = None
         self._tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.shown_model)
@@ -270,7 +271,9 @@ class Server:
         lengths = self._limits.max_sequence_length, self._limits.max_new_tokens
         for line in startup_lines(config, info, client.fallback_reason, lengths, ports):
             log.info("%s", line)
-        log.info("serving %s after %.1f s", config.shown_model, time.monotonic() - self._started)
+        facts = {"engine": info.engine, "model_class": info.model_class, "device": info.device, "dtype": info.dtype}
+        facts |= {"max_batch_size": str(info.max_batch_size), "token_capacity": str(info.token_capacity)}
+        log.info("serving %s after %.1f s", config.shown_model, time.monotonic() - self._started, extra=facts)
 
     def _compare_vocabularies(self, info: EngineInfo) -> None:
         largest = self._tokenizer.max_token_id

@@ -22,7 +22,7 @@ TEXT = b"\x0a\xff\x01" + random.Random(0).randbytes(100) * 300  # as a message b
 async def test_messages_of_a_client_that_compresses(algorithm: grpc.Compression) -> None:
     config = replace(CONFIG, grpc_max_message_bytes=LIMIT)
     calls = make_calls(config)
-    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler(echo)})
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler("Echo", echo)})
     async with serving(handler, config, calls) as (_, port), connected(port) as channel:
         send = channel.unary_unary("/test.Service/Echo", bytes, bytes)
         assert await send(TEXT, timeout=30, compression=algorithm) == TEXT

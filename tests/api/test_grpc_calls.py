@@ -37,7 +37,10 @@ class Service:
         self.calls = calls
         self.num_calls = 0
         self.ended = asyncio.Event()
-        methods = {"Unary": calls.handler(self._unary), "Stream": calls.handler(self._stream, stream=True)}
+        methods = {
+            "Unary": calls.handler("Unary", self._unary),
+            "Stream": calls.handler("Stream", self._stream, stream=True),
+        }
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
     async def _unary(self, data: bytes, _context: object) -> bytes:

@@ -31,7 +31,7 @@ def plain(error: RequestError) -> tuple[int, str]:
     return error.status if isinstance(error, HttpError) else 503, str(error)
 
 
-ERRORS = ErrorFormat(str, plain, b"[DONE]")
+ERRORS = ErrorFormat("plain", str, plain, b"[DONE]")
 
 
 @asynccontextmanager

@@ -1,10 +1,12 @@
 """OpenAI's API end to end: a server process with the fake engine, which repeats its prompt, and OpenAI's client."""
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import msgspec
 import openai
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 from tokenizers import Tokenizer
 
+from benchmarks.soak.reconcile import parse_metrics
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.tgi.schema import GenerateParameters, GenerateRequest
@@ -632,6 +635,29 @@ def test_logprobs_of_a_prompt(server: Server) -> None:
     assert answer["prompt_logprobs"] == found
     status, answer = server.post("/v1/completions", body | {"prompt": "abc", "stream": True})
     assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_calls_are_counted_and_logged_with_their_api(server: Server, client: openai.OpenAI) -> None:
+    def counts() -> dict[tuple[str, ...], float]:
+        values = parse_metrics(server.get("/metrics")[1])
+        return {name[1:]: value for name, value in values.items() if name[0] == "tgi_call_count_total"}
+
+    before, chats = counts(), "/v1/chat/completions"
+    chat(client, "abc")
+    list(chat(client, "abc", stream=True))
+    for params in ({"temperature": -1}, {"n": 2**40}, {"temperature": -1, "stream": True}):
+        with pytest.raises(openai.BadRequestError):
+            chat(client, "abc", **params)
+    with pytest.raises(openai.APIError):
+        list(chat(client, "abc!", stream=True))  # fails after three tokens
+    server.post("/generate", {"inputs": ""})
+    with server.stub() as stub, pytest.raises(grpc.RpcError):
+        stub.GenerateStream(pb.SingleGenerationRequest()).next()
+    grown = {name: value - before.get(name, 0) for name, value in counts().items()}
+    wanted = {("openai", chats, "200"): 2, ("openai", chats, "400"): 3, ("openai", chats, "500"): 1}
+    wanted |= {("tgi", "/generate", "422"): 1, ("grpc", "GenerateStream", "INVALID_ARGUMENT"): 1}
+    assert {name: value for name, value in grown.items() if value} == wanted
+    assert re.search(r"single request: 20 tokens, MAX_TOKENS .*api=openai ", server.log.read_text())
 
 
 def test_unknown_fields_are_counted_and_logged_once(server: Server) -> None:

@@ -118,7 +118,7 @@ def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
             messages.append(data)
             return data
 
-        handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler(remember)})
+        handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler("Echo", remember)})
         server = private.make_server([handler], (), [], calls.queue)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -18,6 +18,7 @@ def full_scrape() -> str:
     """With every series that there can be, but for those of processes."""
     service = ServiceMetrics("1", "abc", "model")
     service.engine_ready(INFO, 1.0)
+    service.call_ended("grpc", "Generate", "OK")
     service.set_certificate_expiry({"server": 1.0})
     service.set_lora_adapters({"a"}, {"b"})
     return b"".join([*service.scrape(), *make_metrics().scrape()]).decode()

@@ -52,6 +52,7 @@ class GenerateCall:
     params: RawParams
     account: Account
     token_ids: list[list[int]] | None = None  # the inputs, where they come tokenized
+    api: str = "grpc"  # through which it came
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     correlation_id: str | None = None  # for logs

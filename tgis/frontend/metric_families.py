@@ -272,6 +272,10 @@ class ServiceFamilies:
         self.certificate_expiry = add.gauge(
             "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
         )
+        self.calls = add.counter(
+            "tgi_call_count", "Calls that have ended, refused ones too.", {"api": (), "method": (), "status": ()}
+        )
+        self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")
         self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
         self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines that nobody read in time.")
         self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")

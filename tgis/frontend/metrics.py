@@ -128,7 +128,11 @@ class ServiceMetrics(ServiceFamilies):
         self.load_duration.set(load_duration)
         self.block_size.set(info.block_size)
         self.num_blocks.set(info.token_capacity // info.block_size if info.block_size else 0)
+        self.max_batch_size.set(info.max_batch_size)
         self._max_adapters = info.max_batch_size if info.lora_targets else 0
+
+    def call_ended(self, api: str, method: str, status: str) -> None:
+        self.calls.labels(api, method, status).inc()
 
     def set_certificate_expiry(self, times: Mapping[str, float]) -> None:
         """Set when each certificate expires, in seconds since 1970."""

@@ -82,12 +82,11 @@ class RequestLog:
             self._metrics.request_failed(FailureReason.CANCELLED)
         ended = output.stop_reason.name if output.stop_reason else "ERROR" if output.failed else "CANCELLED"
         cut_short = output.stop_reason is StopReason.TOKEN_LIMIT and not output.params.fill_context
-        as_asked = output.stop_reason is not StopReason.NOT_FINISHED and not cut_short
         if self._tracer:
             self._trace(self._tracer, output, ended)
         num_tokens = output.num_generated if output.stop_reason else output.num_tokens  # of the answer, or of no answer
         log.log(
-            _level(output.failed) if output.failed else logging.INFO if as_asked else logging.WARNING,
+            _level(output.failed) if output.failed else logging.WARNING if cut_short else logging.INFO,
             "%s request%s: %d tokens, %s",
             self._call.kind,
             f" {output.index + 1} of {len(self._outputs)}" if self._call.kind is CallKind.BATCH else "",
@@ -136,6 +135,7 @@ class RequestLog:
         correlation_id, index = self._call.correlation_id, "" if alone else f"-{output.index}"
         return {
             "request_id": request.id if correlation_id is None else correlation_id + index,  # as in vllm-tgis-adapter
+            "api": self._call.api,
             "input_tokens": request.input_length,
             "prefix_id": request.adapter.id if request.adapter else None,
             "generated_tokens": num_tokens,

@@ -16,7 +16,7 @@ import grpc
 from tgis.api.clients import Clients
 from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import creator
-from tgis.api.grpc.status import Context, abort, error_boundary
+from tgis.api.grpc.status import Context, abort, error_boundary, status_name
 from tgis.config import Config
 from tgis.errors import InvalidRequest, RequestError
 
@@ -107,29 +107,41 @@ Method = Callable[[bytes, GrpcCall], Awaitable[bytes | None]]  # of the message;
 class GrpcCalls:
     """The calls of a gRPC port."""
 
-    def __init__(self, clients: Clients, config: Config) -> None:
+    def __init__(
+        self, clients: Clients, config: Config, count: Callable[[str, str, str], object] = lambda *_: None
+    ) -> None:
+        """`count` is called at the end of each call with its API, method and status."""
         self.clients = clients
+        self._count = count
         self.max_message_bytes = config.grpc_max_message_bytes
         self.max_calls_of_connection = config.max_concurrent_requests + _SPARE_CALLS
         self.queue = FairQueue(self.max_calls_of_connection)
 
     @asynccontextmanager
-    async def open(self, context: Context) -> AsyncIterator[GrpcCall]:
-        """What a handler does before its client only has to read the rest."""
-        async with error_boundary(context):
-            call = GrpcCall(context, self)
-            try:
-                yield call
-            finally:
-                self.clients.reading.add(call)
+    async def open(self, context: Context, name: str) -> AsyncIterator[GrpcCall]:
+        """What a handler does before its client only has to read the rest; `name` is the method's."""
+        status = grpc.StatusCode.CANCELLED.name
+        try:
+            async with error_boundary(context):
+                call = GrpcCall(context, self)
+                try:
+                    yield call
+                finally:
+                    self.clients.reading.add(call)
+            status = grpc.StatusCode.OK.name
+        except grpc.aio.AbortError:
+            status = status_name(context)
+            raise
+        finally:
+            self._count("grpc", name, status)
 
     def handler(
-        self, method: Method, *, stream: bool = False, max_bytes: int | None = None
+        self, name: str, method: Method, *, stream: bool = False, max_bytes: int | None = None
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method with one message; with `stream` the method writes the messages of its answer."""
 
         async def handle(_requests: object, context: Context) -> bytes | None:
-            async with self.open(context) as call:
+            async with self.open(context, name) as call:
                 return await method(await call.receive(max_bytes), call)
             return None  # reached only if the client has disconnected
 

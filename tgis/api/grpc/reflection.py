@@ -32,7 +32,7 @@ def reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, A
         return serialized
 
     async def reflect(_requests: object, context: Context) -> None:
-        async with calls.open(context) as call:
+        async with calls.open(context, "ServerReflectionInfo") as call:
             while (data := await call.next_message(MAX_REQUEST_BYTES)) is not None:
                 await call.write(answer(data))
 

@@ -38,10 +38,10 @@ class GenerationServicer:
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Generate": self._calls.handler(self._generate),
-            "GenerateStream": self._calls.handler(self._generate_stream, stream=True),
-            "Tokenize": self._calls.handler(self._tokenize),
-            "ModelInfo": self._calls.handler(self._model_info),
+            "Generate": self._calls.handler("Generate", self._generate),
+            "GenerateStream": self._calls.handler("GenerateStream", self._generate_stream, stream=True),
+            "Tokenize": self._calls.handler("Tokenize", self._tokenize),
+            "ModelInfo": self._calls.handler("ModelInfo", self._model_info),
         }
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 

@@ -67,6 +67,11 @@ async def error_boundary(context: Context) -> AsyncIterator[None]:
         await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
 
 
+def status_name(context: Context) -> str:
+    """The status that a call was ended with."""
+    return next((code.name for code in grpc.StatusCode if context.code() in (code, code.value[0])), "UNKNOWN")
+
+
 async def abort(context: Context, error: RequestError) -> None:
     """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
     code = _STATUS_CODES[type(error)]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +23,8 @@ from tgis.tracing import parent_headers
 from tgis.utils import logs
 
 _REFUSALS = (400, 413, 415, 422)
+_FAILED = "failed"  # the status of a stream that failed after it had begun
+_CLIENT_CLOSED = 499  # of a call whose client has gone, as in nginx
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 
 B = TypeVar("B")
@@ -40,6 +42,7 @@ class HttpCall:
         self.generator = generator
         self.account = account
         self.events: EventStream | None = None
+        self.api = ""  # in logs
         self.kind: CallKind | None = None  # that metrics count if it is refused, until the generator does
         self._config = config
         self._identity = identity
@@ -80,6 +83,7 @@ class HttpCall:
             params=params,
             account=self.account,
             token_ids=token_ids,
+            api=self.api,
             identity=self._identity,
             adapter=("adapter_id", adapter) if adapter else None,
             correlation_id=logs.correlation_id(),
@@ -107,8 +111,16 @@ def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Re
 class HttpApi:
     """Runs the calls of all APIs; Unavailable while `generator` is None."""
 
-    def __init__(self, config: Config, auth: HttpAuth, clients: Clients) -> None:
+    def __init__(
+        self,
+        config: Config,
+        auth: HttpAuth,
+        clients: Clients,
+        count: Callable[[str, str, str], object] = lambda *_: None,
+    ) -> None:
+        """`count` is called at the end of each call with its API, route and status."""
         self.generator: Generator | None = None
+        self._count = count
         self._config = config
         self._auth = auth
         self._clients = clients
@@ -126,8 +138,13 @@ class HttpApi:
 
         async def respond(request: web.Request) -> web.StreamResponse:
             request_id = _request_id(request)
-            with logs.correlation_scope(request_id):
-                response = await self._respond(request, operation)
+            status = _CLIENT_CLOSED
+            try:
+                with logs.correlation_scope(request_id):
+                    response = await self._respond(request, operation)
+                status = request.get(_FAILED, response.status)
+            finally:
+                self._count(operation.errors.api, operation.path, str(status))
             if not response.prepared:
                 response.headers["x-request-id"] = request_id
             return response
@@ -146,13 +163,14 @@ class HttpApi:
                 client = (request.remote or "").encode()
             with Account(self._clients, client) as account:
                 call = HttpCall(request, self._config, self.generator, account, identity)
-                call.kind = operation.kind
+                call.kind, call.api = operation.kind, operation.errors.api
                 return await self._handle(operation.handle, call)
         except RequestError as error:
             if call is not None and call.kind is not None and http_status(error) in _REFUSALS:
                 call.generator.refused(call.kind)
             if call is None or call.events is None or not call.events.response.prepared:
                 return operation.errors.response(error)
+            request[_FAILED], _ = operation.errors.convert(error)
             return await call.events.fail(error, operation.errors)
         finally:
             if call is not None and call.events is not None:

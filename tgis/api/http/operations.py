@@ -55,6 +55,7 @@ def http_status(error: RequestError) -> int:
 class ErrorFormat:
     """How an API tells its clients about errors."""
 
+    api: str  # in metrics and logs
     type: Any  # of the bodies
     convert: Callable[[RequestError], tuple[int, Any]]  # to a status and a body
     last_event: bytes = b""  # of every stream

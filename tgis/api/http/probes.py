@@ -21,6 +21,7 @@ from tgis.errors import Overloaded, Unavailable
 from tgis.ipc.messages import BatchState
 
 _BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser asks again
+_COMPRESSED_IN_THREAD = 4096  # bytes
 MAX_WAITING = 64  # requests, half of them of one address
 SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in some 60 parts
 
@@ -86,12 +87,16 @@ class Probes:
             return web.Response()
         return web.json_response({"error": reason, "error_type": "healthcheck"}, status=503)
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
         """All requests that wait for the next scrape share it: nothing in it is older than a request."""
         if self._next_scrape is None:
             self._next_scrape = asyncio.create_task(self._scrape_when_due())
         body = await asyncio.shield(self._next_scrape)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        response = web.Response(body=body, headers=headers, zlib_executor_size=_COMPRESSED_IN_THREAD)
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     async def _scrape_when_due(self) -> bytes:
         async with self._scraping:

@@ -36,4 +36,4 @@ def _convert(error: RequestError) -> tuple[int, ErrorBody]:
     return status, ErrorBody(ErrorDetail(message, kind, param, code, status), tgi_kind)
 
 
-ERRORS = ErrorFormat(ErrorBody, _convert, b"[DONE]")
+ERRORS = ErrorFormat("openai", ErrorBody, _convert, b"[DONE]")

@@ -30,4 +30,4 @@ def _convert(error: RequestError) -> tuple[int, ErrorResponse]:
     return status, ErrorResponse(beginning + text, kind)
 
 
-ERRORS = ErrorFormat(ErrorResponse, _convert)
+ERRORS = ErrorFormat("tgi", ErrorResponse, _convert)
