@@ -429,7 +429,7 @@ def test_bad_requests_name_their_field(client: openai.OpenAI, name: str, stream:
     code = None
     if name == "long":
         code = "context_length_exceeded"
-        assert "This model's maximum context length is 200 tokens. However, " in caught.value.message
+        assert "This model's maximum context length is 200 tokens, the prompt is too long: " in caught.value.message
     assert (caught.value.type, caught.value.code) == ("invalid_request_error", code)
 
 

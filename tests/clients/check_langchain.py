@@ -7,6 +7,7 @@ from operator import add
 from typing import Any
 
 import pytest
+from langchain_core.exceptions import ContextOverflowError  # type: ignore[import-not-found]
 from langchain_core.messages import (  # type: ignore[import-not-found]
     AIMessage,
     HumanMessage,
@@ -109,5 +110,7 @@ def test_asyncio_and_errors() -> None:
         assert (await model.ainvoke("hello ")).content == "hello he"
         with pytest.raises(BadRequestError, match="temperature"):
             await chat(temperature=-1).ainvoke("a")
+        with pytest.raises(ContextOverflowError):
+            await model.ainvoke("a " * 2000)
 
     asyncio.run(run())

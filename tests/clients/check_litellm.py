@@ -76,9 +76,8 @@ def test_completions() -> None:
 
 
 def test_errors_are_those_that_a_gateway_acts_on() -> None:
-    with pytest.raises(litellm.BadRequestError) as caught:
+    with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asking("a " * 2000))
-    assert caught.value.body["code"] == "context_length_exceeded"
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**asking("a", temperature=-1))
     with pytest.raises(litellm.InternalServerError):

@@ -9,7 +9,7 @@ from typing import Protocol
 from tgis.bench.load import ClosedLoop, Level
 from tgis.bench.workload import BenchRequest
 
-SETUP_TIMEOUT = 30.0
+_SETUP_TIMEOUT = 30.0
 STREAMS_PER_CONNECTION = 100  # a common limit of servers
 OPEN_LOOP_CONNECTIONS = 8
 
@@ -37,6 +37,11 @@ class BenchSettings:
     adapter_id: str | None = None
     prefix_id: str | None = None
     timeout: float = 600.0  # seconds that each request may take
+
+    @property
+    def setup_timeout(self) -> float:
+        """Seconds that the first call may take, by which the server is found."""
+        return min(_SETUP_TIMEOUT, self.timeout)
 
     @property
     def connections(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, RequestRecord
+from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.workload import BenchRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -48,7 +48,8 @@ class GrpcClient:
 
     async def _connect(self, stub: GenerationServiceStub) -> None:
         try:
-            await stub.ModelInfo(pb.ModelInfoRequest(), timeout=SETUP_TIMEOUT, metadata=self._metadata)
+            timeout = self._settings.setup_timeout
+            await stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNIMPLEMENTED:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tgis.bench.client import SETUP_TIMEOUT, BenchSettings, FailedAnswer, RequestRecord
+from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.tgi import TgiRequests
 from tgis.bench.workload import BenchRequest
@@ -46,7 +46,7 @@ class HttpClient:
 
     async def model_name(self) -> str | None:
         try:
-            async with self._request("GET", self._api.model_path, None, SETUP_TIMEOUT) as response:
+            async with self._request("GET", self._api.model_path, None, self._settings.setup_timeout) as response:
                 return self._api.model_name(await response.read())
         except FailedAnswer as error:
             if error.status == "HTTP 404":

@@ -31,8 +31,8 @@ def _convert(error: RequestError) -> tuple[int, ErrorBody]:
         for name, field in FIELDS.items():
             message = message.replace(name, field)
     if isinstance(error, TooLong):
-        code = "context_length_exceeded"  # at this code, or at OpenAI's words, agents shorten their history
-        message = f"This model's maximum context length is {error.max_length} tokens. However, {message}."
+        code = "context_length_exceeded"  # at this, or words of the message, agents shorten a history
+        message = f"This model's maximum context length is {error.max_length} tokens, the prompt is too long: {message}"
     return status, ErrorBody(ErrorDetail(message, kind, param, code, status), tgi_kind)
 
 
