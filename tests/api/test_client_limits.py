@@ -259,6 +259,7 @@ async def test_the_server_does_not_wait_for_clients_that_do_not_read(monkeypatch
     assert not await returns(clients)
 
 
+@run_async
 async def test_all_calls_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAST_WORD_SECONDS", 0.0)
     clients = make_clients()

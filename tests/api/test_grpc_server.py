@@ -198,31 +198,28 @@ async def test_connections_are_closed_once_they_are_old_and_no_call_fails() -> N
             await channel.unary_unary("/test.Service/Count", bytes, bytes)(b"", timeout=30)
 
 
-async def refusal(port: int) -> grpc.StatusCode:
-    """The status of the first call that fails."""
-    while True:
-        try:
-            await plain_echo(port)
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-
-
 @run_async
 async def test_stop_waits_for_running_calls_and_rejects_new_ones() -> None:
-    entered, released = asyncio.Event(), asyncio.Event()
+    entered, released, calls = asyncio.Event(), asyncio.Event(), make_calls(CONFIG)
 
-    async def wait(_request: bytes, _context: object) -> bytes:
+    async def wait(_message: bytes, _call: object) -> bytes:
         entered.set()
         await released.wait()
         return b"done"
 
-    async with serving(handler=service(Echo=echo, Wait=wait)) as (server, port), connected(port) as channel:
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Wait": calls.handler("Wait", wait)})
+    async with grpc_calls.serving(handler, CONFIG, calls) as (server, port), connected(port) as channel:
         running = channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
         await entered.wait()
+        calls.clients.draining = True
         stopping = asyncio.create_task(server.refuse_calls())
-        assert await refusal(port) is grpc.StatusCode.UNAVAILABLE
+        async with connected(port) as other:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await other.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         released.set()
         assert await running == b"done"
+        await server.stop()
         await stopping
 
 

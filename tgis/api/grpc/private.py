@@ -143,11 +143,13 @@ class FairServer(_AioServer):  # type: ignore[misc]
             while self._accepting:
                 self._accepted(await super()._request_call())  # in no variable: who holds a call keeps it open
         except cygrpc._RequestCallError:
-            self._stopped = True
-            self._queue.clear()
-            self._event_loop.call_soon(self._offer)
+            pass
         except Exception:
             log.exception("one call fewer at a time is taken from C-core")
+            return
+        self._stopped = True
+        self._queue.clear()
+        self._event_loop.call_soon(self._offer)
 
     def _accepted(self, call: Any) -> None:
         self._queue.add(cygrpc._ServicerContext(call, None, None, self._event_loop).peer(), call)

@@ -41,6 +41,7 @@ class GrpcServer:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
         self._clients = calls.clients
+        self._bound_port: int | None = None
         self._stopped = False
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
@@ -58,7 +59,7 @@ class GrpcServer:
             port = 0
         if not port:
             raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
-        self._port = port
+        self._bound_port = port
         return port
 
     async def start(self) -> None:
@@ -79,17 +80,17 @@ class GrpcServer:
         """
         self._health.set_serving(False)
         for _ in range(_CLOSE_TIMES):
-            open_calls = (call for call in self._clients.served if isinstance(call, GrpcCall))
-            _close_sockets(self._port, {call.connection.rpartition(":")[2] for call in open_calls})
             await asyncio.sleep(_CLOSE_SECONDS)
             if self._stopped:
                 return
+            open_calls = (call for call in self._clients.served if isinstance(call, GrpcCall))
+            _close_sockets(self._bound_port, {call.connection.rpartition(":")[2] for call in open_calls})
         await self._server.stop(_NEVER_SECONDS)
 
     async def stop(self) -> None:
         """End all calls that are left."""
         self._stopped = True
-        _close_sockets(self._port)
+        _close_sockets(self._bound_port)
         await self._server.stop(0)
 
 
@@ -113,7 +114,7 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
     ]
 
 
-def _close_sockets(port: int, but: Collection[str] | None = None) -> None:
+def _close_sockets(port: int | None, but: Collection[str] | None = None) -> None:
     """Close the connections to our port, as if their clients did, but those from these ports; with None itself, too."""
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed meanwhile
