@@ -118,7 +118,7 @@ def said(capsys: pytest.CaptureFixture[str], target: str, command: str, *argv: s
         ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
         ("grpc mutual", CA, NO_CERTIFICATE),
         ("http", (), HTTP_PORT),
-        ("http tls", CA, HTTP_PORT),
+        ("http tls", (*CA, "--tls-server-name", "localhost"), HTTP_PORT),
         ("elsewhere", (), NO_HOST),
     ],
 )
@@ -131,6 +131,8 @@ def test_grpc(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = targets[listener]
+    if listener.startswith("http"):  # of several addresses gRPC tells only the last error: nothing listens at ::1
+        target = target.replace("localhost", "127.0.0.1")
     line = said(capsys, target, command, *GRPC_COMMANDS[command], *options)
     assert line == f"tgis: {sentence.format(target)}"
 

@@ -24,7 +24,7 @@ _CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|Server disc
 _CAUSES = {  # of what gRPC, aiohttp and the standard library say: the first that is found
     "Connection refused|Connect call failed": "nothing listens at {target}; is `tgis serve` running?",
     r"http1\.x server|ALPN": "{target} is an HTTP port: gRPC has another, 8033 by default",
-    "BadStatusLine|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
+    "(?i)bad ?status ?line|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
     "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
     "[Hh]ostname (Verif|mism)": "the certificate of {target} has another name, which --tls-server-name may tell",
     "CERTIFICATE_VERIFY_FAILED": "the certificate of {target} is not trusted: --ca-cert names a file with its CA",
