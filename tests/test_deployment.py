@@ -159,7 +159,7 @@ def test_kserve_finds_the_port_the_model_and_the_metrics() -> None:
 
 
 def test_every_expression_is_of_metrics_that_the_server_exports(exported: set[str]) -> None:
-    """Of alerts, dashboard, KEDA, the endpoint picker and OpenShift AI."""
+    """The expressions of alerts, dashboard, KEDA, the endpoint picker and OpenShift AI."""
     every = expressions.every_expression()
     assert len(every) > 50
     others = expressions.PROMETHEUS | expressions.KUBELET

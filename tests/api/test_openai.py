@@ -669,6 +669,10 @@ def test_unknown_fields_are_counted_and_logged_once(server: Server) -> None:
     log = server.log.read_text()
     assert log.count("the field mystery, which is unknown here and has no effect") == 1
     assert "identifier" not in log
+    many = {f"field_{number}": 1 for number in range(50_000)}  # looked at as far as clients have fields
+    assert server.post("/v1/chat/completions", {"messages": [ASKED], "max_tokens": 1, **many})[0] == 200
+    assert server.metric("tgi_request_unknown_fields_total") == before + 4 + 98
+    assert server.log.read_text().count("which is unknown here") <= 100
 
 
 def test_fields_may_be_null_and_unknown(server: Server) -> None:

@@ -33,7 +33,7 @@ LEAVES = st.sampled_from([{}, True, False, {"$ref": "#"}, {"$ref": "#/$defs/x"},
 
 
 def keywords(inner: st.SearchStrategy[Any]) -> list[dict[str, st.SearchStrategy[Any]]]:
-    """Those of each type; those of all."""
+    """Keywords of each type, and keywords of all."""
     several = st.lists(inner, min_size=1, max_size=3)
     return [
         {

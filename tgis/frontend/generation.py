@@ -114,9 +114,14 @@ class Generator:
         self._metrics.request_failed(FailureReason.VALIDATION)
 
     def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
-        """Those of the texts that are special tokens, as far as the model can generate them."""
+        """The ids of the texts that are special tokens, as far as the model can generate them."""
         found = map(self._tokenizer.special_token_id, texts)
         return tuple(each for each in found if each is not None and each < self.server_info.limits.vocab_size)
+
+    @property
+    def traces(self) -> bool:
+        """Whether calls should say which span they belong to."""
+        return self._tracer is not None
 
     def count_unknown_fields(self, count: int) -> None:
         """Count fields of a request that have no effect."""

@@ -84,13 +84,13 @@ class GrpcServer:
             if self._stopped:
                 return
             open_calls = (call for call in self._clients.served if isinstance(call, GrpcCall))
-            _close_sockets(self._bound_port, {call.connection.rpartition(":")[2] for call in open_calls})
+            _close_connections(self._bound_port, {call.connection.rpartition(":")[2] for call in open_calls})
         await self._server.stop(_NEVER_SECONDS)
 
     async def stop(self) -> None:
         """End all calls that are left."""
         self._stopped = True
-        _close_sockets(self._bound_port)
+        _close_connections(self._bound_port, listener=True)
         await self._server.stop(0)
 
 
@@ -114,20 +114,20 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
     ]
 
 
-def _close_sockets(port: int | None, but: Collection[str] | None = None) -> None:
-    """Close the connections to our port, as if their clients did, but those from these ports; with None itself, too."""
+def _close_connections(port: int | None, but: Collection[str] = (), *, listener: bool = False) -> None:
+    """Close the connections to our port, as if their clients did, but those from the ports `but`; also `listener`."""
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is closed meanwhile
             if file.readlink().name.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(file.name))) as ours:
-                    if ours.getsockname()[1:2] == (port,) and (but is None or _peer_port(ours) not in {*but, None}):
+                    if ours.getsockname()[1:2] == (port,) and _closes(ours, but, listener=listener):
                         ours.shutdown(socket.SHUT_RDWR)
 
 
-def _peer_port(connection: socket.socket) -> str | None:
-    """None if it listens."""
-    is_listener = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return None if is_listener else str(connection.getpeername()[1])
+def _closes(ours: socket.socket, but: Collection[str], *, listener: bool) -> bool:
+    if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return listener
+    return str(ours.getpeername()[1]) not in but
 
 
 def _bind_error(host: str, port: int) -> str:

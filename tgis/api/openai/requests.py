@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta, Raw, Struct
 from tgis.api.http.calls import HttpCall
 from tgis.api.openai.bodies import SamplingBody
 
-_MAX_LOGGED = 100  # names of unknown fields
+_MAX_FIELDS = 100  # of a body that are looked at, and names of unknown ones that are logged
 _MAX_NAME_LENGTH = 64
 
 B = TypeVar("B", bound=SamplingBody)
@@ -48,8 +49,8 @@ class RequestReader:
         """The request of a call; HttpError as `HttpCall.parse`."""
         data = await call.receive()
         body = call.parse(data, type_, strict=False)
-        unknown = msgspec.json.decode(data, type=dict[str, Raw]).keys() - set(type_.__struct_fields__)
-        if unknown:
+        fields = islice(msgspec.json.decode(data, type=dict[str, Raw]), _MAX_FIELDS)
+        if unknown := set(fields) - set(type_.__struct_fields__):
             call.generator.count_unknown_fields(len(unknown))
             self._log(unknown)
         for name, value in self._defaults.items():
@@ -60,6 +61,6 @@ class RequestReader:
     def _log(self, names: set[str]) -> None:
         """Name each once; a name that is no identifier may be anything."""
         for name in sorted(names - self._logged):
-            if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH and len(self._logged) < _MAX_LOGGED:
+            if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH and len(self._logged) < _MAX_FIELDS:
                 self._logged.add(name)
                 log.warning("requests have the field %s, which is unknown here and has no effect", name)

@@ -99,14 +99,11 @@ def library_errors(what: str) -> Iterator[None]:
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     path = options.model_path
     with library_errors(path):
-        try:
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            kind = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0].get("model_type")
-            if isinstance(kind, str) and kind in CONFIG_MAPPING:
-                raise
+        kind = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0].get("model_type")
+        if kind is not None and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
             known = f"transformers {transformers.__version__} has no models of type {kind!r:.40}"
-            raise StartError(f"{path}: {known}, and the code of a model is never run") from error
+            raise StartError(f"{path}: {known}, and the code of a model is never run")
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
