@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -306,6 +307,35 @@ async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() 
 
 
 @run_async
+async def test_connections_take_turns() -> None:
+    """However many ask at once, whoever else uses the event loop goes on between them."""
+    iteration, begun = 0, Counter[int]()
+
+    async def handle(_request: web.Request) -> web.Response:
+        begun[iteration] += 1
+        return web.Response()
+
+    async def watch() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    async with serving([web.get("/thing", handle)]) as client:
+        connections = [await connect(client) for _ in range(20)]
+        watching = asyncio.create_task(watch())
+        for _, writer in connections:
+            writer.write(b"GET /thing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = await asyncio.gather(*(read_to_end(reader) for reader, _ in connections))
+        watching.cancel()
+        for _, writer in connections:
+            writer.close()
+    assert {answer.split(b" ", 2)[1] for answer in answers} == {b"200"}
+    assert begun.total() == 20
+    assert max(begun.values()) == 2
+
+
+@run_async
 async def test_at_the_limit_the_oldest_connection_that_waits_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_CONNECTIONS", 3)
     async with serving([events_route(number=10**6, pause=0.001), BODY]) as client:
@@ -313,6 +343,8 @@ async def test_at_the_limit_the_oldest_connection_that_waits_gives_way(monkeypat
         busy[1].write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await busy[0].readuntil(b"data: ")
         half[1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
+        for _ in range(5):  # after some iterations of the event loop, its body is read
+            await busy[0].readuntil(b"data: ")
         more = await connect(client)
         assert await read_to_end(half[0]) == b""
         last = await connect(client)

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, cast
 
 import msgspec
@@ -21,6 +22,7 @@ from tgis.api.http.operations import HttpError
 from tgis.config import Config
 from tgis.errors import ClientTimeout, RequestError
 
+REQUESTS_AT_A_TIME = 2  # begin in an iteration of the event loop, so that calls of gRPC's go on between them
 KEEPALIVE_SECONDS = 75.0  # without a request, after which a connection is closed
 MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
@@ -43,6 +45,7 @@ class Connections:
         self.config = config
         self.clients = clients
         self._open: dict[Connection, None] = {}  # the oldest first
+        self._turns: deque[asyncio.Future[None]] = deque()  # requests that have yet to begin
 
     def add(self, connection: "Connection") -> None:
         """Count a connection; at the limit the oldest that waits makes room, or the new one is closed."""
@@ -57,6 +60,23 @@ class Connections:
     def remove(self, connection: "Connection") -> None:
         self._open.pop(connection, None)
         self.clients.forget(connection)
+
+    async def turn(self) -> None:
+        """Return in an iteration of the event loop that begins few other requests."""
+        loop = asyncio.get_running_loop()
+        if not self._turns:
+            loop.call_soon(self._begin)
+        turn = loop.create_future()
+        self._turns.append(turn)
+        await turn
+
+    def _begin(self) -> None:
+        for _ in range(min(REQUESTS_AT_A_TIME, len(self._turns))):
+            turn = self._turns.popleft()
+            if not turn.done():  # its client has not gone
+                turn.set_result(None)
+        if self._turns:
+            asyncio.get_running_loop().call_soon(self._begin)
 
 
 class _Parser:
@@ -119,13 +139,14 @@ class Connection(web.RequestHandler):
         """Whether it waits for a head or a body, or for the client to read."""
         return not self._answers or self._body is not None or self in self._clients.reading
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """The head of a request is there; until the end of the block it is answered."""
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        """The head of a request is there; when it is its turn, it is answered until the end of the block."""
         self._clients.sending.remove(self)
         self._clients.started(self)
         self._answers, self.received = True, 0
         try:
+            await self._connections.turn()
             yield
         finally:
             self._clients.finished(self)

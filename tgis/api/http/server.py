@@ -90,7 +90,7 @@ class HttpServer:
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Say while the request is answered, and what every answer says."""
     connection = Connection.of(request)
-    with connection.answering():
+    async with connection.answering():
         response = await _respond(request, handler)
     if response.status == 503 and not response.prepared:
         response.headers.setdefault("Retry-After", str(RETRY_SECONDS))
