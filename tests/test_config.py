@@ -50,6 +50,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "batch_safety_margin": (("0", 0), ("100", 100)),
     "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
     "kv_cache_size_mb": (("1", 1), ("4096", 4096)),
+    "kv_cache_idle_seconds": (("0", 0.0), ("1.5", 1.5)),
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),

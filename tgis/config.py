@@ -191,6 +191,9 @@ class Config:
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "size of tgis_native's KV cache in MiB", None,
         shown_default="enough for a full batch, if free")
+    kv_cache_idle_seconds: float = option(
+        BATCHES, decimal(0, 86400), "seconds without requests until the memory of the KV cache is given back; 0: never",
+        300.0)
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True,
         vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))

@@ -355,6 +355,7 @@ class Server:
     def _scrape(self, client: EngineClient) -> Iterator[bytes]:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
+        self._service_metrics.resident_cache.set(client.resident_cache_bytes)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
         yield from self._service_metrics.scrape()

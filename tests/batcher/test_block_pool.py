@@ -34,8 +34,7 @@ class Pool(RuleBasedStateMachine):
         count = data.draw(st.integers(0, len(blank) + len(self.evictable)))
         evicted = self.evictable[: max(0, count - len(blank))]
         allocated = self.pool.allocate(count)
-        assert len(allocated) == len(set(allocated)) == count
-        assert blank.issuperset(allocated) if not evicted else set(allocated) == blank | set(evicted)
+        assert allocated == [*sorted(blank), *evicted][:count]  # low numbers, where memory is real
         for block in evicted:
             self.evictable.remove(block)
             del self.contents[block]

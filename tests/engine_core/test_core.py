@@ -12,12 +12,13 @@ from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.channel import FrameReader, encode_frame
-from tgis.ipc.messages import Cancel, FromEngine, PromptLogprobs, Shutdown, Step, Submit
+from tgis.ipc.messages import Cancel, FromEngine, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
 from tgis.ipc.request import LogprobOptions, Request
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel
 
+LIMITS = limits(weight=10_000)
 MAX_BYTES = 1 << 16  # of a message
 
 
@@ -29,9 +30,11 @@ class ScriptedChannel:
         self._reader = FrameReader(FromEngine)
         self.frames: list[int] = []
         self.messages: list[Any] = []
+        self.timeouts: list[float | None] = []
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        return self._turns.pop(0) if self._turns else [Shutdown()] if wait else []
+    def receive(self, *, timeout: float | None = None) -> list[Any]:
+        self.timeouts.append(timeout)
+        return self._turns.pop(0) if self._turns else [] if timeout == 0 else [Shutdown()]
 
     def send(self, message: Any) -> None:
         frame = encode_frame(message)
@@ -39,9 +42,31 @@ class ScriptedChannel:
         self.messages += self._reader.feed(frame)
 
 
-def run(directory: Path, channel: ScriptedChannel, grammars: Any = None) -> None:
-    engine = FakeEngine(engine_options(make_fake_model(directory), 4, threads=1))
-    EngineCore(cast("Channel", channel), engine, Batcher(limits(weight=10_000), {EOS}), grammars=grammars).run()
+def run(
+    directory: Path, channel: ScriptedChannel, grammars: Any = None, idle_seconds: float = 0, engine: type = FakeEngine
+) -> None:
+    loaded, batcher = engine(engine_options(make_fake_model(directory), 4, threads=1)), Batcher(LIMITS, {EOS})
+    EngineCore(cast("Channel", channel), loaded, batcher, grammars=grammars, idle_seconds=idle_seconds).run()
+
+
+@pytest.mark.parametrize(
+    ("idle_seconds", "timeouts", "released"), [(0, [None] * 4, 0), (7.5, [7.5, 7.5, None, 7.5], 1)]
+)
+def test_memory_is_given_back_when_nothing_has_arrived_for_long(
+    idle_seconds: float, timeouts: list[float | None], released: int, tmp_path: Path
+) -> None:
+    """Once, until something arrives."""
+
+    class Engine(FakeEngine):
+        def release_memory(self) -> bool:
+            releases.append(self)
+            return True
+
+    releases: list[Engine] = []
+    channel = ScriptedChannel([GetBatchState()], [], [GetBatchState()])
+    run(tmp_path, channel, idle_seconds=idle_seconds, engine=Engine)
+    assert channel.timeouts == timeouts
+    assert len(releases) == released
 
 
 def test_masks_of_cancelled_outputs_are_abandoned(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 That nothing waits for copies shows on a GPU only: test_async_decode_gpu.py.
 """
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
-from tgis.engines.host_memory import Download, HugePages, empty_in_huge_pages, to_device, upload
+from tgis.engines.host_memory import Download, HugePages, Mapping, to_device, upload
 
 CPU = torch.device("cpu")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -44,10 +45,22 @@ def flags_at(address: int) -> set[str]:
 
 @pytest.mark.skipif(not SETTING.exists(), reason="a kernel without transparent huge pages")
 def test_the_kernel_is_asked_for_huge_pages() -> None:
-    x = empty_in_huge_pages((3, 1 << 20), torch.bfloat16)
+    x = Mapping(6 << 20).bytes
     assert x.data_ptr() % (2 << 20) == 0
     assert "hg" in flags_at(x.data_ptr())
     assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
+
+
+def test_memory_is_real_where_it_has_been_written() -> None:
+    mapping = Mapping(64 << 20)
+    assert mapping.resident_bytes == 0
+    mapping.bytes[:: 1 << 20][:20] = 7  # the first 20 MiB, at least a page of each
+    assert 20 * mmap.PAGESIZE <= mapping.resident_bytes <= 20 << 20
+    mapping.clear()
+    assert mapping.resident_bytes == 0
+    assert not mapping.bytes.any()
+    with pytest.raises(torch.OutOfMemoryError, match="Cannot allocate"):
+        Mapping(1 << 60)
 
 
 def test_copies_lie_side_by_side() -> None:

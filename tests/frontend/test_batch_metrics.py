@@ -59,8 +59,8 @@ class ScriptedChannel:
         self.seen: list[After] = []
         self._sums = [0.0] * len(SAMPLES)
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        assert not wait or len(self.seen) in (0, len(self.stats))
+    def receive(self, *, timeout: float | None = None) -> list[Any]:
+        assert timeout == 0 or len(self.seen) in (0, len(self.stats))
         turn = next(self._turns, None)
         return [Shutdown()] if turn is None else turn
 

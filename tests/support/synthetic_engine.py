@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.memory.profiler import DummyRunner
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
@@ -38,7 +38,7 @@ class MemoryFormula:
 
 
 @dataclass
-class SyntheticEngine:
+class SyntheticEngine(NoReservedCache):
     """Keeps the KV cache of its batch like a padded engine, or nothing if it has blocks."""
 
     formula: MemoryFormula

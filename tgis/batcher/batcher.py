@@ -144,6 +144,12 @@ class Batcher:
         self._wait_reason = None  # it was of those behind them
         return failed
 
+    def forget_cached_prefixes(self) -> None:
+        """The engine has lost its KV cache while nothing ran or waited."""
+        assert self.idle
+        if self._block_manager:
+            self._block_manager.forget_cached_prefixes()
+
     def take_counters(self) -> BatcherCounters:
         """The counts since the last call."""
         taken, self._counters = self._counters, BatcherCounters()

@@ -6,6 +6,7 @@ its place is needed: least recently used first. Knows block numbers only, no seq
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import repeat
 
 _NOT_CACHED = -1
@@ -17,7 +18,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._first_untouched = 0  # blocks from here on have never been used
-        self._free_blocks: list[int] = []
+        self._free_blocks: list[int] = []  # a heap: memory is real where the low numbers are
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._ref_counts: dict[int, int] = {}
         self._hashes: dict[int, bytes] = {}
@@ -67,7 +68,7 @@ class BlockPool:
                 if block in self._hashes:
                     self._evictable[block] = None
                 else:
-                    self._free_blocks.append(block)
+                    heappush(self._free_blocks, block)
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
         """Cache a full block that is in use; of two with the same content the first is kept."""
@@ -78,7 +79,7 @@ class BlockPool:
 
     def _allocate_one(self) -> int:
         if self._free_blocks:
-            return self._free_blocks.pop()
+            return heappop(self._free_blocks)
         if self._first_untouched < self.num_blocks:
             self._first_untouched += 1
             return self._first_untouched - 1

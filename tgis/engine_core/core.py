@@ -43,11 +43,12 @@ class EngineCore:
     batcher: Batcher
     resolver: AdapterResolver | None = None
     grammars: GrammarCompiler | None = None
+    idle_seconds: float = 0.0  # after which memory is given back; 0: never
     masks: MaskThreads = field(default_factory=lambda: MaskThreads(started_pool))
 
     def run(self) -> None:
         """Serve until Shutdown."""
-        while self._handle(self.channel.receive(wait=self.batcher.idle)):
+        while self._handle(self._receive()):
             if expired := self.batcher.expire(time.monotonic()):
                 ids, stop_reasons = [seq.id for seq in expired], [seq.stop_reason for seq in expired]
                 self.channel.send(Step(ids, [[]] * len(expired), stop_reasons, [], None))
@@ -58,6 +59,17 @@ class EngineCore:
             elif self.batcher.running:  # all wait for the tokens that their grammars allow
                 self.masks.wait()
         self.masks.close()
+
+    def _receive(self) -> list[ToEngine]:
+        """The messages that have arrived; while nothing runs, wait for one, after a while with less memory."""
+        if not self.batcher.idle:
+            return self.channel.receive(timeout=0)
+        if self.idle_seconds:
+            if messages := self.channel.receive(timeout=self.idle_seconds):
+                return messages
+            if self.engine.release_memory():
+                self.batcher.forget_cached_prefixes()
+        return self.channel.receive()
 
     def _handle(self, messages: list[ToEngine]) -> bool:
         for message in messages:

@@ -48,6 +48,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     """Load the engine and serve; `received` are the messages after the options, the vocabulary or none yet."""
     engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
+    channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     limits = batch_limits(options, engine.info)
     check_max_sequence_length(limits, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
@@ -58,7 +59,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
 
         resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
     grammars = None
-    (vocabulary,) = received or channel.receive(wait=True)
+    (vocabulary,) = received or channel.receive()
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
@@ -71,7 +72,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
 
     channel.handle_inline(LookUp, look_up)
     channel.send(Ready(engine.info, fallback_reason))
-    EngineCore(channel, engine, batcher, resolver, grammars).run()
+    EngineCore(channel, engine, batcher, resolver, grammars, options.kv_cache_idle_seconds).run()
     if grammars:
         grammars.close()
     engine.close()
@@ -81,10 +82,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), ToEngine)
-    options, *received = channel.receive(wait=True)
+    options, *received = channel.receive()
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process="engine")
-    channel.start_heartbeat(lambda: Heartbeat(0, logs.num_dropped_lines()))
+    channel.start_heartbeat(lambda: Heartbeat(0, logs.num_dropped_lines(), channel.resident_cache_bytes()))
     try:
         _serve(channel, options, received)
     except TgisError as error:

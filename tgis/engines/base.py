@@ -67,8 +67,24 @@ class Engine(Protocol):
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; unknown ones are ignored."""
 
+    def release_memory(self) -> bool:
+        """Give the system what only coming sequences need; whether cached prefixes are lost. No sequence is held."""
+
+    @property
+    def resident_cache_bytes(self) -> int:
+        """Bytes of memory that the `kv_cache_bytes` of `info` take."""
+
     def close(self) -> None:
         """Free everything."""
+
+
+class NoReservedCache:
+    """Part of an engine whose KV cache is as large as its batch."""
+
+    resident_cache_bytes = 0
+
+    def release_memory(self) -> bool:
+        return False
 
 
 def warn(options: EngineOptions, text: str) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import NoReservedCache, StepResult
 from tgis.errors import GrammarError, OutOfMemory, StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
@@ -50,7 +50,7 @@ class StepModel(msgspec.Struct, frozen=True):
         )
 
 
-class FakeEngine:
+class FakeEngine(NoReservedCache):
     """Token number n after the prompt is token n of the prompt, modulo its length, or the first that is allowed."""
 
     def __init__(self, options: EngineOptions) -> None:

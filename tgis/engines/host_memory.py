@@ -5,9 +5,9 @@ What every step reads, weights and KV cache, is in huge pages: address translati
 """
 
 import ctypes
-import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -64,16 +64,33 @@ class Download:
         return numbers
 
 
-def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A large tensor. Where PyTorch's memory is fresh from the system, the kernel backs it with huge pages; where the
-    system has none, it is ordinary memory.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    memory = torch.empty(size + 2 * _PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % _PAGE
-    whole_pages = ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(-(-size // _PAGE) * _PAGE)
-    ctypes.CDLL(None).madvise(*whole_pages, mmap.MADV_HUGEPAGE)
-    return memory[start : start + size].view(dtype).view(*shape)
+class Mapping:
+    """Zeros that take memory when they are first written, in huge pages where the system has them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """OutOfMemoryError if the system refuses so much."""
+        self._size = -(-num_bytes // _PAGE) * _PAGE
+        try:
+            self._memory = mmap.mmap(-1, self._size + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise torch.OutOfMemoryError(f"{num_bytes} bytes: {error.strerror}") from error
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._start = -whole.data_ptr() % _PAGE
+        self._address = whole.data_ptr() + self._start
+        self.bytes = whole[self._start : self._start + num_bytes]
+        with suppress(OSError):  # of a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE, self._start, self._size)
+
+    def clear(self) -> None:
+        """Give the memory back; zeros are left."""
+        self._memory.madvise(mmap.MADV_DONTNEED, self._start, self._size)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that take memory, pages that were only read included."""
+        pages = np.empty(self._size // mmap.PAGESIZE, np.uint8)
+        found = map(ctypes.c_void_p, (self._address, self._size, pages.ctypes.data))
+        return mmap.PAGESIZE * int(np.count_nonzero(pages)) if ctypes.CDLL(None).mincore(*found) == 0 else self._size
 
 
 class HugePages:
@@ -85,6 +102,6 @@ class HugePages:
     def copy_of(self, x: Tensor) -> Tensor:
         size = -(-x.nbytes // _CACHE_LINE) * _CACHE_LINE
         if size > len(self._free):
-            self._free = empty_in_huge_pages((max(size, _CHUNK),), torch.uint8)
+            self._free = Mapping(max(size, _CHUNK)).bytes
         memory, self._free = self._free[:size], self._free[size:]
         return memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)

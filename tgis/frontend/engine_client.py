@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.output import Inbox, Output
@@ -70,7 +72,9 @@ class EngineClient(EngineProcess):
             raise Unavailable(f"the engine is in a step that has taken {seconds:.0f} s by now, or it hangs")
         if (state := answer.result()) is None:
             raise Unavailable(self._death_cause)
-        return state
+        return msgspec.structs.replace(
+            state, kv_cache_bytes=self.ready.result().kv_cache_bytes, resident_cache_bytes=self.resident_cache_bytes
+        )
 
     async def look_up(self, target: str | GrammarSpec, timeout: float, kept: contextlib.ExitStack) -> LookedUp | None:
         """Have the engine process find something, and keep it as long as `kept`; None if that takes too long."""

@@ -71,7 +71,7 @@ class EngineProcess(asyncio.Protocol):
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
         self.fallback_reason = ""  # why it is not the engine asked for
         self.watchdog = EngineWatchdog(time.monotonic())
-        self._dropped_log_lines: dict[int, int] = {}  # by rank
+        self._heartbeats: dict[int, messages.Heartbeat] = {}  # the last of each rank
         self._reader = FrameReader(messages.FromEngine)
         self._dead = False
         self._death_cause = ""
@@ -98,7 +98,12 @@ class EngineProcess(asyncio.Protocol):
     @property
     def num_dropped_log_lines(self) -> int:
         """Log lines that nobody read in time, of all processes of the engine."""
-        return sum(self._dropped_log_lines.values())
+        return sum(each.num_dropped_log_lines for each in self._heartbeats.values())
+
+    @property
+    def resident_cache_bytes(self) -> int:
+        """Bytes of the KV cache that take memory, a second ago."""
+        return sum(each.resident_cache_bytes for each in self._heartbeats.values())
 
     def kill(self, cause: str) -> None:
         """Kill the engine process, if it has not ended."""
@@ -127,9 +132,9 @@ class EngineProcess(asyncio.Protocol):
     def handle(self, message: messages.FromEngine) -> None:
         """Handle what the engine process says about itself."""
         match message:
-            case messages.Heartbeat(rank, num_dropped):
+            case messages.Heartbeat(rank):
                 self.watchdog.heartbeat(rank, time.monotonic())
-                self._dropped_log_lines[rank] = num_dropped
+                self._heartbeats[rank] = message
             case messages.Ready(info, reason):
                 self.fallback_reason = reason
                 self.ready.set_result(info)

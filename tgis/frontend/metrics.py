@@ -128,6 +128,7 @@ class ServiceMetrics(ServiceFamilies):
         self.load_duration.set(load_duration)
         self.block_size.set(info.block_size)
         self.num_blocks.set(info.token_capacity // info.block_size if info.block_size else 0)
+        self.cache_bytes.set(info.kv_cache_bytes)
         self.max_batch_size.set(info.max_batch_size)
         self._max_adapters = info.max_batch_size if info.lora_targets else 0
 

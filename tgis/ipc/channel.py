@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -75,11 +76,14 @@ class Channel:
         self._send_lock = threading.Lock()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._handlers: dict[type, Callable[[Any], None]] = {}
+        self.resident_cache_bytes: Callable[[], int] = lambda: 0  # of the engine, once it is loaded
         threading.Thread(target=self._read, daemon=True, name="channel").start()
 
-    def receive(self, *, wait: bool) -> list[Any]:
-        """Return the messages that have arrived; with `wait`, block until there is at least one."""
-        messages = [self._received.get()] if wait else []
+    def receive(self, *, timeout: float | None = None) -> list[Any]:
+        """Return the messages that have arrived, or wait for one until the timeout, None for ever."""
+        messages = []
+        with suppress(queue.Empty):
+            messages.append(self._received.get(timeout=timeout))
         while not self._received.empty():
             messages.append(self._received.get())
         return messages

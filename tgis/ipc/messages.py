@@ -43,6 +43,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
+    kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int = 0  # tokens of a KV block; engines with blocks do chunked prefill, mixed with decodes
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes
+    kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below
@@ -217,6 +219,8 @@ class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
     chunked_prefill: bool  # prompts are computed in chunks, mixed with decodes
     running_requests: list[RequestState]  # the first of them
     waiting_requests: list[RequestState]  # the first of them, in queue order
+    kv_cache_bytes: int = 0  # set aside
+    resident_cache_bytes: int = 0  # of these, what takes memory; a second old
 
 
 class FailureKind(enum.StrEnum):
@@ -242,6 +246,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
     rank: int
     num_dropped_log_lines: int = 0  # since its start
+    resident_cache_bytes: int = 0  # of the KV cache that was set aside, those that take memory
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

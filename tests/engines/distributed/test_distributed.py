@@ -210,6 +210,8 @@ def test_a_server_of_two_ranks_answers_like_one_and_ends_with_either(glassllm_di
         request.params.response.CopyFrom(response)
         answer = stub.Generate(request).responses[0]
         check_answer(glassllm_dir, text, answer)
+        server.wait_for_metric("tgi_kv_cache_resident_bytes 0.0")  # both ranks have given their memory back
+        assert stub.Generate(request).responses[0] == answer
         follower = follower_of(server)
         os.kill(follower, signal.SIGSTOP)
         assert "no heartbeat of rank 1 of the engine" in server.wait_for_health(503)
@@ -246,7 +248,8 @@ def test_followers_exit_when_rank_0_is_killed(glassllm_dir: Path, tmp_path: Path
 def start(directory: Path, model: Path) -> Any:
     log = directory / "termination"
     log.touch()
-    return running_server(directory, model, NUM_SHARD=2, DTYPE="float32", KV_CACHE_SIZE_MB=4, TERMINATION_LOG=log)
+    cache: dict[str, Any] = {"KV_CACHE_SIZE_MB": 4, "KV_CACHE_IDLE_SECONDS": 0.5}
+    return running_server(directory, model, NUM_SHARD=2, DTYPE="float32", TERMINATION_LOG=log, **cache)
 
 
 def follower_of(server: Server) -> int:

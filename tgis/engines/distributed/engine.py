@@ -58,8 +58,10 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The info of rank 0 with LoRA turned off, since the other ranks have no adapters."""
-        return msgspec.structs.replace(self._engine.info, lora_targets={})
+        """The info of all ranks, with LoRA turned off, since only rank 0 has adapters."""
+        info = self._engine.info
+        kv_cache_bytes = info.kv_cache_bytes * (1 + len(self._followers))
+        return msgspec.structs.replace(info, lora_targets={}, kv_cache_bytes=kv_cache_bytes)
 
     def warm_up(self) -> None:
         """Warm this rank up; the other ranks do the same after loading, unasked."""
@@ -77,6 +79,19 @@ class ShardedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         """Release sequences on this rank; the others keep no state of them."""
         self._engine.release(seqs)
+
+    def release_memory(self) -> bool:
+        """Release memory on all ranks."""
+        with self._collective("a release of memory"):
+            message = encode_frame(ranks.ReleaseMemory())
+            for follower in self._followers:
+                follower.send(message)
+            return self._engine.release_memory()
+
+    @property
+    def resident_cache_bytes(self) -> int:
+        """Those of rank 0; the others report their own."""
+        return self._engine.resident_cache_bytes
 
     def close(self) -> None:
         """Shut the other ranks down."""

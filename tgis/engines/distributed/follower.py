@@ -25,10 +25,10 @@ def main() -> int:
     """Follow rank 0 from its first message to its last."""
     sock, store_fd, rank = map(int, sys.argv[1:])
     channel = Channel(socket.socket(fileno=sock), ranks.RankMessage)
-    (options,) = channel.receive(wait=True)
+    (options,) = channel.receive()
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
-    channel.start_heartbeat(lambda: Heartbeat(rank, logs.num_dropped_lines()))
+    channel.start_heartbeat(lambda: Heartbeat(rank, logs.num_dropped_lines(), channel.resident_cache_bytes()))
     try:
         ranks.init_ranks(rank, options.num_shards, store_fd)
         _compute_steps(channel, options)
@@ -43,13 +43,18 @@ def _compute_steps(channel: Channel, options: EngineOptions) -> None:
     """Compute every step that rank 0 computes, in lockstep with it, until shutdown."""
     engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
+    channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     dtype = getattr(torch, engine.info.dtype)
     gc.freeze()  # the loaded model is never garbage
     while True:
-        for message in channel.receive(wait=True):
-            if isinstance(message, Shutdown):
-                return
-            engine.compute_logits(message.to_plan(dtype))
+        for message in channel.receive():
+            match message:
+                case Shutdown():
+                    return
+                case ranks.ReleaseMemory():
+                    engine.release_memory()
+                case ranks.StepInput():
+                    engine.compute_logits(message.to_plan(dtype))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,11 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
         return StepPlan(seqs, counts, [seqs[index] for index in self.sampled], self.has_prefill)
 
 
-RankMessage = EngineOptions | StepInput | Shutdown
+class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory"):
+    """Nothing runs: forget the KV cache."""
+
+
+RankMessage = EngineOptions | StepInput | ReleaseMemory | Shutdown
 
 
 def check_shardable(config: PreTrainedConfig, num_shards: int) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors
@@ -33,7 +33,7 @@ def load_model(options: EngineOptions, device: torch.device, max_batch_size: int
     return model_class(options, device, max_batch_size)
 
 
-class PaddedEngine:
+class PaddedEngine(NoReservedCache):
     """An engine with one padded batch, whose sequences have the same rows here and in the model."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model, name: str = "hf_transformers") -> None:

@@ -5,6 +5,7 @@ passes unknown arguments on. The backends here are plain PyTorch and run everywh
 faster and must give the same result.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.host_memory import empty_in_huge_pages
+from tgis.engines.host_memory import Mapping
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
@@ -46,6 +47,7 @@ class PagedKVCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._mappings: list[Mapping] = []  # on CPUs
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -60,6 +62,17 @@ class PagedKVCache:
         """Bytes of all layers seen."""
         return self.bytes_per_block * self.num_blocks
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that take memory: on CPUs those of blocks that have been written."""
+        return sum(mapping.resident_bytes for mapping in self._mappings) if self._mappings else self.nbytes
+
+    def clear(self) -> bool:
+        """Forget all keys and values to give their memory back; False where that is not possible."""
+        for mapping in self._mappings:
+            mapping.clear()
+        return bool(self._mappings)
+
     def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that has been seen."""
         return self._layers[layer_index]
@@ -72,9 +85,10 @@ class PagedKVCache:
 
     def _allocate(self, like: Tensor) -> Tensor:
         size = self.num_blocks, self.block_size, like.shape[1], like.shape[3]
-        on_cpu = like.device.type == "cpu"
-        states = empty_in_huge_pages(size, like.dtype) if on_cpu else like.new_empty(size)
-        return states.zero_()  # slots that were never written may be read and masked, and must be finite
+        if like.device.type != "cpu":
+            return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
+        self._mappings.append(Mapping(math.prod(size) * like.itemsize))
+        return self._mappings[-1].bytes.view(like.dtype).view(size)
 
 
 class PagedAttention:

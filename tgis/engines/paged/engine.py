@@ -23,6 +23,8 @@ from tgis.engines.memory.available import (
     DEFAULT_MARGIN,
     device_errors,
     memory_for_batches,
+    release_weight_files,
+    return_unused_memory,
     safety_margin,
     warm_up_errors,
 )
@@ -127,7 +129,9 @@ class PagedEngine:
             num_blocks * bytes_per_block / 2**30,
         )
         capacity = num_blocks * self._block_size
-        self.info = msgspec.structs.replace(self.info, token_capacity=capacity, max_request_tokens=capacity)
+        self.info = msgspec.structs.replace(
+            self.info, token_capacity=capacity, max_request_tokens=capacity, kv_cache_bytes=num_blocks * bytes_per_block
+        )
         started = time.monotonic()
         eager_logits = self._dummy_logits()
         self._warm_sampler(eager_logits)
@@ -143,6 +147,7 @@ class PagedEngine:
             self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
+        self.release_memory()
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Sample in every way once, since kernels compile at their first use."""
@@ -243,6 +248,17 @@ class PagedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seqs)
+
+    def release_memory(self) -> bool:
+        """On CPUs, forget the KV cache."""
+        if self._device.type == "cpu":
+            return_unused_memory(self._device)
+            release_weight_files()
+        return self._attention.cache.clear()
+
+    @property
+    def resident_cache_bytes(self) -> int:
+        return self._attention.cache.resident_bytes
 
     @property
     def kv_cache_bytes(self) -> int:
