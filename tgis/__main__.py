@@ -113,7 +113,7 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
 
     try:
         if command in NOT_IN_CLIENT and not find_spec("tgis.engines"):
-            raise StartError(f"{prog} needs the server: pip install tgis")
+            raise StartError(f"{prog} needs the server: pip install . in a checkout")
         prepare_command()
         module, _, function = FUNCTIONS.get(command, f"{command.replace('-', '_')}.main").partition(".")
         code: int = getattr(importlib.import_module(f"tgis.cli.{module}"), function)(argv, prog)

@@ -101,7 +101,7 @@ def test_leftovers_of_a_killed_process_are_not_used(tmp_path: Path, conversions:
 
 def test_missing_extras_are_named(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch, needs=("json", "no_such_a", "no_such_b"))
-    with pytest.raises(StartError, match=r"needs no_such_a and no_such_b: pip install 'tgis\[demo\]'"):
+    with pytest.raises(StartError, match=r"needs no_such_a and no_such_b: pip install '\.\[demo\]'"):
         fetch.ensure("fake", tmp_path)
 
 

@@ -145,26 +145,37 @@ def running_fake(
     return running_server(directory, model, **{"DEPLOYMENT_FRAMEWORK": "fake", **options})
 
 
-@contextlib.contextmanager
-def running_module(arguments: list[str], directory: Path, timeout: float = 120, **options: object) -> Iterator[Server]:
+def running_module(
+    arguments: list[str], directory: Path, timeout: float = 120, **options: object
+) -> contextlib.AbstractContextManager[Server]:
     """A server that `python -m` starts with these arguments."""
+    return running_command([sys.executable, "-P", "-m", *arguments], directory, timeout, None, **options)
+
+
+@contextlib.contextmanager
+def running_command(
+    command: list[str], directory: Path, timeout: float = 120, cwd: Path | None = None, **options: object
+) -> Iterator[Server]:
+    """A server that this command starts, in a process group of its own: it may be a child of the command."""
     log = directory / "server.log"
     settings = {"GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": "127.0.0.1"}
     # measuring memory would take longer than most tests; one thread, because other servers and tests run beside it
     settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1, "CACHE_DIR": TEST_CACHE} | options
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", *arguments],
+            command,
+            cwd=cwd,
             env=server_environment(**settings),
             stdout=output,
             stderr=subprocess.STDOUT,
+            process_group=0,
         )
     try:
         ports = _wait_for_ports(process, log, timeout)
         yield Server(process, *ports, log)
     finally:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

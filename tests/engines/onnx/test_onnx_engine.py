@@ -270,7 +270,7 @@ def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Pa
     directory = beside(glassllm_dir, tmp_path / "model")
     (directory / "model.onnx").touch()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert refusal(directory) == "the engine hf_optimum_ort needs onnxruntime: pip install 'tgis[onnx]'"
+    assert refusal(directory) == "the engine hf_optimum_ort needs onnxruntime: pip install '.[onnx]' in a checkout"
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def _onnxruntime() -> Any:
     try:
         import onnxruntime  # noqa: PLC0415 - an optional dependency
     except ModuleNotFoundError as error:
-        raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install 'tgis[onnx]'") from error
+        raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install '.[onnx]' in a checkout") from error
     return onnxruntime
 
 

@@ -37,7 +37,7 @@ def convert_to_onnx(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
     if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
-        raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install 'tgis[onnx]'")
+        raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install '.[onnx]' in a checkout")
     find_weights(model.path)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,173 @@
+"""Runs the commands of README.md and docs/*.md in a copy of the clone, page by page and in order.
+
+A fenced block of `sh` or `python` is run, unless a comment above it says why not: `<!-- not run: needs a cluster -->`.
+The block `text` after it is what it prints, with `...` for whatever differs. A block that serves runs until the next
+one that does; ports are replaced by free ones.
+"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import Server, running_command
+from repository import REPOSITORY
+
+FIRST_STEPS = REPOSITORY / "docs/first-steps.md"  # last, since it serves with other options
+PAGES = sorted(
+    {REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")}, key=lambda page: (page == FIRST_STEPS, page)
+)
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>.+) -->\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
+    r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
+    re.MULTILINE,
+)
+_SERVES = re.compile(r"^make serve\b|tgis serve\b(?! --check)", re.MULTILINE)
+_CALLS = re.compile(r"(tgis (?:generate|chat|health))\b")
+_LANGUAGES = {"sh", "python", "text", "json", "yaml", "nginx"}
+_PROGRAMS = ("bash", "curl", "make", "openssl", f"{sys.prefix}/bin/grpcurl")
+# A start with the defaults takes fifteen seconds, to measure memory and to fill the KV cache.
+_OPTIONS = {"MAX_SEQUENCE_LENGTH": 256, "MAX_BATCH_SIZE": 4, "KV_CACHE_SIZE_MB": 32}
+_VARIABLES_OF_MAKE = (
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKELEVEL",
+    "MAKEOVERRIDES",
+    "ARGS",
+    "MODEL",
+    "PYTHON",
+    "WHEELS",
+    "WORKERS",
+)
+
+
+class Block(NamedTuple):
+    """Commands, why they are not run, and what the page shows of their output."""
+
+    reason: str | None
+    language: str
+    code: str
+    shown: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*match.groups()) for match in _BLOCK.finditer(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_command_escapes(page: Path) -> None:
+    text = page.read_text()
+    fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
+    assert (set(fences[::2]) <= _LANGUAGES, set(fences[1::2]) <= {""}) == (True, True), fences
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"^    ", outside, re.MULTILINE), "an indented block"
+    assert text.count("<!-- not run") == len([block for block in blocks(page) if block.reason])
+    assert not re.search(r"pip install '?tgis", text), "no index has it"
+
+
+class Clone:
+    """Links to the repository's files and to the environment of the tests, with a cache of its own; and a server."""
+
+    def __init__(self, root: Path, models: Path) -> None:
+        self.root = root
+        self.server: Server | None = None
+        self._servers = contextlib.ExitStack()
+        for target, folder in ((REPOSITORY, root), (Path(sys.prefix), root / ".venv")):
+            folder.mkdir()
+            for each in target.iterdir():
+                if each.name not in (".venv", ".cache", "installed"):
+                    (folder / each.name).symlink_to(each)
+        (root / ".venv/installed").touch()  # so that make installs nothing
+        (root / ".cache").mkdir()
+        (root / ".cache/models").symlink_to(models)
+        (root / ".curlrc").write_text("silent\nshow-error\nfail\n")
+
+    def close(self) -> None:
+        self._servers.close()
+
+    def run(self, block: Block) -> None:
+        if _SERVES.search(block.code):
+            self._serve(block.code)
+            return
+        if self.server is None and "localhost:" in block.code:
+            self._serve("make serve")
+        command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-eo", "pipefail", "-c"]
+        done = subprocess.run(
+            [*command, self._with_ports(block.code)],
+            cwd=self.root,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block.code}\n{done.stdout}"
+        if block.shown is not None:
+            assert is_shown(done.stdout, block.shown), f"{block.code}\n{done.stdout}\nis not\n{block.shown}"
+
+    def _serve(self, code: str) -> None:
+        self._servers.close()
+        code = code.replace("--http-api-port 3001", "--http-api-port 0")
+        running = running_command(["bash", "-ec", code], self.root.parent, cwd=self.root, **_OPTIONS)
+        self.server = self._servers.enter_context(running)
+
+    def _with_ports(self, code: str) -> str:
+        if (server := self.server) is None:
+            return code
+        for port, real in ((8033, server.grpc_port), (3000, server.http_port), (3001, server.api_port)):
+            code = code.replace(f"localhost:{port}", f"localhost:{real}")
+
+        def with_target(call: re.Match[str]) -> str:
+            port = server.http_port if call[0].endswith("chat") else server.grpc_port
+            return f"{call[0]} --target localhost:{port}"
+
+        return _CALLS.sub(with_target, code)
+
+
+@pytest.fixture(scope="module")
+def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    if missing := [program for program in _PROGRAMS if not shutil.which(program)]:
+        pytest.skip(f"no {' and no '.join(missing)}")
+    clone = Clone(tmp_path_factory.mktemp("docs") / "clone", smollm2_dir.parent)
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(clone):
+        for name in _VARIABLES_OF_MAKE:
+            patch.delenv(name, raising=False)
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("CURL_HOME", str(clone.root))
+        patch.setenv("TQDM_DISABLE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield clone
+
+
+TO_RUN = {page.stem: found for page in PAGES if (found := [block for block in blocks(page) if not block.reason])}
+
+
+@pytest.mark.parametrize("page", TO_RUN)
+def test_the_commands_work(page: str, clone: Clone) -> None:
+    for block in TO_RUN[page]:
+        clone.run(block)
+
+
+def is_shown(printed: str, shown: str) -> bool:
+    """Whether that is the output but for blanks, and for what `...` stands for."""
+    parts = [r"\s*".join(map(re.escape, part.split())) for part in shown.split("...")]
+    return re.fullmatch(r"\s*{}\s*".format(r"\s*.*?\s*".join(parts)), printed, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown", "expected"),
+    [
+        ("a  b\nc\n", "a b\n...\n", True),
+        ("a b", "a\n", False),
+        ("[ok] 1 good", "[ok] ... good", True),
+        ("", "a...", False),
+    ],
+)
+def test_what_counts_as_shown(printed: str, shown: str, expected: bool) -> None:
+    assert is_shown(printed, shown) is expected
