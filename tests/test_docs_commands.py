@@ -1,6 +1,6 @@
 """Runs the commands of README.md and docs/*.md in a copy of the clone, page by page and in order.
 
-A fenced block of `sh` or `python` is run, unless a comment above it says why not: `<!-- not run: needs a cluster -->`.
+A fenced block of `sh` or `python` is run, unless the line above says why not: *Not run by the tests: needs a cluster.*
 The block `text` after it is what it prints, with `...` for whatever differs. A block that serves runs until the next
 one that does; ports are replaced by free ones.
 """
@@ -23,7 +23,7 @@ PAGES = sorted(
     {REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")}, key=lambda page: (page == FIRST_STEPS, page)
 )
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>.+) -->\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
+    r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
     r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
     re.MULTILINE,
 )
@@ -66,8 +66,22 @@ def test_no_command_escapes(page: Path) -> None:
     assert (set(fences[::2]) <= _LANGUAGES, set(fences[1::2]) <= {""}) == (True, True), fences
     outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"^    ", outside, re.MULTILINE), "an indented block"
-    assert text.count("<!-- not run") == len([block for block in blocks(page) if block.reason])
+    assert text.count("*Not run by the tests") == len([block for block in blocks(page) if block.reason])
     assert not re.search(r"pip install '?tgis", text), "no index has it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 class Clone:
