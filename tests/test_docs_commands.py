@@ -68,6 +68,9 @@ def test_no_command_escapes(page: Path) -> None:
     assert not re.search(r"^    ", outside, re.MULTILINE), "an indented block"
     assert text.count("*Not run by the tests") == len([block for block in blocks(page) if block.reason])
     assert not re.search(r"pip install '?tgis", text), "no index has it"
+    assert not [block for block in blocks(page) if re.search(r"^(cd|export) ", block.code, re.MULTILINE)], (
+        "it would last"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
