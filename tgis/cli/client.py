@@ -26,15 +26,15 @@ _CAUSES = {  # of what gRPC, aiohttp and the standard library say: the first tha
     r"http1\.x server|ALPN": "{target} is an HTTP port: gRPC has another, 8033 by default",
     "(?i)bad ?status ?line|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
     "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
-    "[Hh]ostname (Verif|mism)": "the certificate of {target} has another name, which --tls-server-name may tell",
+    "[Hh]ostname (Ver|mis)|Peer name": "the certificate of {target} has another name, which --tls-server-name may tell",
     "CERTIFICATE_VERIFY_FAILED": "the certificate of {target} is not trusted: --ca-cert names a file with its CA",
     _CLOSED: "{target} closes the connection: it may want {wanted}",
-    "resolving|lookup|gaierror|Name or service": "{target}: there is no host of this name",
+    "resol(ving|ution)|lookup|gaierror|Name or service": "{target}: there is no host of this name",
     "UNAVAILABLE: (Socket closed|recvmsg)|IncompleteRead": "{target} has closed the connection within the answer",
     "(?i)time.?out|timed out|deadline exceeded|read failed": "{target} has not answered completely in time (--timeout)",
 }
 _WORDS_OF_GRPC = re.compile(
-    "UNAVAILABLE: (failed to connect|errors resolving|Socket closed|recvmsg)|.*Deadline Exceeded"
+    "UNAVAILABLE: (failed to connect|errors resolving|DNS resolution|Socket closed|recvmsg)|.*Deadline Exceeded"
 )
 _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 
