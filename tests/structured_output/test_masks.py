@@ -165,6 +165,8 @@ def test_a_matcher_follows_a_sequence_back() -> None:
             'start: %json {"a"}',
             "%json in line 1: not JSON: Expecting ':' delimiter: line 1 column 5 (char 4)",
         ),
+        # llguidance cuts off what it quotes: the end of a string may be missing
+        (GrammarKind.JSON_SCHEMA, '{"pattern": ["' + "a" * 200 + '"]}', "Expected string for 'pattern', got ["),
         (GrammarKind.GRAMMAR, "start: %json " + "[" * 60_000, "%json in line 1: nested more than 64 levels deep"),
     ],
 )

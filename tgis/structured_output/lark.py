@@ -42,9 +42,9 @@ _WORDS = {
     'failed to parse "%json"': "not JSON",  # that Python has read
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
-# Texts of a client in an error; short names of properties, rules, types and formats stay.
+# Texts of a client in an error, the last one perhaps cut off; short names of properties, rules, types and formats stay.
 _QUOTED = re.compile(
-    r"""[ ]?(/.*/|"([^"\\]|\\.)*"|\(And[ ].*)
+    r"""[ ]?(/.*/|"([^"\\]|\\.)*("|\\?\Z)|\(And[ ].*)
     |(?<=Resource[ ])'.*'|(?<=Pointer[ ])'.*'|(?<=erence[ ])'.*'|'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
     re.DOTALL | re.VERBOSE,
 )
