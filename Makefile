@@ -57,8 +57,8 @@ test-oldest: .cache/oldest/installed ## run the tests that matter there with the
 
 .cache/oldest/installed: setup.cfg
 	$(PYTHON) -m venv --clear .cache/oldest
-	sed -n 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\).*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
-	.cache/oldest/bin/python -m pip install --disable-pip-version-check --constraint .cache/oldest/bounds.txt \
+	sed -n 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\)[^;]*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
+	.cache/oldest/bin/python -m pip install --disable-pip-version-check --requirement .cache/oldest/bounds.txt \
 	--editable '.[dev,demo,onnx,otel]'
 	@touch $@
 
@@ -107,13 +107,14 @@ test-gpu: $(if $(WHEELS),,venv) ## run the tests that need a GPU; ARGS goes to p
 wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside torch and transformers
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \
 	--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
-	--platform manylinux_2_31_x86_64 --platform manylinux_2_34_x86_64 --dest $(WHEELS) cffi cryptography \
-	googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection grpcio-status llguidance msgspec protobuf \
-	pycparser uvloop
+	--platform manylinux_2_31_x86_64 --platform manylinux_2_34_x86_64 --dest \
+	$(or $(WHEELS),$(error name a directory: make wheels WHEELS=directory)) cffi cryptography googleapis-common-protos grpcio \
+	grpcio-health-checking grpcio-reflection grpcio-status llguidance msgspec protobuf pycparser uvloop
 
 sbom: venv .cache/audit/installed ## write the packages of .venv and their licenses to dist/sbom.json (CycloneDX); its tool needs the network once
 	@mkdir -p dist
-	.cache/audit/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json $(BIN)/python
+	.cache/audit/bin/cyclonedx-py environment --gather-license-texts --output-reproducible \
+	--output-file dist/sbom.json $(BIN)/python
 
 audit: .cache/audit/installed ## look for known vulnerabilities in constraints.txt; asks the package index, so it needs the network
 	.cache/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off $(ARGS)

@@ -157,6 +157,19 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
+    """Those that have one; `make test-oldest` installs what this command of it prints."""
+    (command,) = re.findall(r"^\t(sed .*setup\.cfg) > .*/bounds\.txt$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+    installed = [bound for line in shown.splitlines() for bound in lower_bounds(Requirement(line))]
+    assert installed == [bound for requirement in requirements() for bound in lower_bounds(requirement)]
+
+
+def lower_bounds(requirement: Requirement) -> list[tuple[str, str, str]]:
+    lowest = [each.version for each in requirement.specifier if each.operator in {">=", "=="}]
+    return [(requirement.name, version, str(requirement.marker)) for version in lowest]
+
+
 def test_setuptools_finds_every_package() -> None:
     folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
