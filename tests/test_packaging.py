@@ -73,7 +73,7 @@ def test_the_image_has_labels() -> None:
     assert labels == {
         "title": metadata["name"],
         "description": metadata["description"],
-        "licenses": metadata["license"],
+        "licenses": metadata["license_expression"],
         "version": __version__,
         "revision": "$GIT_COMMIT_HASH",
     }
@@ -170,6 +170,14 @@ def lower_bounds(requirement: Requirement) -> list[tuple[str, str, str]]:
     return [(requirement.name, version, str(requirement.marker)) for version in lowest]
 
 
+def test_the_source_distribution_has_the_kernels_and_no_tests(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    files = (tmp_path / "tgis.egg-info" / "SOURCES.txt").read_text().splitlines()
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tgis").rglob("csrc/*.[ch]")} <= set(files)
+    assert [file for file in files if file.startswith("tests")] == []
+
+
 def test_setuptools_finds_every_package() -> None:
     folders = {path.parent for path in (ROOT / "tgis").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -242,7 +250,7 @@ def with_dependencies(names: set[str]) -> set[str]:
 def test_the_client_is_a_part_of_the_server() -> None:
     """The same files are in both: they differ in nothing but what is left out."""
     server, client = setup_cfg(), setup_cfg("client")
-    for name in ("version", "license"):
+    for name in ("version", "license_expression", "project_urls"):
         assert client["metadata"][name] == server["metadata"][name]
     assert client["options"]["python_requires"] == server["options"]["python_requires"]
     for section, name in [("options", "install_requires"), ("options.entry_points", "console_scripts")]:
