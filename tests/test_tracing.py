@@ -96,7 +96,8 @@ def test_the_spans_of_a_request(server: Server, collector: tuple[Collector, int]
     times += [span.end_time_unix_nano for span in (*phases, request)] + [ended]
     assert times == sorted(times)
     assert [span.start_time_unix_nano for span in phases[1:]] == [span.end_time_unix_nano for span in phases[:-1]]
-    assert phases[2].end_time_unix_nano - phases[2].start_time_unix_nano >= 6 * 10_000_000  # steps of 10 ms
+    decode = phases[2].end_time_unix_nano - phases[2].start_time_unix_nano
+    assert decode >= 5 * 10_000_000  # six steps of 10 ms, of which the first may be heard of late
     found = attributes(request)
     assert {name: found[name] for name in found if name.startswith(("gen_ai.usage", "gen_ai.o", "gen_ai.p"))} == {
         "gen_ai.operation.name": "text_completion",
