@@ -290,7 +290,7 @@ def taken(answers: Answers, count: int) -> list[LookedUp]:
 
 def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store, answers.put)
+    lookups = AdapterResolver(store.find, answers.put)
     for number in range(50):
         lookups.look_up(LookUp(number, "slow"))
     lookups.look_up(LookUp(50, "other"))
@@ -311,7 +311,7 @@ def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) ->
     for name in "abcdefghi":
         write(root / name, tgis(matrix(seed=ord(name))))
     store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
-    lookups = AdapterResolver(store, answers.put)
+    lookups = AdapterResolver(store.find, answers.put)
     for number, name in enumerate("abcdefghi"):
         lookups.look_up(LookUp(number, name))
         assert taken(answers, 1)[0].loaded
@@ -327,7 +327,7 @@ def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) ->
 
 def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store, answers.put)
+    lookups = AdapterResolver(store.find, answers.put)
     lookups.look_up(LookUp(7, "slow"))
     assert store.begun.acquire(timeout=10)
     lookups.release([7])
@@ -345,7 +345,7 @@ def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
 )
 def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: str) -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store, answers.put)
+    lookups = AdapterResolver(store.find, answers.put)
     for number in (1, 2, 3):
         lookups.look_up(LookUp(number, name))
         store.may_end.release()

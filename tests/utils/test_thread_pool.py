@@ -57,8 +57,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[LookedUp]()
     adapter: Any = SimpleNamespace(length=7, decoder_length=0, version=1, rank=0)
-    store: Any = SimpleNamespace(find=lambda _id: StoreResult(adapter, loaded=True))
-    resolver = AdapterResolver(store, answers.put)
+    resolver = AdapterResolver(lambda _id: StoreResult(adapter, loaded=True), answers.put)
     no_more_threads()
     resolver.look_up(LookUp(1, "a"))
     found = answers.get(timeout=10).adapter

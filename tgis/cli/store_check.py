@@ -13,7 +13,7 @@ from tgis.ipc.lookups import AdapterProblem
 from tgis.models.files import embedding_size, is_encoder_decoder, max_sequence_length
 from tgis.prompts.catalog import stored_ids
 from tgis.prompts.files import FILES
-from tgis.prompts.store import AdapterStore, LoadedAdapter
+from tgis.prompts.store import AdapterStore
 from tgis.prompts.tensor_file import TargetModel
 
 
@@ -64,7 +64,6 @@ def _entry(store: AdapterStore, adapter_id: str) -> StoreEntry:
         adapter = store.find(adapter_id).adapter
     except AdapterError as error:
         return StoreEntry(adapter_id, problem=_problem(error))
-    assert isinstance(adapter, LoadedAdapter)
     kind = "LoRA" if adapter.rank else "soft prompt"
     return StoreEntry(adapter_id, kind, adapter.rank, adapter.length, adapter.size)
 

@@ -57,7 +57,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     if options.adapter_store and engine.info.supports_adapters:
         from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
 
-        resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info), channel.send)
+        resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info).find, channel.send)
     grammars = None
     (vocabulary,) = received or channel.receive()
     assert isinstance(vocabulary, Vocabulary)

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem, AdapterRef, LookedUp, LookUp
@@ -17,51 +17,27 @@ from tgis.utils.thread_pool import started_pool
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from tgis.prompts.store import LoadedAdapter  # needs torch, which the engine `fake` does without
+
 log = logging.getLogger(__name__)
 
 _THREADS = 4  # several, so that one slow file does not delay all lookups
-
-
-class Adapter(Protocol):
-    """A loaded adapter, as an engine uses it."""
-
-    @property
-    def length(self) -> int:
-        """Virtual tokens."""
-
-    @property
-    def decoder_length(self) -> int:
-        """How many of them are prepended to the output of an encoder-decoder."""
-
-    @property
-    def version(self) -> int:
-        """Unique for each load."""
-
-    @property
-    def rank(self) -> int:
-        """The highest rank of LoRA in any layer; 0 for a soft prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
     """An adapter, and whether its files had to be read."""
 
-    adapter: Adapter
+    adapter: "LoadedAdapter"
     loaded: bool
-
-
-class Store(Protocol):
-    """Where adapters come from."""
-
-    def find(self, adapter_id: str) -> StoreResult:
-        """The adapter of an id; AdapterError if it is missing or unusable. Called from several threads."""
 
 
 class AdapterResolver:
     """All lookups that are not released; at most one thread works on an id."""
 
-    def __init__(self, store: Store, send: Callable[[LookedUp], None]) -> None:
-        self._store = store
+    def __init__(self, find: Callable[[str], StoreResult], send: Callable[[LookedUp], None]) -> None:
+        """`find` is `AdapterStore.find`, which several threads call."""
+        self._find_in_store = find
         self._send = send
         self._pool = started_pool(_THREADS, "adapters")
         self._lock = threading.Lock()
@@ -79,7 +55,7 @@ class AdapterResolver:
             future = self._held[lookup.lookup_id] = self._loading[adapter_id]
         future.add_done_callback(lambda done: self._send(_answer(lookup.lookup_id, adapter_id, done, is_first)))
 
-    def adapter(self, ref: AdapterRef) -> Adapter:
+    def adapter(self, ref: AdapterRef) -> "LoadedAdapter":
         """The adapter that the lookup of `ref` has found."""
         adapter = self._held[ref.lookup_id].result(timeout=0).adapter
         assert adapter.length == ref.length
@@ -93,7 +69,7 @@ class AdapterResolver:
 
     def _find(self, adapter_id: str) -> StoreResult:
         try:
-            return self._store.find(adapter_id)
+            return self._find_in_store(adapter_id)
         finally:
             with self._lock:
                 del self._loading[adapter_id]
