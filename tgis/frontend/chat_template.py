@@ -15,7 +15,7 @@ from typing import Any, Self
 from jinja2 import TemplateError as JinjaError
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.models.files import read_json, read_text
+from tgis.models.files import read_json, read_text, special_tokens
 from tgis.utils.thread_pool import WorkPool
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ChatTemplate:
             except _ERRORS as error:
                 text = "%s: the chat template %.80r does not compile: %.200s"
                 log.warning(text, directory, name, " ".join(f"{type(error).__name__}: {error}".split()))
-        return cls(templates, _special_tokens(directory), render_jinja_template)
+        return cls(templates, special_tokens(directory), render_jinja_template)
 
     def mentions(self, text: str) -> bool:
         """Whether any of the templates has this text."""
@@ -161,15 +161,3 @@ def _named(templates: Any, path: Path) -> dict[str, str]:
         return {str(one["name"]): str(one["template"]) for one in templates}
     except (TypeError, KeyError) as error:
         raise StartError(f"{path}: chat_template is neither text nor a list of templates with names") from error
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """The variables `bos_token`, `eos_token` and so on; later files override earlier ones."""
-    found: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_json(directory / name) if (directory / name).is_file() else {}
-        for key, value in config.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-    return found

@@ -232,14 +232,20 @@ def tensor_names(shard: Path) -> list[str]:
         raise StartError(f"{shard} is not a safetensors file, {hint}: {' '.join(str(error).split()):.200}") from error
 
 
+def special_tokens(directory: Path) -> dict[str, str]:
+    """What a tokenizer's files call `bos_token`, `eos_token` and so on; later files override earlier ones."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = read_json(directory / name) if (directory / name).is_file() else {}
+        for key, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value  # an AddedToken with its flags
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
 def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
-    token = None
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        if token is None and (directory / file).is_file():
-            token = read_json(directory / file).get("eos_token")
-    if isinstance(token, dict):  # an AddedToken with its flags
-        token = token.get("content")
-    if not isinstance(token, str):
+    if (token := special_tokens(directory).get("eos_token")) is None:
         return ()
     return tuple(_as_ids(_token_id(read_json(directory / "tokenizer.json"), token), "tokenizer.json"))
 
