@@ -5,7 +5,7 @@ Forced bytes are off: a mask has every token that the grammar allows, not only t
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import llguidance
@@ -119,41 +119,38 @@ def _regex(text: str) -> str:
 def _lark(text: str) -> str:
     if _DIRECTIVE in text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    _check_costs(_without_schemas(text))
+    _check_costs(_with_schemas(text, lambda _start, _end: ""))
     return _with_checked_schemas(text, GrammarKind.GRAMMAR)
-
-
-def _without_schemas(text: str) -> str:
-    parts, last = [], 0
-    for start, end in _schemas(text):
-        parts.append(text[last:start])
-        last = end
-    return "".join([*parts, text[last:]])
 
 
 def _with_checked_schemas(text: str, kind: GrammarKind) -> str:
     """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
-    parts, last = [], 0
-    for start, end in _schemas(text):
+
+    def checked(start: int, end: int) -> str:
         try:
             schema = _bounded(parse_schema(text[start:end]))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
             in_tool = kind is GrammarKind.TOOLS
             raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
-        parts += [text[last:start], "{", "\n" * text.count("\n", start, end), schema[1:]]
-        last = end
-    return "".join([*parts, text[last:]])
+        return "{" + "\n" * text.count("\n", start, end) + schema[1:]
+
+    return _with_schemas(text, checked)
 
 
-def _schemas(text: str) -> Iterator[tuple[int, int]]:
-    """Where they are; what looks like one in a string, a regex or a comment is none."""
-    at = 0
+def _with_schemas(text: str, change: Callable[[int, int], str]) -> str:
+    """The text with what `change` makes of the start and the end of each schema in its place.
+
+    What looks like a schema in a string, a regex or a comment is none.
+    """
+    parts, last, at = [], 0, 0
     while match := _SCHEMA_OR_TEXT.search(text, at):
         start = at = match.end()
         if match["schema"]:
             at = _end_of_json(text, start)
-            yield start, at
+            parts += [text[last:start], change(start, at)]
+            last = at
+    return "".join([*parts, text[last:]])
 
 
 def _end_of_json(text: str, start: int) -> int:
