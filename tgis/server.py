@@ -250,7 +250,7 @@ class Server:
             log_text=config.log_text,
         )
         self._compare_vocabularies(info)
-        self._metrics = self._make_metrics(info)
+        self._metrics = Metrics(self._limits, info)
         self._metrics.num_queued = lambda: len(client.queued())
         client.metrics = self._metrics
         lookups = Lookups(
@@ -361,14 +361,6 @@ class Server:
         yield from self._service_metrics.scrape()
         if self._metrics:
             yield from self._metrics.scrape()
-
-    def _make_metrics(self, info: EngineInfo) -> Metrics:
-        return Metrics(
-            max_sequence_length=self._limits.max_sequence_length,
-            max_new_tokens=self._limits.max_new_tokens,
-            max_batch_size=info.max_batch_size,
-            token_capacity=info.token_capacity,
-        )
 
     def _exit_code(self, client: EngineClient, stop: asyncio.Future[None]) -> int:
         if stop.done() and not client.died.done():

@@ -3,6 +3,7 @@
 import re
 
 from tgis.frontend.metrics import Metrics, ServiceMetrics
+from tgis.frontend.validation import RequestLimits
 from tgis.ipc.messages import EngineInfo
 
 INFO = EngineInfo("fake", "M", "cpu", "float32", 99, False, False, 4, 1000, 64, lora_targets={"q_proj": (1, 1)})
@@ -11,7 +12,7 @@ Series = frozenset[tuple[str, str]]
 
 
 def make_metrics() -> Metrics:
-    return Metrics(max_sequence_length=96, max_new_tokens=32, max_batch_size=4, token_capacity=1000)
+    return Metrics(RequestLimits(max_sequence_length=96, max_new_tokens=32, include_stop_sequence=True), INFO)
 
 
 def full_scrape() -> str:

@@ -18,6 +18,7 @@ from tgis.frontend.metric_families import (
     TokenizeFamilies,
     linear_buckets,
 )
+from tgis.frontend.validation import RequestLimits
 from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
 
 _NO_COUNTS = BatcherCounters()
@@ -29,13 +30,12 @@ class Metrics:
     Events that change several families have a method; callers count others in the families themselves.
     """
 
-    def __init__(
-        self, *, max_sequence_length: int, max_new_tokens: int, max_batch_size: int, token_capacity: int
-    ) -> None:
-        """The limits set the histogram buckets; `token_capacity` is what a full batch holds."""
-        families = MetricFamilies()
-        self.requests = RequestFamilies(families, linear_buckets(max_sequence_length), linear_buckets(max_new_tokens))
-        self.batches = BatchFamilies(families, range(1, max_batch_size + 1))
+    def __init__(self, limits: RequestLimits, info: EngineInfo) -> None:
+        """The limits set the histogram buckets."""
+        families, token_capacity = MetricFamilies(), info.token_capacity
+        lengths, new_tokens = linear_buckets(limits.max_sequence_length), linear_buckets(limits.max_new_tokens)
+        self.requests = RequestFamilies(families, lengths, new_tokens)
+        self.batches = BatchFamilies(families, range(1, info.max_batch_size + 1))
         self.tokenize = TokenizeFamilies(families)
         self.adapters = AdapterFamilies(families)
         self.scrape = families.scrape
