@@ -14,9 +14,6 @@ from tgis.models.files import ModelFiles, find_directory, max_sequence_length, p
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
-GRAMMAR_TIMEOUT_SECONDS = 10.0  # until a grammar must be compiled
-
 
 def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
     """The limits of requests, from the options and the model."""

@@ -45,14 +45,7 @@ from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.limits import (
-    GRAMMAR_TIMEOUT_SECONDS,
-    MAX_TOKENIZE_INPUTS,
-    adapter_store_options,
-    engine_options,
-    placeholder_id,
-    request_limits,
-)
+from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
 from tgis.models.convert.weights import ensure_weights, needs_conversion
 from tgis.models.files import (
@@ -243,8 +236,6 @@ class Server:
                 input_vocab_size=info.input_vocab_size,
                 vocab_size=info.vocab_size,
             ),
-            max_concurrent_inputs=config.max_concurrent_requests,
-            max_tokenize_inputs=MAX_TOKENIZE_INPUTS,
             max_queued_tokens=config.max_queued_tokens,
             random_seed=config.random_seed,
             log_text=config.log_text,
@@ -256,7 +247,6 @@ class Server:
         lookups = Lookups(
             client,
             self._metrics,
-            GRAMMAR_TIMEOUT_SECONDS,
             why_no_adapters=self._why_no_adapters(info),
             why_no_grammars=self._why_no_grammars(info),
         )

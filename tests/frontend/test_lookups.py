@@ -34,7 +34,7 @@ class FakeEngineClient:
 def make_client(answer: Answer, reason: str | None = None) -> tuple[Lookups, FakeEngineClient, Metrics]:
     engine: Any = FakeEngineClient(answer)
     metrics = make_metrics()
-    return Lookups(engine, metrics, 2.5, why_no_adapters=reason, why_no_grammars=reason), engine, metrics
+    return Lookups(engine, metrics, why_no_adapters=reason, why_no_grammars=reason), engine, metrics
 
 
 def failures_and_loads(metrics: Metrics) -> tuple[float, float]:
@@ -93,7 +93,7 @@ async def test_errors_use_the_words_of_tgis(case: str) -> None:
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
 GRAMMAR_CASES: dict[str, tuple[str | None, LookedUp | None, RequestError]] = {
     "broken": (None, LookedUp(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
-    "slow": (None, None, Overloaded("no grammar was compiled within 2.5 s")),
+    "slow": (None, None, Overloaded("no grammar was compiled within 10 s")),
     "unsupported": ("none here", None, InvalidRequest("json_schema", "json_schema: none here")),
 }
 

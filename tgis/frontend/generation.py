@@ -28,6 +28,7 @@ from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
+MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
 # What calls hold in the memory of this process, in bytes, as measured.
 _INPUT_BYTES = 2048  # of an input: its message, request, queue and output, without the text
 _DETAIL_BYTES = 32  # of an input token or a candidate for it: as the engine sends it, and in the reply
@@ -43,8 +44,6 @@ class ServerInfo:
 
     engine: EngineInfo
     limits: RequestLimits
-    max_concurrent_inputs: int
-    max_tokenize_inputs: int  # of a call
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
@@ -150,7 +149,7 @@ class Generator:
         started = time.monotonic()
         self._metrics.tokenize.count.inc()
         self._metrics.tokenize.input_count.inc(len(call.texts))
-        _check_num_inputs(len(call.texts), self.server_info.max_tokenize_inputs)
+        _check_num_inputs(len(call.texts), MAX_TOKENIZE_INPUTS)
         per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
         if call.adapter:

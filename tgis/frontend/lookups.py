@@ -11,7 +11,7 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp
 
-ADAPTER_TIMEOUT = 5.0
+ADAPTER_TIMEOUT, GRAMMAR_TIMEOUT = 5.0, 10.0  # seconds
 _SHOWN_ID_CHARACTERS = 100  # in an error message
 
 
@@ -19,18 +19,11 @@ class Lookups:
     """Finds adapters and grammars for calls; the engine process keeps them as long as `kept`."""
 
     def __init__(
-        self,
-        client: EngineClient,
-        metrics: Metrics,
-        grammar_timeout: float,
-        *,
-        why_no_adapters: str | None = None,
-        why_no_grammars: str | None = None,
+        self, client: EngineClient, metrics: Metrics, *, why_no_adapters: str | None, why_no_grammars: str | None
     ) -> None:
         """Where there is a reason why there are none, each one that a call names is an error that gives it."""
         self._client = client
         self._metrics = metrics
-        self._grammar_timeout = grammar_timeout
         self._why_no_adapters, self._why_no_grammars = why_no_adapters, why_no_grammars
 
     async def adapter(self, named: tuple[str, str], kept: ExitStack) -> AdapterRef:
@@ -50,9 +43,9 @@ class Lookups:
         """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        compiled = await self._client.look_up(spec, self._grammar_timeout, kept)
+        compiled = await self._client.look_up(spec, GRAMMAR_TIMEOUT, kept)
         if compiled is None:
-            raise Overloaded(f"no grammar was compiled within {self._grammar_timeout:g} s")
+            raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
         if compiled.reason:
             text = f"{spec.kind}: {compiled.reason}"
             raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")

@@ -16,7 +16,7 @@ from tgis.api.grpc.status import Context
 from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.frontend.calls import GenerateCall
-from tgis.frontend.generation import Generator
+from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
 from tgis.tracing import parent_headers
@@ -47,7 +47,7 @@ class GenerationServicer:
 
     async def _generate(self, data: bytes, grpc_call: GrpcCall) -> bytes:
         with self._admitted(data, grpc_call) as (generator, account, identity):
-            message = parse(data, pb.BatchedGenerationRequest, generator.server_info.max_concurrent_inputs)
+            message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
             deadline = self._answer_deadline(grpc_call.context)
             parent = _trace_parent(generator, grpc_call)
             call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline, parent)
@@ -72,7 +72,7 @@ class GenerationServicer:
     async def _tokenize(self, data: bytes, grpc_call: GrpcCall) -> bytes:
         with self._admitted(data, grpc_call) as (generator, account, _):
             max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
-            message = parse(data, pb.BatchedTokenizeRequest, generator.server_info.max_tokenize_inputs)
+            message = parse(data, pb.BatchedTokenizeRequest, MAX_TOKENIZE_INPUTS)
             call = convert.tokenize_call(message, len(data), account, max_bytes)
             results = await generator.tokenize(call)
             cost = sum(len(result.ids) for result in results)
