@@ -179,13 +179,18 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token of a prompt; the first has none
 
 
-class ChatCompletion(Struct):
+class _Answer(Struct, kw_only=True):
+    """What whole answers and chunks have."""
+
     id: str
     created: int
     model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(_Answer, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str
     object: str = "chat.completion"
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -210,12 +215,8 @@ class ChunkChoice(Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletionChunk(Struct):
-    id: str
-    created: int
-    model: str
+class ChatCompletionChunk(_Answer, kw_only=True):
     choices: list[ChunkChoice]
-    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
 
@@ -235,14 +236,10 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(Struct):
+class Completion(_Answer, kw_only=True):
     """Also a chunk of a stream."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
 
