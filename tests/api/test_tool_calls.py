@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest, Function, Tool
-from tgis.api.openai.chat import StreamedChoice
+from tgis.api.openai.chat import Choice
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.messages import template_tools
 from tgis.api.openai.tool_calls import (
@@ -209,7 +209,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
     size = -(-len(output) // parts)
     body = ChatCompletionRequest(messages=[])
-    choice = StreamedChoice(0, body, ToolCallParser(HERMES, NAMES), TokenTexts(decoder))
+    choice = Choice(0, body, ToolCallParser(HERMES, NAMES), TokenTexts(decoder))
     messages = [
         RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
     ]

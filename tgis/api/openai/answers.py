@@ -62,20 +62,16 @@ class Answer:
         self._completion_tokens: dict[int, int] = {}
 
     async def whole(
-        self,
-        kind: type[ChatCompletion | Completion],
-        choices: Callable[[list[RequestOutput]], list[Any]],
-        more: Callable[[list[RequestOutput]], dict[str, Any]] = lambda _: {},
+        self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
     ) -> web.Response:
-        """Generate, and answer once with what `choices` makes of the outputs, and `more` fields."""
+        """Generate, and answer once with the fields, `choices` among them, that are made of the outputs."""
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
             self._take(output)
         usage = self._usage()
 
         def make_body() -> bytes:
-            fields = self._common | more(outputs)
-            return msgspec.json.encode(kind(choices=choices(outputs), usage=usage, **fields))
+            return msgspec.json.encode(kind(usage=usage, **self._common, **make_fields(outputs)))
 
         body = await self._call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_body)
         headers = self._call.compute_headers(self._generate_call.texts)

@@ -3,8 +3,8 @@
 import functools
 import random
 import string
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 from msgspec import UNSET
@@ -19,9 +19,9 @@ from tgis.api.openai.bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatLogprobs,
     ChunkChoice,
     Delta,
-    PromptLogprobs,
     ToolCallDelta,
 )
 from tgis.api.openai.logprobs import TokenTexts
@@ -41,7 +41,6 @@ from tgis.api.openai.tool_calls import (
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
 from tgis.frontend.chat_template import ChatTemplate, TemplateError
-from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 
 _MICROSECONDS_PER_MESSAGE = 4  # to make what the template takes of it
@@ -68,10 +67,6 @@ class ChatCompletions:
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
         params = chat_params(body, call.generator, parses_tools=form is not None)
-
-        def make_parser() -> ToolCallParser | None:
-            return ToolCallParser(form, choice.names) if form else None
-
         if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if form and choice.needs_grammar:
@@ -80,12 +75,18 @@ class ChatCompletions:
         adapter = await self._models.adapter(body.model)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
-        if not body.stream:
-            convert = functools.partial(_choice, body, make_parser, decoder)
-            more = functools.partial(_prompt_logprobs, body, decoder)
-            return await answer.whole(ChatCompletion, lambda outputs: list(map(convert, outputs)), more)
-        streamed = [StreamedChoice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
-        return await answer.stream(ChatCompletionChunk, lambda output: streamed[output.index].chunks(output))
+        parsers = [ToolCallParser(form, choice.names) if form else None for _ in range(n)]
+        choices = [Choice(index, body, parser, TokenTexts(decoder)) for index, parser in enumerate(parsers)]
+        if body.stream:
+            return await answer.stream(ChatCompletionChunk, lambda output: choices[output.index].chunks(output))
+
+        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
+            return {
+                "choices": [choices[output.index].whole(output) for output in outputs],
+                "prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs),
+            }
+
+        return await answer.whole(ChatCompletion, make_fields)
 
     async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
@@ -112,31 +113,8 @@ class ChatCompletions:
         return self._format or (LLAMA3 if choice.required else None)
 
 
-def _choice(
-    body: ChatCompletionRequest,
-    make_parser: Callable[[], ToolCallParser | None],
-    decoder: TokenDecoder,
-    output: RequestOutput,
-) -> ChatChoice:
-    text, calls = output.text, []
-    if parser := make_parser():
-        text, named = complete_calls(_limited([*parser.add(output.text), *parser.finish()], body))
-        calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
-    message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
-    logprobs = TokenTexts(decoder).chat_logprobs(output.tokens, body.top_logprobs or 0) if body.logprobs else None
-    return ChatChoice(output.index, message, logprobs, finish_reason(output.stop_reason, len(calls)) or "stop")
-
-
-def _prompt_logprobs(
-    body: ChatCompletionRequest, decoder: TokenDecoder, outputs: list[RequestOutput]
-) -> dict[str, PromptLogprobs]:
-    if body.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs)}
-
-
-class StreamedChoice:
-    """One output while it is streamed."""
+class Choice:
+    """One output, whole or while it is streamed."""
 
     def __init__(
         self, index: int, body: ChatCompletionRequest, parser: ToolCallParser | None, texts: TokenTexts
@@ -148,14 +126,19 @@ class StreamedChoice:
         self._has_begun = False
         self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason
 
+    def whole(self, output: RequestOutput) -> ChatChoice:
+        """The choice that a whole output becomes."""
+        text, named = complete_calls(self._pieces(output))
+        calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
+        message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
+        return ChatChoice(self._index, message, self._logprobs(output), self._finish_reason(output) or "stop")
+
     def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
         """The chunks that a message of the front end becomes."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
         deltas = [self._delta(piece) for piece in self._pieces(output)]
-        finish = finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
-        top_n = self._body.top_logprobs or 0
-        logprobs = self._texts.chat_logprobs(output.tokens, top_n) if self._body.logprobs else None
+        finish, logprobs = self._finish_reason(output), self._logprobs(output)
         if not deltas and (finish or logprobs):
             deltas = [Delta() if finish else Delta(content="")]
         if deltas and not self._has_begun:
@@ -164,6 +147,12 @@ class StreamedChoice:
         if found:
             found[0].logprobs, found[-1].finish_reason = logprobs, finish
         return found
+
+    def _finish_reason(self, output: RequestOutput) -> str | None:
+        return finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
+
+    def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
+        return self._texts.chat_logprobs(output.tokens, self._body.top_logprobs or 0) if self._body.logprobs else None
 
     def _pieces(self, output: RequestOutput) -> list[Piece]:
         if self._parser is None:

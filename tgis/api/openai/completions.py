@@ -1,6 +1,6 @@
 """POST /v1/completions."""
 
-from typing import cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -49,11 +49,11 @@ class Completions:
         if body.stream:
             return await answer.stream(Completion, lambda output: choices[output.index].chunks(output))
 
-        def make_choices(outputs: list[RequestOutput]) -> list[CompletionChoice]:
-            chosen = _chosen(outputs, candidates, n)
-            return [chunk for choice, output in zip(choices, chosen, strict=True) for chunk in choice.chunks(output)]
+        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
+            pairs = zip(choices, _chosen(outputs, candidates, n), strict=True)
+            return {"choices": [chunk for choice, output in pairs for chunk in choice.chunks(output)]}
 
-        return await answer.whole(Completion, make_choices)
+        return await answer.whole(Completion, make_fields)
 
 
 def _prompts(
@@ -104,7 +104,5 @@ class StreamedChoice:
         if count is not None:
             logprobs = self._texts.completion_logprobs(infos, count)
         text, self._echo = self._echo + output.text, ""
-        choice = CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason))
-        if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._texts.prompt_logprobs(input_tokens, self._body.prompt_logprobs)
-        return [choice]
+        prompt_logprobs = self._texts.prompt_logprobs(input_tokens, self._body.prompt_logprobs)
+        return [CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason), prompt_logprobs)]

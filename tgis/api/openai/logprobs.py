@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable
 
+from msgspec import UNSET, UnsetType
+
 from tgis.api.openai.bodies import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -29,8 +31,10 @@ class TokenTexts:
         """The logprobs of the next tokens, and of `top_n` candidates for each."""
         return ChatLogprobs([self._chat_logprob(info, top_n) for info in infos])
 
-    def prompt_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> PromptLogprobs:
-        """The logprobs of the tokens of a prompt and of `top_n` candidates for each, as in vLLM."""
+    def prompt_logprobs(self, infos: Iterable[TokenInfo], top_n: int | None) -> PromptLogprobs | UnsetType:
+        """The logprobs of the tokens of a prompt and of `top_n` candidates for each, as in vLLM; None: not wanted."""
+        if top_n is None:
+            return UNSET
         return [None if math.isnan(info.logprob) else self._prompt_logprob(info, top_n) for info in infos]
 
     def _prompt_logprob(self, info: TokenInfo, top_n: int) -> dict[int, PromptLogprob]:
