@@ -29,13 +29,10 @@ class ToolFormat:
     between: str | None = None  # there is one call only
     closing: str = ""
 
-    def next_part(self, text: str, start: int) -> "regex.Match[str] | None":
-        """What stands where a call may begin: groups `end`, `start`, `name` or `object`, a part of one, or None."""
-        return _next_part_pattern(self).match(text, start, partial=True)
-
 
 @functools.cache
 def _next_part_pattern(form: ToolFormat) -> "regex.Pattern[str]":
+    """What stands where a call may begin: groups `end`, `start`, `name` or `object`."""
     marks = f"(?P<end>{regex.escape(form.end) or '(?!)'})|(?P<start>{regex.escape(form.start)})"
     return regex.compile(rf"{form.skip}(?:{marks}|{form.named}|(?P<object>(?=\{{)))")
 
@@ -136,7 +133,7 @@ class ToolCallParser:
         return [text] if text else None
 
     def _next_part(self) -> list[Piece] | None:
-        if (part := self._format.next_part(self._held, self._at)) is None:
+        if (part := _next_part_pattern(self._format).match(self._held, self._at, partial=True)) is None:
             return self._no_call()
         if part.partial:
             return None
