@@ -12,15 +12,9 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 def grammar(body: SamplingBody) -> GrammarSpec | None:
     """None: anything."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
-    found = [
-        spec
-        for spec in (
-            _response_format(body.response_format),
-            _structured(body.structured_outputs),
-            _structured(guided) if guided != StructuredOutputs() else None,
-        )
-        if spec
-    ]
+    structured = [body.structured_outputs, guided if guided != StructuredOutputs() else None]
+    specs = [_response_format(body.response_format), *map(_structured, structured)]
+    found = [spec for spec in specs if spec]
     if len(found) > 1:
         text = "response_format, structured_outputs and guided_... are mutually exclusive"
         raise InvalidRequest("structured_outputs", text)
