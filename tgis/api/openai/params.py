@@ -1,5 +1,7 @@
 """From the fields of a request to the parameters of the front end, whose rules are those of all APIs."""
 
+from dataclasses import replace
+
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
@@ -36,11 +38,9 @@ def chat_params(body: ChatCompletionRequest, generator: Generator, *, parses_too
     """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = body.top_logprobs or 0 if body.logprobs else None
-    return _params(
-        body,
-        generator,
-        max_tokens,
-        _logprob_options(body, top_logprobs),
+    return replace(
+        _params(body, generator, max_tokens),
+        logprob_options=_logprob_options(body, top_logprobs),
         add_special_tokens=bool(body.add_special_tokens),
         skip_special_tokens=False if parses_tools else body.skip_special_tokens,
     )
@@ -51,14 +51,9 @@ def completion_params(body: CompletionRequest, generator: Generator) -> RawParam
     if body.suffix:
         raise InvalidRequest("suffix", "suffix is not supported")
     logprobs = 0 if body.logprobs is None and num_candidates(body) > num_choices(body) else body.logprobs
-    return _params(
-        body,
-        generator,
-        1 if only_prompt(body) else body.max_tokens,
-        _logprob_options(body, logprobs, of_prompt=body.logprobs is not None and bool(body.echo)),
-        add_special_tokens=body.add_special_tokens is not False,
-        skip_special_tokens=body.skip_special_tokens,
-    )
+    options = _logprob_options(body, logprobs, of_prompt=body.logprobs is not None and bool(body.echo))
+    max_tokens = 1 if only_prompt(body) else body.max_tokens
+    return replace(_params(body, generator, max_tokens), logprob_options=options)
 
 
 def only_prompt(body: SamplingBody) -> bool:
@@ -96,15 +91,8 @@ def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: boo
     )
 
 
-def _params(
-    body: SamplingBody,
-    generator: Generator,
-    max_tokens: int | None,
-    options: LogprobOptions,
-    *,
-    add_special_tokens: bool,
-    skip_special_tokens: bool | None,
-) -> RawParams:
+def _params(body: SamplingBody, generator: Generator, max_tokens: int | None) -> RawParams:
+    """What both kinds of completions have, without logprobs."""
     if body.repetition_penalty == 0.0:
         raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
     limits, stops = generator.server_info.limits, (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -121,7 +109,6 @@ def _params(
         stop_sequences=stops,
         stop_token_ids=(*(body.stop_token_ids or ()), *special),
         include_stop_sequence=bool(body.include_stop_str_in_output),
-        logprob_options=options,
         repetition_penalty=body.repetition_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -132,8 +119,8 @@ def _params(
         truncate_input_tokens=_truncation(body.truncate_prompt_tokens, limits),
         grammar=grammar(body),
         fill_context=True,
-        add_special_tokens=add_special_tokens,
-        skip_special_tokens=skip_special_tokens,
+        add_special_tokens=body.add_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens,
         constraints=_CONSTRAINTS,
     )
 
