@@ -138,9 +138,8 @@ class FakeEngine(NoReservedCache):
         }
 
     def _token_logprobs(self, seq: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
-        options = seq.request.logprob_options
-        wanted = options.generated_tokens and options.wants_details
-        return [self._make_logprobs(options, token) for token in tokens] if wanted else []
+        options = seq.request.output_details
+        return [self._make_logprobs(options, token) for token in tokens] if options.wants_details else []
 
     def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:
         return _make_logprobs(options, token, self.info.vocab_size)

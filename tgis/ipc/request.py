@@ -98,6 +98,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     client: bytes = b""  # whose turns in the queue it takes; empty where nobody knows; not for logs
 
     @property
+    def output_details(self) -> LogprobOptions:
+        """What is asked about the generated tokens."""
+        return self.logprob_options if self.logprob_options.generated_tokens else LogprobOptions()
+
+    @property
     def soft_prompt_length(self) -> int:
         """How many of the tokens are placeholders of a soft prompt."""
         return self.adapter.length if self.adapter else 0

@@ -52,17 +52,13 @@ class GrammarMasks:
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
     """Append the tokens that a grammar forces after those of a step, which then need no pass of the model each."""
     for seq, tokens in zip(seqs, result.tokens, strict=True):
-        if tokens and has_grammar(seq) and not (_wants_logprobs(seq) or seq.request.sampling_params.excluding_field):
+        request, params = seq.request, seq.request.sampling_params
+        if tokens and has_grammar(seq) and not (request.output_details.wants_details or params.excluding_field):
             generated = seq.tokens[seq.prompt_length :] + tokens
             try:
                 tokens += seq.grammar.forced_tokens(generated, seq.num_remaining_tokens - len(tokens))
             except GrammarError as error:
                 result.failed[seq.id] = FailureKind.GRAMMAR, str(error)
-
-
-def _wants_logprobs(seq: Sequence) -> bool:
-    options = seq.request.logprob_options
-    return options.generated_tokens and options.wants_details
 
 
 def _unpack(packed: NDArray[np.uint8], device: torch.device) -> Tensor:

@@ -30,7 +30,6 @@ from tgis.engines.sampling.logprobs import (
 )
 from tgis.engines.sampling.penalties import Penalties
 from tgis.ipc.messages import FailureKind
-from tgis.ipc.request import LogprobOptions
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
 
@@ -59,7 +58,7 @@ class SamplingGroup:
         [ids].
         """
         params = [seqs[index].request.sampling_params for index in indices]
-        options = [_logprob_options(seqs[index]) for index in indices]
+        options = [seqs[index].request.output_details for index in indices]
         needed = max(max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True))
         is_whole_batch = len(indices) == len(seqs)
         self.method = method
@@ -129,7 +128,7 @@ class SampledTokens:
         rows: dict[int, list[float]] = {}
         for group, table in zip(self.groups, self.tables, strict=True):
             rows.update(zip(group.indices, table.rows, strict=True))
-        options = [_logprob_options(seq) for seq in self.seqs]
+        options = [seq.request.output_details for seq in self.seqs]
         asked = any(own.wants_details for own in options)
         result = StepResult([], [])
         for index, (seq, own) in enumerate(zip(self.seqs, options, strict=True)):
@@ -195,13 +194,7 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
         filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.typical_p < 1
         return _sample_filtered if filtered else _sample_full
     changed = Penalties.used_by(params) or has_grammar(seq)
-    return _sample_greedy if changed or _logprob_options(seq).wants_details else _argmax
-
-
-def _logprob_options(seq: Sequence) -> LogprobOptions:
-    """The details that are asked for about the tokens that a sequence generates."""
-    options = seq.request.logprob_options
-    return options if options.generated_tokens else LogprobOptions()
+    return _sample_greedy if changed or seq.request.output_details.wants_details else _argmax
 
 
 class BatchSampler:
