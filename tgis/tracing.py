@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 PARENT_HEADERS = {"traceparent": 55, "tracestate": 512}  # W3C's headers, and how long they may be
 _FLUSH_SECONDS = 2.0
-_SERVICE = "tgis"
+_SERVICE, _SPAN = "tgis", "generate"
 
 
 class Phase(NamedTuple):
@@ -63,28 +63,29 @@ class Tracer:
     def record(
         self,
         parent: Mapping[str, str] | None,
-        request: Phase,
+        started: float,
         phases: Iterable[Phase] = (),
         attributes: Mapping[str, Any] | None = None,
         error: str | None = None,
     ) -> None:
-        """The span of a request that has just ended, `error` if it failed so, and those of its phases."""
+        """The span of a request that ends now, `error` if it failed so, and those of its phases.
+
+        `started` is a value of `time.monotonic()`.
+        """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
         epoch = time.time() - time.monotonic()
         context = TraceContextTextMapPropagator().extract(parent or {})
         found = {**self._common, **(attributes or {}), **({"error.type": error} if error else {})}
-        span = self._tracer.start_span(
-            request.name, context, SpanKind.SERVER, found, start_time=_nanoseconds(epoch + request.start)
-        )
+        span = self._tracer.start_span(_SPAN, context, SpanKind.SERVER, found, start_time=_nanoseconds(epoch + started))
         if error:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
         for phase in phases:
             child = self._tracer.start_span(phase.name, inside, start_time=_nanoseconds(epoch + phase.start))
             child.end(_nanoseconds(epoch + phase.end))
-        span.end(_nanoseconds(epoch + request.end))
+        span.end()
 
     def close(self) -> None:
         """Send the spans that are left, for at most two seconds."""

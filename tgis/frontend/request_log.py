@@ -25,9 +25,7 @@ _DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {
     "time_limit": False,
     "details": False,
 }
-
-
-_SPAN, _PHASES = "generate", ("queue", "prefill", "decode")
+_PHASES = "queue", "prefill", "decode"
 
 
 class RequestLog:
@@ -56,8 +54,7 @@ class RequestLog:
         elif error is not None and not self._outputs:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._call.num_outputs)
         if self._tracer and error is not None and not self._outputs:
-            request = Phase(_SPAN, self.started, time.monotonic())
-            self._tracer.record(self._call.trace_parent, request, error=type(error).__name__)
+            self._tracer.record(self._call.trace_parent, self.started, error=type(error).__name__)
         for output in list(self._open):
             self.finish(output)
         for output in self._outputs:
@@ -110,7 +107,7 @@ class RequestLog:
             attributes["gen_ai.request.model"] = request.adapter.id
         tracer.record(
             self._call.trace_parent,
-            Phase(_SPAN, timings.arrived, time.monotonic()),
+            timings.arrived,
             [Phase(*each) for each in zip(_PHASES, marks, marks[1:], strict=False) if all(each[1:])],
             attributes,
             None if output.stop_reason else output.failed.__name__ if output.failed else ended,
