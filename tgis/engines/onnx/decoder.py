@@ -122,10 +122,6 @@ class Decoder:
         nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
         return sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
 
-    def empty_logits(self, rows: int) -> Tensor:
-        """Uninitialized logits [rows, V]."""
-        return torch.empty((rows, self.vocab_size), dtype=self.with_past.outputs[LOGITS].dtype, device=self.device)
-
     def empty_past(self, seq_lens: list[int]) -> PastKeyValues:
         """A self-attention cache for new sequences, of which no column is computed yet."""
         return self._empty_past(self.self_attention_names, seq_lens, left_padded=True)
@@ -141,7 +137,8 @@ class Decoder:
         is_first = past.columns == 0
         session = self.without_past if is_first else self.with_past
         grown = past.allocate(past.columns + ids.shape[1])
-        logits = self.empty_logits(ids.numel()).view(*ids.shape, -1)
+        logits_dtype = self.with_past.outputs[LOGITS].dtype
+        logits = torch.empty((*ids.shape, self.vocab_size), dtype=logits_dtype, device=self.device)
         outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, grown)
         if encoder_outputs is not None and is_first:
             filled = encoder_outputs.past.allocate(encoder_outputs.hidden_states.shape[1])

@@ -58,7 +58,7 @@ class PastKeyValues:
         extra = self.columns - max(self.seq_lens)
         if extra:
             kept = slice(extra, None) if self.left_padded else slice(0, -extra)
-            self.swap([_contiguous(tensor[:, :, kept]) for tensor in self.tensors])
+            self.swap([tensor[:, :, kept].clone(memory_format=torch.contiguous_format) for tensor in self.tensors])
 
     def merged(self, other: "PastKeyValues") -> "PastKeyValues":
         """A cache with the sequences of both, those of `other` last."""
@@ -80,7 +80,3 @@ def _allocate(old: Tensor, like: Tensor, columns: int) -> Tensor:
     if old.untyped_storage().nbytes() < needed * like.element_size():
         old = like.new_empty(rows * heads * (columns + _COLUMN_STEP) * size)
     return old.as_strided((needed,), (1,), 0).view(rows, heads, columns, size)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
