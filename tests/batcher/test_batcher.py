@@ -308,11 +308,10 @@ def test_a_single_failure_fails_no_request() -> None:
     assert ids(run_step(batcher)[1]) == [1]
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_max_sequence_length_beyond_memory_stops_the_start(padded: bool) -> None:
-    check_max_sequence_length(limits(weight=1000, padded=padded), 1000)
+def test_a_max_sequence_length_beyond_memory_stops_the_start() -> None:
+    check_max_sequence_length(1000, 1000)
     with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 1001 does not fit into memory, 1000 does: lower it"):
-        check_max_sequence_length(limits(weight=1000, padded=padded), 1001)
+        check_max_sequence_length(1000, 1001)
 
 
 def test_waiting_and_running_requests_are_cancelled() -> None:

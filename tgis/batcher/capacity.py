@@ -64,11 +64,11 @@ class BatchLimits:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"
 
 
-def check_max_sequence_length(limits: BatchLimits, length: int) -> None:
+def check_max_sequence_length(token_capacity: int, length: int) -> None:
     """Raise StartError unless one request of this many tokens fits into memory."""
-    if limits.token_capacity < length:
+    if token_capacity < length:
         raise StartError(
-            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {limits.token_capacity} does: lower it, "
+            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {token_capacity} does: lower it, "
             "or BATCH_SAFETY_MARGIN, or choose a smaller dtype"
         )
 

@@ -10,6 +10,7 @@ import sys
 from itertools import groupby
 
 from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
+from tgis.engines import describe_memory
 from tgis.errors import OptionError, StartError
 from tgis.utils import logs
 from tgis.utils.options import Option, declared_options, format_value
@@ -109,7 +110,8 @@ def _check(config: Config) -> int:
     prepare_environment(config)
     from tgis import server  # noqa: PLC0415 - slow
 
-    server.prepare(config)
+    for line in describe_memory(server.prepare(config).engine_options()):
+        print(line)
     print("tgis can start with these options. A check does not load the weights: the engine may still refuse them.")
     return 0
 

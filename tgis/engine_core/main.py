@@ -50,7 +50,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     engine.warm_up()
     channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     limits = batch_limits(options, engine.info)
-    check_max_sequence_length(limits, options.max_sequence_length)
+    check_max_sequence_length(limits.token_capacity, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     gc.freeze()  # the collector need not look at what has been loaded
     resolver = None

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tgis.engines.base import Engine, warn
 from tgis.errors import StartError, Unsupported
@@ -36,7 +36,7 @@ def load_engine(
         engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
         reason = ""
     else:
-        engine, reason = _load_or_fall_back(options)
+        engine, reason = _load_or_fall_back(options, _load)
     length, info = options.max_sequence_length, engine.info
     if not info.encoder_decoder and length > info.max_positions:  # those check the positions of each request
         raise StartError(
@@ -48,12 +48,23 @@ def load_engine(
     return engine, reason
 
 
-def _load_or_fall_back(options: EngineOptions) -> tuple[Engine, str]:
+def describe_memory(options: EngineOptions) -> list[str]:
+    """Lines that say what a start will need; none for the engine `fake`. StartError where a start would refuse."""
+    if options.num_shards > 1:
+        return [*_import("tgis.engines.distributed.engine").describe_memory(options)]
+    return [] if options.engine == "fake" else _load_or_fall_back(options, _describe_memory)[0]
+
+
+def _describe_memory(name: str, options: EngineOptions) -> list[str]:
+    return [*_import(_ENGINES[name][0]).describe_memory(options)]
+
+
+def _load_or_fall_back(options: EngineOptions, load: Callable[[str, EngineOptions], Any]) -> tuple[Any, str]:
     """The engine that was asked for, or hf_transformers if that cannot run the model; `auto` asks for tgis_native."""
     name = "tgis_native" if options.engine == "auto" else options.engine
     engine, reason = None, ""
     try:
-        engine = _load(name, options)
+        engine = load(name, options)
     except Unsupported as error:
         if name == _FALLBACK:
             raise
@@ -68,7 +79,7 @@ def _load_or_fall_back(options: EngineOptions) -> tuple[Engine, str]:
         warn(options, f"PT2_COMPILE has no effect: the engine {name} does not compile")
     if engine is None:
         gc.collect()  # the model of the other one, whose cycles the next import would freeze
-        engine = _load(name, options)
+        engine = load(name, options)
     return engine, reason
 
 

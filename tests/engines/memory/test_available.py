@@ -9,7 +9,6 @@ import pytest
 import torch
 from batches import engine_options
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
 
 from tgis.engines.memory import available
 from tgis.engines.memory.available import (
@@ -22,8 +21,8 @@ from tgis.engines.memory.available import (
     total_memory,
     warm_up_errors,
 )
-from tgis.engines.paged import engine as paged
-from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged import capacity
+from tgis.engines.paged.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
 
@@ -116,20 +115,25 @@ def test_a_warm_up_out_of_memory_says_what_helps() -> None:
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
-    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, threads=1), **defaults)
-    engine = PagedEngine(options)
-    monkeypatch.setattr(paged, "profile", lambda *_: 100)
-    monkeypatch.setattr(available, "available_memory", lambda _: 1000)
+    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), **defaults)
+    for module in (available, capacity):
+        monkeypatch.setattr(module, "available_memory", lambda _: 1000)
 
-    def found(device: str, **changes: Any) -> int:
-        engine._device, engine._options = torch.device(device), msgspec.structs.replace(options, **changes)
-        return engine._available_kv_bytes()
+    def found(device: str, to_load: int = 0, **changes: Any) -> int:
+        changed = msgspec.structs.replace(options, **changes)
+        return KVBudget(changed, torch.device(device), 100, to_load=to_load).num_blocks(1, lambda: 100)
 
     assert found("cuda") == 920 - 100
     assert found("cuda", batch_safety_margin=5) == 950 - 100
     assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
     assert found("cuda", estimate_memory="off") == 800
     assert found("cpu") == 800 * 4 // 10
+    assert found("cpu", to_load=500) == 400 * 4 // 10
+    assert found("cpu", to_load=500, kv_cache_bytes=500) == 500
+    with pytest.raises(StartError, match=r"^no memory is left for a KV cache of 500 bytes, 499 bytes are free: lower"):
+        found("cpu", to_load=501, kv_cache_bytes=500)
+    with pytest.raises(StartError, match="no memory is left"):
+        found("cpu", to_load=880)
 
 
 def test_this_machine_has_memory() -> None:

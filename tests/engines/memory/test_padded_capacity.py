@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
         monkeypatch.setattr(available, "available_memory", lambda _: FREE)
         monkeypatch.setattr(profiler, "PeakMeter", lambda _: engine)
         changed = msgspec.structs.replace(options, **changes)
-        return profiler.padded_capacity(engine, changed, CPU, COST), engine
+        return capacity(engine, changed), engine
 
     return run
+
+
+def capacity(engine: SyntheticEngine, options: EngineOptions) -> int:
+    measure = partial(profiler.profile, engine, options, CPU)
+    return profiler.padded_capacity(options, 64, COST, available.memory_for_batches(options, CPU), measure)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -86,7 +92,7 @@ def test_a_system_that_reports_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "PeakMeter", refuse)
-    assert profiler.padded_capacity(engine, options, CPU, COST) == expected
+    assert capacity(engine, options) == expected
     assert warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
 
 

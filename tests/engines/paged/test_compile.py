@@ -15,6 +15,7 @@ from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
+from tgis.engines.paged import capacity
 from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
@@ -168,6 +169,7 @@ def test_gpus_compile_by_default(
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(engine_module, "cuda_capture", lambda: None)
+    monkeypatch.setattr(capacity, "available_memory", lambda _: 1 << 30)
     monkeypatch.setattr(PagedEngine, "_compile", lambda *_: called.append("compile"))
     monkeypatch.setattr(PagedEngine, "_capture_graphs", lambda *_: called.append("capture"))
     engine = PagedEngine(msgspec.structs.replace(options(model), compile=wanted, kv_cache_bytes=1 << 20))

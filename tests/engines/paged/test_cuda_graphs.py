@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import msgspec
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.soft_prompts import PromptSpan
+from tgis.engines.paged import capacity
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
@@ -219,10 +221,9 @@ def test_capture_sizes(max_batch_size: int) -> None:
 
 @pytest.mark.parametrize(("free", "used"), [(5000, 4992), (4992, 4992), (1023, 1023)])
 def test_compiled_graphs_of_the_last_start_are_for_the_same_number_of_blocks(
-    engine: PagedEngine, monkeypatch: pytest.MonkeyPatch, free: int, used: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, used: int
 ) -> None:
-    monkeypatch.setattr(engine, "_device", torch.device("cuda"))
-    monkeypatch.setattr(engine, "_max_blocks", 10_000)
-    monkeypatch.setattr(engine, "_available_kv_bytes", lambda: 100 * free + 7)
-    monkeypatch.setattr(engine, "_options", msgspec.structs.replace(engine._options, kv_cache_bytes=None))
-    assert engine._num_available_blocks(100) == used
+    monkeypatch.setattr(capacity, "memory_for_batches", lambda *_: 100 * free + 7)
+    monkeypatch.setattr(capacity, "available_memory", lambda _: 100 * free + 7)
+    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), max_sequence_length=1 << 20)
+    assert capacity.KVBudget(options, torch.device("cuda"), 4).num_blocks(100, lambda: 0) == used

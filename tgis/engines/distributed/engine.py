@@ -21,6 +21,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.loading.loader import load_config
+from tgis.engines.paged import engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import encode_frame, receive_messages
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
 _CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
+
+
+def describe_memory(options: EngineOptions) -> list[str]:
+    """What a start will need for each rank. StartError if the model cannot be sharded, or would find no room."""
+    ranks.check_shardable(load_config(options), options.num_shards)
+    return engine.describe_memory(options)
 
 
 class ShardedEngine:

@@ -29,7 +29,7 @@ from tgis.engines.kernels.cpu.linear import pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
-from tgis.engines.memory.model_size import check_model_fits
+from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.errors import StartError, TgisError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -137,20 +137,28 @@ def input_vocab_size(model: PreTrainedModel) -> int:
     return int(min(model.get_input_embeddings().num_embeddings, model.get_output_embeddings().out_features))
 
 
-def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
-    """The model, optimized for inference on the device."""
+def look_at_model(
+    options: EngineOptions, device: torch.device
+) -> tuple[Any, PreTrainedConfig, torch.dtype, SizedModel | None]:
+    """The class of transformers that loads the model, its configuration, dtype and size; StartError if too big."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    started = time.monotonic()
     config = load_config(options)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
+        dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
+        log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
+        return auto_class, config, dtype, check_model_fits(auto_class, options, config, dtype, device)
+
+
+def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
+    """The model, optimized for inference on the device."""
+    started = time.monotonic()
+    auto_class, config, dtype, _ = look_at_model(options, device)
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
-        log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-        check_model_fits(auto_class, options, config, dtype, device)
         model = _from_pretrained(auto_class, options, config, dtype).eval().to(device)
         _check_finite(model, options.model_path)
         _optimize(model, config, options, device)

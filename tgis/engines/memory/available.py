@@ -26,10 +26,14 @@ _RESET_PEAK = "5"  # see clear_refs in proc(5)
 DEFAULT_MARGIN = 20  # percent, as in TGIS
 
 
-def memory_for_batches(options: EngineOptions, device: torch.device, default_margin: int = DEFAULT_MARGIN) -> int:
-    """Bytes for the KV cache and for steps once the model is loaded, less a margin and the cache of adapters."""
+def memory_for_batches(
+    options: EngineOptions, device: torch.device, default_margin: int = DEFAULT_MARGIN, to_load: int = 0
+) -> int:
+    """Bytes for the KV cache and for steps once the model is loaded, of which `to_load` bytes are not yet, less a
+    margin and the cache of adapters.
+    """
     prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
-    return max(available_memory(device) - prompts, 0) * (100 - safety_margin(options, default_margin)) // 100
+    return max(available_memory(device) - to_load - prompts, 0) * (100 - safety_margin(options, default_margin)) // 100
 
 
 def safety_margin(options: EngineOptions, default: int = DEFAULT_MARGIN) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.memory.available import available_memory
 from tgis.errors import StartError
@@ -24,27 +24,29 @@ log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_model_fits(
     auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> None:
-    """StartError if loading the model as `dtype` needs more memory than is available.
+) -> SizedModel | None:
+    """StartError if loading the model as `dtype` needs more memory than is available; None where that is unknown.
 
     `auto_class` is one of transformers' AutoModel classes.
     """
     if getattr(config, "quantization_config", None) is not None:
-        return
+        return None
     try:
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (ValueError, RuntimeError):
-        return  # loading raises a better error, if any
+        return None  # loading raises a better error, if any
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
     converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
-    for place, together in _needed_bytes(model, weights, converted, device).items():
+    places = _needed_bytes(model, weights, converted, device)
+    for place, together in places.items():
         needed, free = together // options.num_shards, max(available_memory(place), 0)
         if needed > free:
             raise StartError(
@@ -52,6 +54,7 @@ def check_model_fits(
                 f" {format_bytes(needed)} of memory on {place}, and {format_bytes(free)} are free; grant more memory,"
                 " choose a smaller DTYPE or share the model among NUM_SHARD devices"
             )
+    return model, places[device] // options.num_shards
 
 
 def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:

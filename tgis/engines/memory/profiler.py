@@ -6,6 +6,7 @@ counts the KV cache only.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -65,18 +66,19 @@ class ProfiledEngine(Engine, Protocol):
         """Find the peak of the largest steps with the runner."""
 
 
-def padded_capacity(engine: ProfiledEngine, options: EngineOptions, device: torch.device, cost: KVCacheCost) -> int:
-    """Tokens of context, padding included, that fit into memory, for a padded engine that holds no sequences.
+def padded_capacity(
+    options: EngineOptions, max_batch_size: int, cost: KVCacheCost, available: int, measure: Callable[[], int]
+) -> int:
+    """Tokens of context, padding included, that fit into the `available` bytes, for a padded engine that holds no
+    sequences. `measure` tells the bytes that steps need.
 
     StartError if nothing would fit.
     """
-    max_batch_size = engine.info.max_batch_size
     if options.estimate_memory == "manual":
         return manual_capacity(options.max_sequence_length, max_batch_size, safety_margin(options))
-    available = memory_for_batches(options, device)
     reserved = cost.fixed_bytes
     if options.estimate_memory == "auto":
-        reserved += profile(engine, options, device)
+        reserved += measure()
     tokens = int((available - reserved) / cost.bytes_per_token)
     text = (
         f"{format_bytes(available)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of {max_batch_size} "
@@ -111,6 +113,11 @@ def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
     Like in TGIS, but the margin counts once, and one request of the full length always fits.
     """
     return max(max_length, max_length * max_batch_size * (100 - margin) // 100)
+
+
+def prompt_logits_bytes(tokens: int, vocab_size: int, device: str) -> int:
+    """Bytes that prompt logprobs take at least; a CPU's resident memory does not show them in every run."""
+    return _LOGITS_COPIES * tokens * vocab_size * _FLOAT_BYTES if device == "cpu" else 0
 
 
 class DummyRunner:
@@ -209,15 +216,11 @@ class DummyRunner:
         except OutOfMemory:
             raise self._refusal() from None
         measured = self._meter.peak() - self._initial_bytes - self._engine.kv_cache_bytes
-        peak = max(measured, self._logits_bytes(min(sum(plan.num_scheduled_tokens), max_logprob_tokens)))
+        info, with_logprobs = self._engine.info, min(sum(plan.num_scheduled_tokens), max_logprob_tokens)
+        peak = max(measured, prompt_logits_bytes(with_logprobs, info.vocab_size, info.device))
         length = max(len(seq.tokens) for seq in plan.seqs)
         log.info("  %d sequences of %d tokens: %s beside the KV cache", len(plan.seqs), length, format_bytes(peak))
         return peak
-
-    def _logits_bytes(self, tokens: int) -> int:
-        """Bytes that prompt logprobs take at least; a CPU's resident memory does not show them in every run."""
-        info = self._engine.info
-        return _LOGITS_COPIES * tokens * info.vocab_size * _FLOAT_BYTES if info.device == "cpu" else 0
 
     def _sequence(self, prompt_length: int, output_length: int = 0, *, index: int, logprobs: bool) -> Sequence:
         """A dummy sequence; every other one is a token shorter, so that there is padding."""

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
 from tgis.engines.loading.loader import LoadedModelInfo, library_errors, load_config
+from tgis.engines.loading.unloaded import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
@@ -34,6 +35,12 @@ _BUFFERS = 2  # a pass reads one KV cache and writes the next
 
 def load_engine(options: EngineOptions) -> PaddedEngine:
     return PaddedEngine(options, _load_model, "hf_optimum_ort")
+
+
+def describe_memory(options: EngineOptions) -> list[str]:
+    """What a start will need, as far as the sizes of the graphs tell."""
+    find_graphs(Path(options.model_path), encoder_decoder=load_config(options).is_encoder_decoder)
+    return unknown_memory("hf_optimum_ort", options, "**/*.onnx*")
 
 
 def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:

@@ -6,6 +6,7 @@ layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import torch
@@ -13,11 +14,13 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
+from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
-from tgis.engines.memory.available import device_errors
-from tgis.engines.memory.profiler import DummyRunner, padded_capacity
+from tgis.engines.memory.available import device_errors, memory_for_batches
+from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, padded_capacity, profile
 from tgis.engines.padded.causal_lm import CausalLM
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel
+from tgis.engines.padded.kv_cache import padded_cost
+from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, PaddedModel
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.sampler import BatchSampler
@@ -31,6 +34,24 @@ LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # with th
 def load_model(options: EngineOptions, device: torch.device, max_batch_size: int) -> PaddedModel:
     model_class = Seq2SeqLM if load_config(options).is_encoder_decoder else CausalLM
     return model_class(options, device, max_batch_size)
+
+
+def describe_memory(options: EngineOptions) -> list[str]:
+    """What a start will need. StartError if it would find no room."""
+    unloaded = UnloadedModel(options)
+    if not unloaded.caches:
+        return unknown_memory("hf_transformers", options)
+    rows, longest = unloaded.max_batch_size, options.max_sequence_length
+    chunk = min(longest, MAX_PREFILL_TOKENS[unloaded.device.type])
+    if len(unloaded.caches) > 1:  # inputs are encoded as a whole; a requeued sequence computes all of its output again
+        step = unloaded.step_bytes(longest, logits=chunk, logprobs=0)
+    else:
+        step = unloaded.step_bytes(chunk, logits=0, logprobs=min(longest, MAX_LOGPROB_TOKENS))
+    cost = sum((padded_cost(layers, rows) for layers in unloaded.caches), KVCacheCost(0, 0))
+    available = memory_for_batches(options, unloaded.device, to_load=unloaded.weights)
+    room = padded_capacity(options, rows, cost, available, lambda: step)
+    kv_cache = min(room, rows * longest), cost.bytes_per_token, cost.fixed_bytes
+    return unloaded.table("hf_transformers", room, kv_cache, step)
 
 
 class PaddedEngine(NoReservedCache):
@@ -69,7 +90,9 @@ class PaddedEngine(NoReservedCache):
             seq.tokens += result.tokens[0]
         cost = self._model.kv_cache_cost
         self.release([seq])
-        capacity = padded_capacity(self, self._options, self._device, cost)
+        available = memory_for_batches(self._options, self._device)
+        measure = partial(profile, self, self._options, self._device)
+        capacity = padded_capacity(self._options, self.info.max_batch_size, cost, available, measure)
         self.info = msgspec.structs.replace(self.info, token_capacity=capacity)
 
     @property

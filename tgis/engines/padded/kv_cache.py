@@ -118,6 +118,14 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return new
 
 
+def padded_cost(layers: list[int], max_slots: int) -> KVCacheCost:
+    """The cost of layers with so many bytes for a token: attention and reallocation may copy a layer's keys and values
+    twice.
+    """
+    each = sum(layers) * (1 + 2 / len(layers))
+    return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * max_slots))
+
+
 class PaddedKVCache:
     """The KV cache of all layers, and the slot and columns of each sequence. Rows 0 to n-1 are the first slots."""
 
@@ -144,9 +152,8 @@ class PaddedKVCache:
 
     @property
     def cost(self) -> KVCacheCost:
-        """The cost, known after the first pass; attention and reallocation may copy a layer's keys and values twice."""
-        each = self.bytes_per_token * (1 + 2 / len(self.past_key_values.layers))
-        return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * self._max_slots))
+        """The cost, known after the first pass."""
+        return padded_cost([layer.bytes_per_token for layer in self.past_key_values.layers], self._max_slots)
 
     def append(self, seq_lens: list[int]) -> None:
         """Make room for new sequences of these lengths (tokens about to be computed)."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import msgspec
 import torch
@@ -17,21 +18,20 @@ from tgis.engines.base import StepResult, warn
 from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_device, select_kernels
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
+from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import (
-    DEFAULT_MARGIN,
     device_errors,
-    memory_for_batches,
     release_weight_files,
     return_unused_memory,
-    safety_margin,
     warm_up_errors,
 )
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
+from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.recorded_steps import RecordedSteps
@@ -39,21 +39,31 @@ from tgis.engines.paged.self_check import dummy_adapter, dummy_sequence, verify_
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
-from tgis.errors import StartError, Unsupported
+from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter
 
 log = logging.getLogger(__name__)
 
-BLOCK_SIZE = 16  # tokens
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
 _MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
-_EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
 _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
-_ROUNDED_BLOCKS = 64  # block counts are multiples: cached graphs are for one, and free memory varies
-_CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
+
+
+def describe_memory(options: EngineOptions) -> list[str]:
+    """What a start will need. StartError if it would find no room, Unsupported for an encoder-decoder."""
+    unloaded = UnloadedModel(options, decoder_only=True)
+    if not unloaded.caches:
+        return unknown_memory("tgis_native", options)
+    device, rows = unloaded.device, unloaded.max_batch_size
+    tokens = min(_PREFILL_TOKENS[device.type], rows * options.max_sequence_length)
+    step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
+    each = sum(unloaded.caches[0]) // options.num_shards
+    budget = KVBudget(options, device, rows, to_load=unloaded.weights)
+    room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
+    return unloaded.table("tgis_native", room, (room, each, 0), step)
 
 
 class PagedEngine:
@@ -116,9 +126,9 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache from the memory that the largest step leaves; compile and capture what can be."""
         bytes_per_block = self._attention.cache.bytes_per_block
-        num_blocks = self._all_reduce_min(self._num_available_blocks(bytes_per_block))
-        if num_blocks < 1:
-            raise StartError("no memory is left for the KV cache: lower MAX_BATCH_SIZE or grant more memory")
+        measure = partial(profile, self, self._options, self._device)
+        budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size)
+        num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
         self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size)
         log.info(
@@ -313,30 +323,6 @@ class PagedEngine:
         with self._lora.using(batch.adapters):
             logits = self._compiled.run(forward) if self._compiled else forward()
         return logits if selects or batch.all_logits else logits[batch.logits_indices]
-
-    def _num_available_blocks(self, bytes_per_block: int) -> int:
-        """The number of blocks that fit into memory, but no more than the largest batch can fill."""
-        useful = self.info.max_batch_size * self._max_blocks
-        if self._options.kv_cache_bytes is not None:
-            return min(useful, self._options.kv_cache_bytes // self._options.num_shards // bytes_per_block)
-        if self._options.estimate_memory == "manual":
-            return max(self._max_blocks, useful * (100 - safety_margin(self._options)) // 100)
-        available = self._available_kv_bytes() // bytes_per_block
-        if self._device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:  # costs few of them
-            available -= available % _ROUNDED_BLOCKS
-        return min(useful, available)
-
-    def _available_kv_bytes(self) -> int:
-        """Bytes for the KV cache of this rank: ranks share the machine's memory, but have a GPU each."""
-        measures = self._options.estimate_memory != "off"
-        peak = profile(self, self._options, self._device) if measures else 0  # first: libraries take memory in a step
-        on_cpu = self._device.type == "cpu"
-        counts_exactly = not on_cpu and self._options.estimate_memory == "auto"
-        is_final = self._options.adapter_store is None  # adapters take memory later
-        margin = _EXACT_MARGIN if counts_exactly and is_final else DEFAULT_MARGIN
-        free = memory_for_batches(self._options, self._device, margin) // (self._options.num_shards if on_cpu else 1)
-        share = int(free * _CPU_KV_FRACTION) if on_cpu else free
-        return min(share, free - peak)
 
 
 def _token_history(seq: Sequence) -> list[int]:

@@ -1,0 +1,106 @@
+"""What a check tells of memory without weights, compared with what starts of the same models measure."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from batches import engine_options
+from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
+from transformers import LlamaConfig, Qwen2Config, T5Config
+
+from tgis.engines import describe_memory, load_engine
+from tgis.engines.loading import unloaded
+from tgis.engines.memory import available, model_size
+from tgis.engines.paged import capacity
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+ROWS, LONGEST = 16, 128
+LLAMA = LlamaConfig(vocab_size=8000, **LLAMA_LIKE | {"hidden_size": 128, "num_hidden_layers": 4})
+GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "intermediate_size": 2048})
+T5 = T5Config(vocab_size=8000, decoder_start_token_id=DECODER_START, **T5_LIKE | {"d_model": 128, "d_kv": 32})
+
+
+def bytes_in(text: str) -> float:
+    number, unit = text.split()[:2]
+    return float(number) * UNITS[unit]
+
+
+def options_for(model: Path, **changes: Any) -> EngineOptions:
+    settings = {"engine": "auto", "max_sequence_length": LONGEST, "estimate_memory": "auto"} | changes
+    return msgspec.structs.replace(engine_options(model, ROWS, threads=1), **settings)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GROUPED, T5], ids=lambda config: str(config.model_type))
+def test_a_check_tells_what_a_start_measures(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = options_for(make_model_from_config(config, tmp_path))
+    title, weights, kv_cache, _, together = describe_memory(options)
+    caplog.set_level(logging.INFO)
+    engine, _ = load_engine(options, pytest.fail, print)
+    engine.warm_up()
+    text = "\n".join(caplog.messages)
+    (found,) = re.findall(r"measured in .*: (.*) beside", text)
+    measured = bytes_in(found)
+    files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    if engine.info.padded:
+        ((reserved, each),) = re.findall(r"rows take (.*), and each token of context (.*): room", text)
+        kv_bytes = bytes_in(reserved) - measured + bytes_in(each) * ROWS * LONGEST
+    else:
+        ((blocks, each),) = re.findall(r"KV cache: (\d+) blocks of 16 tokens, (.*) a token", text)
+        kv_bytes = int(blocks) * 16 * bytes_in(each)
+        assert f"KV cache, full: {engine.info.token_capacity} tokens" in kv_cache
+    assert title.startswith(f"{engine.info.engine} on cpu")
+    assert bytes_in(weights) == pytest.approx(files, rel=0.05)
+    assert bytes_in(kv_cache) == pytest.approx(kv_bytes, rel=0.05)
+    assert bytes_in(together) == pytest.approx(files + kv_bytes + measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("free", "changes", "refusal"),
+    [
+        (1 << 16, {}, r"is too big: loading its .* NUM_SHARD devices$"),
+        (1 << 20, {}, r"^no memory is left for a KV cache"),
+        (1 << 24, {"kv_cache_bytes": 1 << 25, "max_sequence_length": 1 << 20}, r"^no memory is left for a KV cache"),
+        (1 << 28, {"max_sequence_length": 1 << 20}, r"^MAX_SEQUENCE_LENGTH 1048576 does not fit into memory, \d+ does"),
+        (1 << 20, {"engine": "hf_transformers"}, r"BATCH_SAFETY_MARGIN taken off.*; lower MAX_BATCH_SIZE"),
+        (1 << 30, {"num_shards": 3}, r"^NUM_SHARD=3 must divide"),
+    ],
+)
+def test_a_check_refuses_what_a_start_would(
+    free: int, changes: dict[str, Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (available, capacity, model_size, unloaded):
+        monkeypatch.setattr(module, "available_memory", lambda _: free)
+    with pytest.raises(StartError, match=refusal):
+        describe_memory(options_for(make_model("Llama", tmp_path), **changes))
+
+
+def test_ranks_share_weights_and_kv_cache(tmp_path: Path) -> None:
+    model = make_model("Llama", tmp_path)
+    one, two = (describe_memory(options_for(model, num_shards=ranks)) for ranks in (1, 2))
+    assert two[0] == "tgis_native on cpu needs, each of 2 ranks:"
+    assert [bytes_in(line) for line in two[1:3]] == pytest.approx([bytes_in(line) / 2 for line in one[1:3]], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "engine"),
+    [
+        ("JetMoe", "auto", "tgis_native"),
+        ("T5Gemma", "auto", "hf_transformers"),
+        ("Llama", "hf_optimum_ort", "hf_optimum_ort"),
+    ],
+)
+def test_what_only_a_start_can_tell_is_said(name: str, wanted: str, engine: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path)
+    (model / "model.onnx").write_bytes(bytes(2048))
+    (line,) = describe_memory(options_for(model, engine=wanted))
+    assert re.fullmatch(rf"{engine} has \S+ KiB of weights in files; .* is known only at a start\.", line)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Mixtral", "DeepseekV3", "Gemma2", "M2M100", "OPT, 350m", "Falcon"])
+def test_the_kv_cache_of_many_architectures_is_known(name: str, tmp_path: Path) -> None:
+    assert len(describe_memory(options_for(make_model(name, tmp_path)))) == 5

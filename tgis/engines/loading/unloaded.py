@@ -1,0 +1,97 @@
+"""What a model will need of memory, told without its weights: for `tgis serve --check`.
+
+A pass of the model on the meta device shows its KV cache. What the largest step takes beside it, which a start
+measures, is estimated from its shapes; the factors were fitted to what starts of several models measured on CPUs.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tgis.batcher.capacity import check_max_sequence_length
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
+from tgis.engines.memory.available import available_memory, total_memory
+from tgis.engines.memory.profiler import prompt_logits_bytes
+from tgis.errors import Unsupported
+from tgis.ipc.messages import EngineOptions
+from tgis.utils.logs import format_bytes
+
+_STEP_BYTES = 8 << 20  # of any step
+_HIDDEN_COPIES, _BIAS_COPIES = 5, 2  # of the widest layer's outputs, and of the bias of positions
+_POSITION_BIAS = "relative_attention_bias.weight"  # models with one compute a bias for all pairs of tokens
+_SCORE_BYTES, _BLOCK_SCORE_BYTES = 36, 60  # for each score that is sampled from, and in the first block of them
+_BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # of a block
+
+
+class UnloadedModel:
+    """The model that a start would load; `caches` are empty where the KV cache is unknown."""
+
+    def __init__(self, options: EngineOptions, *, decoder_only: bool = False) -> None:
+        """StartError if the model is too big, Unsupported if it is an encoder-decoder that must not be one."""
+        self._options = options
+        self.device = select_device(options)
+        self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
+        _, config, _, found = look_at_model(options, self.device)
+        if decoder_only and config.is_encoder_decoder:
+            raise Unsupported(f"{options.model_path} is an encoder-decoder")
+        self._model: PreTrainedModel = found[0] if found else None
+        self.weights = found[1] if found else 0  # bytes on each device
+        self.caches = _kv_bytes(self._model) if found else []
+
+    def step_bytes(self, tokens: int, *, logits: int, logprobs: int) -> int:
+        """Bytes that the largest step takes beside the KV cache: it computes so many tokens, the `logits` of so many of
+        them, and samples for a full batch. One has the prompt logprobs of `logprobs` tokens.
+        """
+        head = self._model.get_output_embeddings().weight
+        vocab_size, scores = head.shape[0], head.shape[0] * self.max_batch_size
+        shapes = {name: weight.shape for name, weight in self._model.named_parameters() if weight.dim() > 1}
+        width: int = max(max(shape[-2:]) for shape in shapes.values() if vocab_size not in shape)
+        heads = max((shape[1] for name, shape in shapes.items() if name.endswith(_POSITION_BIAS)), default=0)
+        hidden = (tokens * width * _HIDDEN_COPIES + tokens**2 * heads * _BIAS_COPIES) * head.itemsize
+        sampling = scores * _SCORE_BYTES + min(scores * _BLOCK_SCORE_BYTES, _BLOCK_BYTES[self.device.type])
+        step: int = _STEP_BYTES + hidden + max(sampling, logits * vocab_size * head.itemsize)
+        return max(step, prompt_logits_bytes(logprobs, vocab_size, self.device.type))
+
+    def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int) -> list[str]:
+        """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others.
+
+        StartError without `room`, in tokens, for the longest request.
+        """
+        check_max_sequence_length(room, self._options.max_sequence_length)
+        tokens, each, others = kv_cache
+        rows = {
+            "weights, as loaded": self.weights,
+            f"KV cache, full: {tokens} tokens of {format_bytes(each)}": tokens * each + others,
+            "the largest step beside it, estimated": step,
+        }
+        memory = f"{format_bytes(available_memory(self.device))} of {format_bytes(total_memory(self.device))} are free"
+        rows |= {f"together; {memory}, room for {room} tokens": sum(rows.values())}
+        ranks = f", each of {self._options.num_shards} ranks" if self._options.num_shards > 1 else ""
+        lines = (f"{format_bytes(size):>10}  {what}" for what, size in rows.items())
+        return [f"{engine} on {self.device.type} needs{ranks}:", *lines]
+
+
+def unknown_memory(engine: str, options: EngineOptions, files: str = "*.safetensors") -> list[str]:
+    """What is said of a model whose memory only a start can tell."""
+    size = format_bytes(sum(file.stat().st_size for file in Path(options.model_path).glob(files)))
+    return [f"{engine} has {size} of weights in files; what its KV cache and steps need is known only at a start."]
+
+
+def _kv_bytes(model: PreTrainedModel) -> list[list[int]]:
+    """Bytes of a token's keys and values by layer, for a decoder's cache and for that of cross-attention if there is
+    one; empty where a pass on the meta device does not show them.
+    """
+    encodes = model.config.is_encoder_decoder
+    names = ("input_ids", "decoder_input_ids") if encodes else ("input_ids", "attention_mask")
+    ids = torch.ones(1, 2, dtype=torch.int64, device="meta")
+    try:
+        model.set_attn_implementation("eager")  # other masks depend on values, as other mixtures of experts do
+        model.set_experts_implementation("batched_mm")
+        with torch.device("meta"), torch.inference_mode():
+            cache = model.eval()(**dict.fromkeys(names, ids), use_cache=True).past_key_values
+        caches = [cache.self_attention_cache, cache.cross_attention_cache] if encodes else [cache]
+        states = [[(layer.keys, layer.values) for layer in each.layers] for each in caches]
+    except (RuntimeError, ValueError, AttributeError):
+        return []
+    return [[sum(t.shape[1] * t.shape[3] * t.itemsize for t in pair) for pair in layers] for layers in states]
