@@ -47,6 +47,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "max_prefill_padding": (("0", 0.0), ("1.0", 1.0)),
     "max_waiting_tokens": (("0", 0), ("100", 100)),
     "estimate_memory": (("manual", "manual"), ("off", "off")),
+    "verify_start": (("true", True), ("1", True)),
     "batch_safety_margin": (("0", 0), ("100", 100)),
     "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
     "kv_cache_size_mb": (("1", 1), ("4096", 4096)),

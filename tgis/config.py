@@ -183,6 +183,8 @@ class Config:
         BATCHES, integer(0), "maximum decode steps before waiting requests get a prefill", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"), "auto: profile; off: KV cache only; manual: trust the limits", "auto")
+    verify_start: bool = option(
+        BATCHES, BOOLEAN, "measure what an earlier start of this kind has measured", False)
     batch_safety_margin: int | None = option(
         BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
     cuda_process_memory_fraction: float = option(

@@ -62,6 +62,7 @@ from tgis.startup_log import startup_lines
 from tgis.tracing import make_tracer
 from tgis.utils import logs, stop_signals
 from tgis.utils.file_lock import scratch_directory
+from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +257,7 @@ class Server:
         self._service_metrics.set_state(ServiceState.SERVING)
         self._unhealthy_reason = None
         grpc_server.set_serving(True)
+        return_unused_memory()
         gc.freeze()  # long-lived objects: keep them out of later collections
         gc.set_threshold(*_GC_THRESHOLDS)
         lengths = self._limits.max_sequence_length, self._limits.max_new_tokens

@@ -58,7 +58,7 @@ def test_memory_is_given_back_when_nothing_has_arrived_for_long(
     """Once, until something arrives."""
 
     class Engine(FakeEngine):
-        def release_memory(self) -> bool:
+        def clear_cache(self) -> bool:
             releases.append(self)
             return True
 

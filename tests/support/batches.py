@@ -45,6 +45,7 @@ def engine_options(model: Path, max_batch_size: int, threads: int) -> EngineOpti
         json_output=False,
         cache_dir=CACHE_DIR,
         cpu_isa=CPU_ISA,
+        verify_start=True,
     )
 
 

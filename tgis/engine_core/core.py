@@ -26,6 +26,7 @@ from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
+from tgis.utils.memory import return_unused_memory
 from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,9 @@ class EngineCore:
         if self.idle_seconds:
             if messages := self.channel.receive(timeout=self.idle_seconds):
                 return messages
-            if self.engine.release_memory():
+            if self.engine.clear_cache():
                 self.batcher.forget_cached_prefixes()
+            return_unused_memory()
         return self.channel.receive()
 
     def _handle(self, messages: list[ToEngine]) -> bool:

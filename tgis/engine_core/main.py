@@ -23,6 +23,7 @@ from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
+from tgis.utils.memory import return_unused_memory
 from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     limits = batch_limits(options, engine.info)
     check_max_sequence_length(limits.token_capacity, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
+    return_unused_memory()
     gc.freeze()  # the collector need not look at what has been loaded
     resolver = None
     if options.adapter_store and engine.info.supports_adapters:

@@ -67,8 +67,8 @@ class Engine(Protocol):
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; unknown ones are ignored."""
 
-    def release_memory(self) -> bool:
-        """Give the system what only coming sequences need; whether cached prefixes are lost. No sequence is held."""
+    def clear_cache(self) -> bool:
+        """Forget cached prefixes where that frees memory, and return whether it has. No sequence is held."""
 
     @property
     def resident_cache_bytes(self) -> int:
@@ -83,7 +83,7 @@ class NoReservedCache:
 
     resident_cache_bytes = 0
 
-    def release_memory(self) -> bool:
+    def clear_cache(self) -> bool:
         return False
 
 

@@ -43,6 +43,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
+    verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
 
 

@@ -8,16 +8,12 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from safetensors.torch import load_file, save_file
 
 from tgis.engines.memory import available
 from tgis.engines.memory.available import (
-    PROCESS,
     PeakMeter,
     available_memory,
     memory_for_batches,
-    read_proc_bytes,
-    release_weight_files,
     total_memory,
     warm_up_errors,
 )
@@ -138,24 +134,6 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
 
 def test_this_machine_has_memory() -> None:
     assert 1 << 20 < available_memory(CPU) <= total_memory(CPU) < 1 << 50
-
-
-def test_pages_of_weights_that_have_been_read_are_let_go_of(tmp_path: Path) -> None:
-    """Not those that somebody has written to."""
-    for name in ("read", "written"):
-        save_file({"x": torch.ones(8 << 20)}, tmp_path / f"{name}.safetensors")
-    read, written = (load_file(tmp_path / f"{name}.safetensors")["x"] for name in ("read", "written"))
-    written[0] = 2
-    before = resident_files()
-    assert read.sum() == written.sum() - 1 == 8 << 20
-    assert resident_files() - before > 60 << 20
-    release_weight_files()
-    assert 30 << 20 < resident_files() - before < 34 << 20
-    assert read.sum() == written.sum() - 1 == 8 << 20
-
-
-def resident_files() -> int:
-    return read_proc_bytes(PROCESS / "status", "RssFile")
 
 
 def test_the_meter_sees_freed_memory_in_the_peak() -> None:

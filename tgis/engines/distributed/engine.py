@@ -87,13 +87,13 @@ class ShardedEngine:
         """Release sequences on this rank; the others keep no state of them."""
         self._engine.release(seqs)
 
-    def release_memory(self) -> bool:
-        """Release memory on all ranks."""
-        with self._collective("a release of memory"):
-            message = encode_frame(ranks.ReleaseMemory())
+    def clear_cache(self) -> bool:
+        """Clear the KV cache of all ranks."""
+        with self._collective("clearing the KV cache"):
+            message = encode_frame(ranks.ClearCache())
             for follower in self._followers:
                 follower.send(message)
-            return self._engine.release_memory()
+            return self._engine.clear_cache()
 
     @property
     def resident_cache_bytes(self) -> int:

@@ -17,6 +17,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineOptions, Heartbeat, Shutdown
 from tgis.utils import logs
+from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,16 @@ def _compute_steps(channel: Channel, options: EngineOptions) -> None:
     engine.warm_up()
     channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     dtype = getattr(torch, engine.info.dtype)
+    return_unused_memory()
     gc.freeze()  # the loaded model is never garbage
     while True:
         for message in channel.receive():
             match message:
                 case Shutdown():
                     return
-                case ranks.ReleaseMemory():
-                    engine.release_memory()
+                case ranks.ClearCache():
+                    engine.clear_cache()
+                    return_unused_memory()
                 case ranks.StepInput():
                     engine.compute_logits(message.to_plan(dtype))
 

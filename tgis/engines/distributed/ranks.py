@@ -78,11 +78,11 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
         return StepPlan(seqs, counts, [seqs[index] for index in self.sampled], self.has_prefill)
 
 
-class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory"):
-    """Nothing runs: forget the KV cache."""
+class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
+    """No sequence is held: forget the KV cache, and give unused memory back."""
 
 
-RankMessage = EngineOptions | StepInput | ReleaseMemory | Shutdown
+RankMessage = EngineOptions | StepInput | ClearCache | Shutdown
 
 
 def check_shardable(config: PreTrainedConfig, num_shards: int) -> None:

@@ -2,9 +2,6 @@
 errors of steps that run out of it.
 """
 
-import ctypes
-import gc
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +11,7 @@ import torch
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.cpus import control_groups
+from tgis.utils.memory import return_unused_memory
 
 _ROOT = Path("/")
 _CGROUP_FILES = (  # limit, usage, and the prefix of statistics that include groups below: versions 2 and 1
@@ -64,27 +62,6 @@ def used_memory(device: torch.device) -> int:
     return resident + int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident
 
 
-def return_unused_memory(device: torch.device) -> None:
-    """Give the system what allocators keep for later."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def release_weight_files() -> None:
-    """Let go of the pages of mapped weights: what is read again comes from the page cache, and most has been packed."""
-    address, name = "", ""
-    for line in (PROCESS / "smaps").read_text().splitlines():
-        key, *values = line.split()
-        if not key.endswith(":"):
-            address, name = key, values[-1]
-        elif key == "Anonymous:" and values[0] == "0" and name.endswith(".safetensors"):  # nothing has been written
-            start, end = (int(each, 16) for each in address.split("-"))
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
-
-
 class PeakMeter:
     """Peak memory of this process: the memory that torch reserved on a CUDA device, unused pieces included, or the
     resident memory on a CPU.
@@ -97,8 +74,9 @@ class PeakMeter:
 
     def reset(self) -> int:
         """Return unused memory to the system and forget the peak; bytes in use."""
-        return_unused_memory(self._device)
+        return_unused_memory()
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             return int(torch.cuda.memory_reserved(self._device))
         (PROCESS / "clear_refs").write_text(_RESET_PEAK)

@@ -17,6 +17,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
 from tgis.engines.memory.available import PeakMeter, memory_for_batches, safety_margin
+from tgis.engines.memory.past_starts import recall
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -98,13 +99,17 @@ def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device
     except OSError as error:
         log.warning("memory cannot be measured here, ESTIMATE_MEMORY is off then: %s", error)
         return 0
-    started = time.monotonic()
-    log.info("measuring the memory of the largest steps")
-    runner = DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens)
-    found = engine.find_peak(runner)
-    meter.reset()
-    log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
-    return found
+
+    def measure() -> int:
+        started = time.monotonic()
+        log.info("measuring the memory of the largest steps")
+        runner = DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens)
+        found = engine.find_peak(runner)
+        meter.reset()
+        log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
+        return found
+
+    return recall(options, device, measure)
 
 
 def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:

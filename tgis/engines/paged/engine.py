@@ -23,8 +23,6 @@ from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.memory.available import (
     device_errors,
-    release_weight_files,
-    return_unused_memory,
     warm_up_errors,
 )
 from tgis.engines.memory.profiler import DummyRunner, profile
@@ -157,7 +155,7 @@ class PagedEngine:
             self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
-        self.release_memory()
+        self.clear_cache()
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Sample in every way once, since kernels compile at their first use."""
@@ -259,11 +257,7 @@ class PagedEngine:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seqs)
 
-    def release_memory(self) -> bool:
-        """On CPUs, forget the KV cache."""
-        if self._device.type == "cpu":
-            return_unused_memory(self._device)
-            release_weight_files()
+    def clear_cache(self) -> bool:
         return self._attention.cache.clear()
 
     @property
