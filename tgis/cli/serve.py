@@ -118,5 +118,5 @@ def _check(config: Config) -> int:
 
 def _line(config: Config, option: Option) -> str:
     value = getattr(config, option.name)
-    shown = option.shown_default if value is None else format_value(value)
+    shown = option.shown_default if value in (None, ()) else format_value(value)
     return f"  {option.name.upper():<38}{shown:<28}  {config.sources.get(option.name, '')}".rstrip()

@@ -93,6 +93,8 @@ def format_value(value: object) -> str:
     """Format a value as a user would write it."""
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return " ".join(value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
