@@ -8,13 +8,17 @@ from pathlib import Path
 _SMAPS = Path("/proc/self/smaps")
 
 
-def return_unused_memory() -> None:
-    """Give back what the allocator keeps for later, and the pages of mapped files."""
+def trim_heap() -> None:
+    """Give back what the allocator keeps for later."""
     gc.collect()
-    libc = ctypes.CDLL("libc.so.6")
-    libc.malloc_trim(0)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def return_unused_memory() -> None:
+    """Trim the heap, and let go of the pages of mapped files."""
+    trim_heap()
     for start, size in _unmodified_files():
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+        ctypes.CDLL("libc.so.6").madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _unmodified_files() -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.cpus import control_groups
-from tgis.utils.memory import return_unused_memory
+from tgis.utils.memory import trim_heap
 
 _ROOT = Path("/")
 _CGROUP_FILES = (  # limit, usage, and the prefix of statistics that include groups below: versions 2 and 1
@@ -74,7 +74,7 @@ class PeakMeter:
 
     def reset(self) -> int:
         """Return unused memory to the system and forget the peak; bytes in use."""
-        return_unused_memory()
+        trim_heap()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
