@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.distributed import DistributedConfig
+from transformers.quantizers import AutoHfQuantizer
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
@@ -103,7 +104,14 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         if kind is not None and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
             known = f"transformers {transformers.__version__} has no models of type {kind!r:.40}"
             raise StartError(f"{path}: {known}, and the code of a model is never run")
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1) < 1:
+            raise StartError(f"{path}: num_hidden_layers must be at least 1")
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None and not AutoHfQuantizer.supports_quant_method(quantization):
+            method = f"{quantization.get('quant_method')!r:.40}"
+            raise StartError(f"{path}: transformers {transformers.__version__} knows no quantization {method}")
+        return config
 
 
 def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
