@@ -200,10 +200,14 @@ def _vllm(args: argparse.Namespace, _: Tokenizer) -> Iterator[System]:
     last = max(os.sched_getaffinity(0))
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{last}", "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
-    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as process:
+    log = args.cache / "vllm.log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output) as process,
+    ):
         try:
             while not _answers(f"http://127.0.0.1:{port}/health"):
-                assert process.poll() is None, "vLLM does not start"
+                assert process.poll() is None, f"vLLM does not start, see {log}"
                 assert time.monotonic() - started < _START_SECONDS, "vLLM is not ready in time"
                 time.sleep(0.2)
             seconds, pids = time.monotonic() - started, {"server": process.pid}
