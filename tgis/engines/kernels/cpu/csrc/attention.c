@@ -93,29 +93,43 @@ static inline range visible_splits(const attention_args *args, const sequence *s
     return (range){begin / SPLIT, (end + SPLIT - 1) / SPLIT};
 }
 
-/* Turns the scores of a query for `vecs` vectors of tokens into weights, and returns what its earlier sums shrink by. */
-INLINE float softmax_tile(
-    const attention_args *args, f32_vec *scores, int vecs, int64_t begin, range seen, f32_vec *state, operand_t *weights
+/* What the scores of a query are multiplied by, once they have been prepared, for exponents of 2. */
+INLINE float score_scale(const attention_args *args) {
+    return args->softcap != 0 || args->scale <= 0 ? 1 : args->scale * LOG2_E;
+}
+
+/* Prepares the scores of a query for `vecs` vectors of tokens: those of unseen tokens become -infinity. Returns the
+   largest exponent so far. */
+INLINE float mask_scores(
+    const attention_args *args, f32_vec *scores, int vecs, int64_t begin, range seen, const f32_vec *state
 ) {
     const u32_vec lanes = LANE_INDEX;
-    const int unmasked = seen.begin <= begin && seen.end >= begin + vecs * LANES;
-    const uint32_t first = max_i64(seen.begin - begin, 0), end = max_i64(seen.end - begin, 0);
     const float cap = args->softcap;
-    f32_vec high = (f32_vec){0} - FLT_MAX, total = {0};
-    for (int i = 0; i < vecs; i++) {
-        f32_vec x = scores[i] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
-        if (cap != 0) x = cap * LOG2_E * tanh_f32(x);
-        if (!unmasked) {
-            u32_vec at = lanes + i * LANES, hidden = (u32_vec)(at < first) | (u32_vec)(at >= end);
-            x = (f32_vec)((~hidden & (u32_vec)x) | (hidden & (u32_vec)((f32_vec){0} - INFINITY)));
+    if (cap != 0 || args->scale <= 0)
+        for (int i = 0; i < vecs; i++) {
+            const f32_vec x = scores[i] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
+            scores[i] = cap == 0 ? x : cap * LOG2_E * tanh_f32(x);
         }
-        high = max_vec(high, x);
-        scores[i] = x;
+    if (seen.begin > begin || seen.end < begin + vecs * LANES) {
+        const uint32_t first = max_i64(seen.begin - begin, 0), end = max_i64(seen.end - begin, 0);
+        for (int i = 0; i < vecs; i++) {
+            u32_vec at = lanes + i * LANES, hidden = (u32_vec)(at < first) | (u32_vec)(at >= end);
+            scores[i] = (f32_vec)((~hidden & (u32_vec)scores[i]) | (hidden & (u32_vec)((f32_vec){0} - INFINITY)));
+        }
     }
-    f32_vec *const sum = state + v_vecs(args), *const old_max = sum + 1;
-    const float new_max = max_f32((*old_max)[0], reduce_max(high));
+    f32_vec high = (f32_vec){0} - FLT_MAX;
+    for (int i = 0; i < vecs; i++) high = max_vec(high, scores[i]);
+    return max_f32(state[v_vecs(args) + 1][0], reduce_max(high) * score_scale(args));
+}
+
+/* Turns prepared scores into weights, and returns what the earlier sums of the query shrink by. */
+INLINE float softmax_tile(
+    const attention_args *args, const f32_vec *scores, int vecs, float new_max, f32_vec *state, operand_t *weights
+) {
+    f32_vec total = {0}, *const sum = state + v_vecs(args), *const old_max = sum + 1;
+    const float scale = score_scale(args);
     for (int i = 0; i < vecs; i++) {
-        f32_vec weight = exp2_nonpositive(scores[i] - new_max);
+        const f32_vec weight = exp2_scalar(scores[i] * scale - new_max);
         total += weight;
         store_operands(weights + i * LANES, weight);
     }
@@ -132,13 +146,14 @@ INLINE void attend_rows(
 ) {
     f32_vec scores[GEMM_ROWS][TILE_VECS];
     operand_t weights[GEMM_ROWS][TILE];
-    float shrink[GEMM_ROWS];
+    float max[GEMM_ROWS], shrink[GEMM_ROWS];
     const int64_t state_row = state_vecs(args);
     score_rows(rows, tile, count, args->k_size, q, scores);
-    for (int r = 0; r < rows; r++) {
-        f32_vec *state = states + r * state_row;
-        shrink[r] = softmax_tile(args, scores[r], count * PANEL / LANES, begin, seen[r], state, weights[r]);
-    }
+    const int vecs = count * PANEL / LANES;
+    for (int r = 0; r < rows; r++) /* of all rows first: each waits for the reduction of its vectors */
+        max[r] = mask_scores(args, scores[r], vecs, begin, seen[r], states + r * state_row);
+    for (int r = 0; r < rows; r++)
+        shrink[r] = softmax_tile(args, scores[r], vecs, max[r], states + r * state_row, weights[r]);
     weigh_rows(rows, tile, count, args->v_size, weights, shrink, states, state_row);
 }
 

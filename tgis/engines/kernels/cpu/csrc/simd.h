@@ -127,14 +127,30 @@ static inline int any_lane(u32_vec mask) {
 #endif
 }
 
+/* 2^round(x) for x <= 0, and in `rest` what the rounding leaves; 0 where the power would be denormal. */
+static inline f32_vec round_exp2(f32_vec x, f32_vec *rest) {
+    x = max_vec((f32_vec){0} - 127.0f, x);
+    const f32_vec rounded = x + 12583039.0f; /* 1.5 * 2^23 + 127: the integer part, as an exponent, moves to the lowest bits */
+    *rest = x - (rounded - 12583039.0f);
+    return (f32_vec)((u32_vec)rounded << 23);
+}
+
 /* 2^x for x <= 0, with a relative error below 3e-7; 0 where it would be denormal. */
 static inline f32_vec exp2_nonpositive(f32_vec x) {
-    x = max_vec((f32_vec){0} - 127.0f, x);
-    f32_vec rounded = x + 12582912.0f; /* 1.5 * 2^23: the integer part moves to the lowest bits */
-    f32_vec f = x - (rounded - 12582912.0f);
-    f32_vec power = 1.0f + f * (0.69314718f + f * (0.24022651f + f * (0.05550411f + f * (0.00961813f +
-                   f * (0.00133336f + f * 0.00015404f)))));
-    return power * (f32_vec)(((u32_vec)rounded << 23) + 0x3f800000);
+    f32_vec f;
+    const f32_vec power = round_exp2(x, &f);
+    return power * (1.0f + f * (0.693146978f + f * (0.240222421f + f * (0.0555073374f + f * (0.00967151264f + f * 0.00132647271f)))));
+}
+
+/* The same as exact as scalar_t is: in bfloat16 with a relative error of 1e-4. */
+static inline f32_vec exp2_scalar(f32_vec x) {
+#if BF16
+    f32_vec f;
+    const f32_vec power = round_exp2(x, &f);
+    return power * (1.0f + f * (0.693282927f + f * (0.242210959f + f * 0.0550089305f)));
+#else
+    return exp2_nonpositive(x);
+#endif
 }
 
 static inline f32_vec tanh_f32(f32_vec x) {
