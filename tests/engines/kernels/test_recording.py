@@ -143,6 +143,32 @@ def test_recordings_share_their_memory(recorder: Recorder) -> None:
         assert torch.equal(output, run(count))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_recording_serves_any_sizes(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    size = 72
+    norm = RmsNorm(nn.RMSNorm(size).to(dtype), 1e-6, 0.0, kernels)
+    table, ids, chosen = torch.randn(50, size).to(dtype), torch.zeros(300, dtype=torch.int64), torch.zeros(5).long()
+
+    def run(sizes: tuple[int, ...]) -> Tensor:
+        hidden = embedding(ids[None, : sizes[0]], table)
+        return norm(hidden + norm(hidden * hidden))[:, chosen[: sizes[1]]]
+
+    recorder = Recorder(kernels)
+    with torch.inference_mode():
+        replay, output = recorder.record_resizable(run, (300, 5))
+        for sizes in ((300, 5), (7, 2), (1, 1), (200, 0)):
+            ids.copy_(torch.randint(50, ids.shape))
+            chosen.copy_(torch.randint(sizes[0], chosen.shape))
+            replay(sizes)
+            assert torch.equal(output[:, : sizes[1]], run(sizes)), sizes
+        for unfit in (
+            lambda sizes: run(sizes).softmax(-1),
+            lambda sizes: norm(run(sizes)) if sizes[0] % 2 else run(sizes),
+        ):
+            with pytest.raises(Unsupported, match=r"operators of PyTorch|other calls"):
+                recorder.record_resizable(unfit, (300, 5))
+
+
 @pytest.mark.parametrize(
     "run",
     [

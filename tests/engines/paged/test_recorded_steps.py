@@ -1,4 +1,4 @@
-"""Recorded decode steps give the tokens of eager ones, and nothing else is replayed."""
+"""Recorded steps give the tokens of eager ones."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from tgis.engines.kernels.cpu import linear
 from tgis.engines.kernels.cpu.gemm import OneDnnGemm
-from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, _Memory
+from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, ResizablePass, _Memory
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 
@@ -42,6 +42,13 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return replay, output
 
     monkeypatch.setattr(Recorder, "record", counted)
+    replay_sizes = ResizablePass.__call__
+
+    def counted_prefill(replay: ResizablePass, sizes: tuple[int, ...]) -> None:
+        counts["prefills"] += 1
+        replay_sizes(replay, sizes)
+
+    monkeypatch.setattr(ResizablePass, "__call__", counted_prefill)
     return counts
 
 
@@ -60,11 +67,12 @@ def generated(model: Path, **options: Any) -> list[list[int]]:
 
 
 def assert_replayed_like_eager(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, **options: Any
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, prefills: bool, **options: Any
 ) -> None:
     found = generated(model, **options)
     assert replays["recorded"] == ROWS
     assert replays["replayed"] > 10
+    assert (replays["prefills"] > 10) == prefills
     replays.clear()
     monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
     assert generated(model, **options) == found
@@ -74,7 +82,7 @@ def assert_replayed_like_eager(
 def test_replayed_steps_give_the_tokens_of_eager_ones(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_replayed_like_eager(model, replays, monkeypatch)
+    assert_replayed_like_eager(model, replays, monkeypatch, prefills=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,7 +94,7 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels: {})
     if not onednn:
         monkeypatch.setattr(OneDnnGemm, "supports", lambda _: False)
-    assert_replayed_like_eager(model, replays, monkeypatch, dtype=dtype)
+    assert_replayed_like_eager(model, replays, monkeypatch, prefills=False, dtype=dtype)
 
 
 def test_a_model_that_looks_at_numbers_runs_eagerly(
@@ -113,8 +121,10 @@ def test_a_recorded_step_that_gives_other_logits_is_not_used(
     """As one would that depends on numbers on the host."""
     expected = generated(model)
     monkeypatch.setattr(Recorder, "record", lambda _, run: (lambda: None, run().clone()))
+    monkeypatch.setattr(ResizablePass, "__call__", lambda *_: None)
     assert generated(model) == expected
-    assert caplog.text.count("decode steps are not recorded: a recorded step does not give the logits") == 1
+    for what in ("decode steps", "steps with prompts"):
+        assert caplog.text.count(f"{what} are not recorded: a recorded step does not give the logits") == 1
 
 
 def test_whatever_fails_while_a_step_is_recorded_it_runs_eagerly(
@@ -129,7 +139,7 @@ def test_whatever_fails_while_a_step_is_recorded_it_runs_eagerly(
     monkeypatch.setattr(_Memory, "empty", empty)
     assert generated(model) == expected
     assert [each for each in caplog.messages if "recorded" in each] == [
-        "decode steps are not recorded: TypeError('no\\nmemory')"
+        f"{what} are not recorded: TypeError('no\\nmemory')" for what in ("steps with prompts", "decode steps")
     ]
     assert not replays
 

@@ -152,7 +152,8 @@ class PagedEngine:
             self._capture_graphs(cuda_capture(), eager_logits)
         if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
             self._tabulate_angles(eager_logits)
-            self._graphs = RecordedSteps(self._forward, self._kernels, self.info.max_batch_size, self._max_blocks)
+            sizes = self.info.max_batch_size, self._max_blocks, self.info.max_prefill_tokens
+            self._graphs = RecordedSteps(self._forward, self._kernels, *sizes)
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
         self.clear_cache()

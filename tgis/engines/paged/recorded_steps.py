@@ -15,6 +15,7 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
+from tgis.engines.paged.recorded_prefill import RecordedPrefill
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
@@ -31,19 +32,28 @@ class RecordedSteps:
     """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
 
     def __init__(
-        self, forward: Callable[[FlatBatch], Tensor], kernels: CpuKernels, max_batch_size: int, max_blocks: int
+        self,
+        forward: Callable[[FlatBatch], Tensor],
+        kernels: CpuKernels,
+        max_batch_size: int,
+        max_blocks: int,
+        max_prefill_tokens: int,
     ) -> None:
-        """Sequences have up to `max_blocks` blocks."""
+        """Sequences have up to `max_blocks` blocks, steps up to `max_prefill_tokens` tokens of prompts."""
         self._forward = forward
         self._recorder = Recorder(kernels)
         self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"))
         self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
         self._steps: dict[StepKey, _RecordedStep] = {}
         self._enabled = True
+        tokens = max_prefill_tokens + max_batch_size
+        self._prefill = RecordedPrefill(forward, self._recorder, tokens, max_batch_size)
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, until the next call; None if it has to run eagerly."""
-        is_decode = not batch.chunks and len(batch.logits_indices) == batch.num_decodes
+        if batch.chunks:
+            return self._prefill.run(batch)
+        is_decode = len(batch.logits_indices) == batch.num_decodes
         if not self._enabled or not is_decode or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)

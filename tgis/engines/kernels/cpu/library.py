@@ -48,8 +48,8 @@ ISAS: dict[str, frozenset[str]] = {
     "amx": _AVX512_BF16 | _AMX,
 }
 
-# Called before every call of a kernel, with the ctypes function and the arguments.
-call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], None] | None] = ContextVar("call_recorder", default=None)
+# Called before every call of a kernel, with the ctypes function and the arguments; whether it replaces the call.
+call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], bool] | None] = ContextVar("call_recorder", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class KernelFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         record = call_recorder.get()
-        if record is not None:
-            record(self._function, arguments)
+        if record is not None and record(self._function, arguments):
+            return 0
         return self._function(*arguments)
 
 

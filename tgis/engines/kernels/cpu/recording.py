@@ -4,15 +4,20 @@ A pass is recorded while it is computed, and replayed in place of later ones who
 CUDA graph is. Calls of C kernels are kept with their arguments, and one C function repeats them. Operators of PyTorch
 are called again, into the same memory, except for embeddings and for sums and products of equal shapes, which are C
 kernels here, and for views, which are nothing but addresses.
+
+A pass that consists of C kernels alone can be recorded for any sizes, such as numbers of tokens: see `ResizablePass`.
 """
 
+import copy
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -54,7 +59,24 @@ class Recorder:
         """The output of the pass, and what computes it anew, in place. Unsupported if the pass depends on numbers that
         are in tensors by more than what operators make of them.
         """
-        recording = _Recording(self._kernels, self._memory)
+        return self._record(_Recording(self._kernels, self._memory), run)
+
+    def record_resizable(
+        self, run: Callable[[tuple[int, ...]], Tensor], largest: tuple[int, ...]
+    ) -> tuple["ResizablePass", Tensor]:
+        """What computes the pass for any sizes up to the largest, and its output for the largest. No kernel runs, so
+        nothing is computed yet. Unsupported if the pass needs operators of PyTorch.
+        """
+        smaller = [tuple(size - (at == index) for at, size in enumerate(largest)) for index in range(len(largest))]
+        found, output = self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, largest))
+        others = []
+        for sizes in smaller:
+            with self._memory.repeated():
+                others.append(self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, sizes))[0])
+        return ResizablePass(found, others, largest), output
+
+    def _record(self, recording: "_Recording", run: Callable[[], Tensor]) -> tuple["RecordedPass", Tensor]:
+        self._memory.start()
         token = call_recorder.set(recording.add_call)
         try:
             with recording:
@@ -71,10 +93,16 @@ class KernelCalls:
         """`names` are the names of the functions."""
         self.names = names
         self._replay = replay
-        self._calls = (_Call * len(calls))(*calls)
+        self.calls: Any = (_Call * len(calls))(*calls)
+
+    def moved_to(self, memory: NDArray[np.int64]) -> Self:
+        """Calls that are made as the memory says, which has a copy of these."""
+        moved = copy.copy(self)
+        moved.calls = type(self.calls).from_buffer(memory)
+        return moved
 
     def __call__(self) -> None:
-        if failed := self._replay(self._calls, len(self._calls)):
+        if failed := self._replay(self.calls, len(self.names)):
             raise RuntimeError(f"{self.names[failed - 1]} failed, call {failed} of a recorded pass")
 
 
@@ -89,12 +117,52 @@ class RecordedPass:
         for part in self.parts:
             part()
 
+    @property
+    def kernel_calls(self) -> KernelCalls:
+        """All there is to do. Unsupported if there is more than to call kernels."""
+        first, *others = self.parts
+        if others or not isinstance(first, KernelCalls):
+            raise Unsupported("a pass has operators of PyTorch")
+        return first
+
+    def words(self, address: int = 0) -> NDArray[np.int64]:
+        """Numbers that are to be at this address: all calls, then the structures that they point to."""
+        calls = np.frombuffer(self.kernel_calls.calls, np.int64)
+        structures = [np.frombuffer(each, np.int64) for each in self.kept if isinstance(each, ctypes.Structure)]
+        starts = accumulate(map(len, structures), initial=len(calls))
+        places = {old.ctypes.data: address + 8 * start for old, start in zip(structures, starts, strict=False)}
+        return np.concatenate([[places.get(word, word) for word in calls.tolist()], *structures])
+
+
+class ResizablePass:
+    """Repeats a pass that was recorded for some sizes, and for sizes of which one is smaller by 1: what differs between
+    the arguments of their calls is taken to be linear in that size. The memory is that of the largest sizes.
+    """
+
+    def __init__(self, largest: RecordedPass, smaller: list[RecordedPass], sizes: tuple[int, ...]) -> None:
+        words, *others = (recorded.words() for recorded in (largest, *smaller))
+        if any(len(each) != len(words) for each in others):
+            raise Unsupported("a pass has other calls for other sizes")
+        factors = np.stack([words - each for each in others], 1)
+        self._moving = np.flatnonzero(factors.any(1))
+        self._factors = factors[self._moving]
+        self._fixed = words[self._moving] - self._factors @ sizes
+        self._words = words.copy()
+        self._words[:] = largest.words(self._words.ctypes.data)
+        self._run, self._kept = largest.kernel_calls.moved_to(self._words), largest.kept
+
+    def __call__(self, sizes: tuple[int, ...]) -> None:
+        self._words[self._moving] = self._fixed + self._factors @ sizes
+        self._run()
+
 
 class _Recording(TorchDispatchMode):  # type: ignore[misc]
     """One pass."""
 
-    def __init__(self, kernels: CpuKernels, memory: "_Memory") -> None:
+    def __init__(self, kernels: CpuKernels, memory: "_Memory", *, dry: bool = False) -> None:
+        """`dry`: kernels do not run."""
         super().__init__()
+        self._dry = dry
         self._memory = memory
         self._replay = kernels.function("replay", torch.float32, [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64)
         argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
@@ -110,12 +178,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self._names: list[str] = []  # of their functions
         self._recorded = RecordedPass(kept=[memory])
 
-    def add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """A call of a C kernel."""
+    def add_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
+        """A call of a C kernel; whether it need not be made."""
         self._recorded.kept += [each for each in arguments if isinstance(each, ctypes.Structure)]
         address, returns_status = ctypes.cast(function, ctypes.c_void_p).value, function.restype is not None
         self._calls.append(_Call(address, returns_status, tuple(map(_word, arguments))))
         self._names.append(function.__name__)
+        return self._dry
 
     def finish(self) -> "RecordedPass":
         self._end_calls()
@@ -138,6 +207,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             return self._run_kernel(operator, *args)
         if operator is _aten.embedding.default and _are_plain(*args[:2]):
             return self._run_embedding(operator(*args, **kwargs), *args[:2])
+        if self._dry and operator is _aten.index.Tensor and _selects_tokens(*args):
+            return self._run_embedding(operator(*args), args[0][0], args[1][1])
         return self._run_operator(operator, args, kwargs)
 
     def _run_kernel(self, operator: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -193,17 +264,40 @@ class _Memory:
     def __init__(self) -> None:
         self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # by size
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # all there are, by address
+        self._taken: list[NDArray[np.uint8]] = []  # in the last recording, in order
+        self._repeated: Iterator[NDArray[np.uint8]] | None = None
 
     def __contains__(self, x: Tensor) -> bool:
         return _address(x) in self._blocks
 
     def empty(self, like: Tensor) -> Tensor:
         """A tensor of the same dtype, shape and strides."""
-        size = 1 << max(like.untyped_storage().nbytes() - 1, _ALIGNMENT - 1).bit_length()
+        if self._repeated is None:
+            lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _ALIGNMENT - 1).bit_length())
+        elif (lease := next(self._repeated, None)) is None:
+            raise Unsupported("a pass has other calls for other sizes")
+        return torch.frombuffer(lease, dtype=like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+    def _lease(self, size: int) -> NDArray[np.uint8]:
         block = self._free[size].pop() if self._free[size] else self._new_block(size)
+        self._taken.append(block)
         lease = block[:]  # dies with the tensor and its views
         weakref.finalize(lease, self._free[size].append, block)
-        return torch.frombuffer(lease, dtype=like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+        return lease
+
+    def start(self) -> None:
+        """A recording begins."""
+        if self._repeated is None:
+            self._taken = []
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Tensors get the memory of the last recording, one after the other."""
+        self._repeated = iter(self._taken)
+        try:
+            yield
+        finally:
+            self._repeated = None
 
     def copied(self, x: Tensor) -> Tensor:
         return self.empty(x).copy_(x)
@@ -236,6 +330,12 @@ def _takes_kernel(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _are_plain(table: Tensor, ids: Tensor) -> bool:
     plain: bool = table.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
     return plain
+
+
+def _selects_tokens(states: Tensor, indices: list[Tensor | None]) -> bool:
+    """Whether it is states [1, tokens, size][:, indices]."""
+    is_states = states.ndim == 3 and len(states) == 1 and len(indices) == 2
+    return is_states and indices[0] is None and _are_plain(states, indices[1])
 
 
 def _indexes_by_number(operator: Any, args: tuple[Any, ...]) -> bool:
