@@ -3,7 +3,8 @@
 The bound of reading is the weights' bytes over the read bandwidth; the bound of multiplying is the multiply-adds over
 the rate of a GEMM whose operands are in the cache. The layers are also measured alone, one after the other as in a
 step, with every GEMM that this CPU can run. Steps of llama.cpp, if llama-cpp-python is installed, alternate with those
-of tgis. The last line is one JSON object.
+of tgis. Prompts alternate with their linear layers alone. The last line is one JSON object; `--only-prefill` leaves the
+rest out.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from tgis.utils.cpus import usable_cores
 ROWS = (1, 8, 32, 128, 512)
 STREAMS = (1, 8, 32)
 INPUT_TOKENS, STEPS = 130, 40
+PROMPT_TOKENS = 1500
 READ_BYTES = 1 << 29
 REPEATS = 5
 ROUNDS = 3
@@ -124,9 +126,32 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure_steps(model: Path, dtype: str, cache: Path) -> dict[str, Times]:
+def measure_prefill(
+    engine: Engine, limits: BatchLimits, weights: list[Tensor], kernels: CpuKernels | None
+) -> dict[str, float]:
+    """Prompt tokens per second, and how many there would be if the linear layers were all: medians of alternating
+    rounds, and the median of their ratios.
+    """
+    layers = [next(iter(_gemms(weight, kernels).values()))(weight) for weight in weights]
+    chunk = engine.info.max_prefill_tokens
+    sizes = [min(chunk, PROMPT_TOKENS - start) for start in range(0, PROMPT_TOKENS, chunk)]
+    inputs = [[torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights] for rows in sizes]
+
+    def multiply() -> None:
+        for each in inputs:
+            _multiply(layers, each)
+
+    def compute_prompt() -> None:
+        Simulation(limits, TimedEngine(engine), [TraceRequest(0.0, PROMPT_TOKENS, 1)], 1).run()
+
+    rounds = [(_seconds(compute_prompt), _seconds(multiply)) for _ in range(1 + 2 * REPEATS)][1:]
+    prompts, alone = (PROMPT_TOKENS / statistics.median(times) for times in zip(*rounds, strict=True))
+    ratio = statistics.median(linear / prompt for prompt, linear in rounds)
+    return {"tokens_per_s": prompts, "linear_layers_allow": alone, "ratio": ratio}
+
+
+def measure_steps(model: Path, dtype: str, engine: Engine, limits: BatchLimits) -> dict[str, Times]:
     """Decode steps of tgis_native and, if it is installed, of llama.cpp: medians of alternating rounds."""
-    engine, limits = load_warm_engine(engine_options("tgis_native", model, dtype, max(STREAMS), cache))
     ways: dict[str, Callable[[], Times]] = {"tgis": partial(_time_engine, engine, limits)}
     if dtype == "bfloat16" and find_spec("llama_cpp"):
         ways["llama.cpp"] = partial(_time_llama_cpp, model)
@@ -167,13 +192,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--cpu-isa", default="auto", metavar="NAME", help="like the server's option CPU_ISA")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    parser.add_argument("--only-prefill", action="store_true", help="measure prompts and nothing else")
     args = parser.parse_args(arguments)
     torch.set_num_threads(usable_cores())
     torch.set_grad_enabled(mode=False)
     kernels, path = load_kernels(args.cpu_isa, str(args.cache)), ensure("smollm2", args.cache)
-    machine = measure_machine(kernels, getattr(torch, args.dtype))
     model = transformers_generate.load(str(path), args.dtype, "cpu")
     weights = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
+    in_layers = [weight for weight in weights if len(weight) != model.config.vocab_size]
+    engine, limits = load_warm_engine(engine_options("tgis_native", path, args.dtype, max(STREAMS), args.cache))
+    prefill = measure_prefill(engine, limits, in_layers, kernels)
+    print(
+        "prompts of {} tokens: {tokens_per_s:.0f} tokens/s, the linear layers alone {linear_layers_allow:.0f}, "
+        "ratio {ratio:.2f}".format(PROMPT_TOKENS, **prefill)
+    )
+    if args.only_prefill:
+        print(json.dumps({"cpu": cpu_name(), "prefill": prefill}))
+        return 0
+    machine = measure_machine(kernels, getattr(torch, args.dtype))
     read_ms = sum(weight.nbytes for weight in weights) / machine["read_gb_s"] / 1e6
     multiply_ms = sum(weight.numel() for weight in weights) / machine["multiply_add_g_s"] / 1e6  # for each row
     report = {
@@ -181,7 +217,8 @@ def main(arguments: list[str]) -> int:
         "dtype": args.dtype,
         "floor_ms": {"reading": dict.fromkeys(ROWS, read_ms), "multiplying": {n: n * multiply_ms for n in ROWS}},
         "linear_layers_ms": measure_linear_layers(weights, kernels),
-        "step_ms": {"transformers": measure_transformers(model)} | measure_steps(path, args.dtype, args.cache),
+        "step_ms": {"transformers": measure_transformers(model)} | measure_steps(path, args.dtype, engine, limits),
+        "prefill": prefill,
     }
     _print_tables(report)
     print(json.dumps(report))
