@@ -30,7 +30,7 @@ class OpenVino:
     """ContinuousBatchingPipeline in bfloat16; everything but the prefix cache is its default, the KV cache's u8 too."""
 
     def __init__(self, model: str) -> None:
-        import openvino_genai  # noqa: PLC0415 - only in its own environment
+        import openvino_genai  # type: ignore[import-not-found]  # noqa: PLC0415 - only in its own environment
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
@@ -42,7 +42,7 @@ class OpenVino:
 
     def add(self, request: int, tokens: list[int], output_tokens: int) -> None:
         import numpy as np  # noqa: PLC0415
-        import openvino  # noqa: PLC0415
+        import openvino  # type: ignore[import-not-found]  # noqa: PLC0415
 
         config = self._config()
         config.max_new_tokens, config.ignore_eos, config.do_sample = output_tokens, True, False

@@ -88,7 +88,7 @@ class Measured:
 
     records: list[RequestRecord]
     cpu: dict[str, float]
-    texts: list[str] | None = None
+    texts: list[str] | None = None  # where there are tokens to compare
 
 
 Run = Callable[[Load, list[str]], Measured]
@@ -277,7 +277,7 @@ def measure_round(args: argparse.Namespace, tokenizer: Tokenizer, number: int) -
                 found[which]["loads"][name] = figures
                 print(f"round {number} {name:>7} {which:<12} {_line(figures)}", flush=True)
             if {SERVED, ENGINE} <= texts.keys():
-                different = sum(a != b for a, b in zip(texts[SERVED], texts[ENGINE], strict=True))
+                different = sum(a != b for a, b in zip(texts[SERVED] or [], texts[ENGINE] or [], strict=True))
                 assert not different, f"{different} outputs differ between tgis served and its engine alone"
     return found
 
@@ -314,7 +314,7 @@ def _line(figures: dict[str, Any]) -> str:
 def left_for_engine(figures: dict[str, Any], cores: int) -> float:
     """The share of the cores that front end and client did not use."""
     used = figures["cpu_s"]["front end"] + figures["cpu_s"]["client"]
-    return 1 - float(used) / figures["duration_s"] / cores
+    return 1 - float(used / figures["duration_s"]) / cores
 
 
 def summarize_rounds(rounds: list[dict[str, Any]], cores: int) -> list[dict[str, Any]]:
