@@ -30,7 +30,7 @@ CAPTURED_KERNEL, KERNEL, WAVE = (
     1e-6,
 )  # seconds: a small kernel in a graph, outside of one, a wave of idle programs
 MAX_ATTENDED_TOKENS = 1 << 16  # by all prompt tokens of a captured step
-LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_slowdown=8.0)  # the defaults on CUDA
+LIMITS = BatchLimits(256, 900_000, 8192, block_size=16, lookahead=1, max_prefill_gap_ms=150)  # the defaults on CUDA
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
     "max_batch_size": (("1", 1), ("12", 12)),
     "max_batch_prefill_tokens": (("1", 1), ("2k", 2000)),
+    "max_prefill_gap_ms": (("1", 1), ("60000", 60000)),
     "max_prefill_padding": (("0", 0.0), ("1.0", 1.0)),
     "max_waiting_tokens": (("0", 0), ("100", 100)),
     "estimate_memory": (("manual", "manual"), ("off", "off")),

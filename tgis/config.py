@@ -177,6 +177,9 @@ class Config:
     max_batch_prefill_tokens: int | None = option(
         BATCHES, with_unit(integer(1)), "maximum input tokens of one step", None,
         vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
+    max_prefill_gap_ms: int | None = option(
+        BATCHES, integer(1, 60_000), "ms that prompts of others may take between two tokens of a stream on tgis_native",
+        None, shown_default="250 on CPU, 150 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "maximum share of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(

@@ -51,7 +51,11 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
         ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100}, WaitReason.MEMORY),
         ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100, **CHUNKED}, WaitReason.MEMORY),
         ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
-        ([[request(1, 90), request(2, 90), request(3, 9)]], CHUNKED, WaitReason.PREFILL_SIZE),
+        (
+            [[request(n, 90) for n in range(12)]],
+            {"max_batch_size": 12, "weight": 9999, **CHUNKED},
+            WaitReason.PREFILL_SIZE,
+        ),
         ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.1}, WaitReason.PREFILL_PADDING),
         ([[request(1)], [request(2)]], {}, WaitReason.DECODES_FIRST),
         ([[request(1)], [request(2)], []], {}, None),

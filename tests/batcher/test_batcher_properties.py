@@ -151,7 +151,7 @@ class World:
             self.out_of_memory |= {seq.id for seq in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [self._next_tokens(seq) for seq in plan.sampled], now)
+        ended = batcher.commit(plan, [self._next_tokens(seq) for seq in plan.sampled], now + 0.25)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
@@ -241,6 +241,7 @@ BOUNDS = st.builds(limits, **PADDED) | st.builds(
     block_size=st.sampled_from([0, 1, 4]),
     lookahead=st.sampled_from([0, 1]),
     prefix_cache=st.booleans(),
+    max_prefill_gap_ms=st.sampled_from([1, 500, 60_000]),
 )
 
 

@@ -3,6 +3,7 @@
 from itertools import count
 from statistics import median
 
+import msgspec
 import pytest
 from batches import EOS, limits, next_plan, request
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.prefill_budget import DecodeTimes, split_budget
+from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
@@ -44,35 +45,38 @@ def test_running_sequences_get_their_share_of_the_time(max_waiting: int, prefill
 
 WHOLE = StepModel(step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
 CHUNKS = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
-NORMAL_STEP = 0.01 + 32 * 0.0002
-STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0, 8000, 10)]
+STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0 + n, 8000, 10) for n in range(3)]
 
 
-def longest_gap(*, chunked: bool) -> float:
-    bounds = BatchLimits(64, 1 << 30, 256 if chunked else 1 << 20, block_size=16 if chunked else 0)
-    return max(Simulation(bounds, SimulatedEngine(CHUNKS if chunked else WHOLE), STREAMS).run().times("gap"))
+def longest_gap(model: StepModel, tokens: int, gap_ms: int) -> float:
+    bounds = BatchLimits(64, 1 << 30, tokens, block_size=model.block_size, max_prefill_gap_ms=gap_ms)
+    return max(Simulation(bounds, SimulatedEngine(model), STREAMS).run().times("gap"))
 
 
-def test_chunked_prefill_does_not_stall_streams() -> None:
-    assert longest_gap(chunked=True) < 3 * NORMAL_STEP
-    assert longest_gap(chunked=False) > 20 * NORMAL_STEP  # without chunking
+@pytest.mark.parametrize("gap_ms", [100, 200])
+@pytest.mark.parametrize(
+    "model", [CHUNKS, msgspec.structs.replace(CHUNKS, prefill_seconds=0.01, prefill_context_seconds=1e-8)]
+)
+def test_no_stream_waits_longer_for_prompts_than_the_bound(model: StepModel, gap_ms: int) -> None:
+    assert 0.6 * gap_ms < 1e3 * longest_gap(model, 2000, gap_ms) < gap_ms
+    assert longest_gap(WHOLE, 1 << 20, gap_ms) > 0.8  # without chunking
 
 
-def test_until_decodes_have_been_measured_prompts_fill_the_steps() -> None:
-    batcher = Batcher(limits(1 << 30, padded=False, block_size=16, prefill_tokens=800, max_slowdown=2.0), {EOS})
+def test_a_step_beside_decodes_has_the_prompt_tokens_that_fit_into_the_gap() -> None:
+    bounds = limits(1 << 30, padded=False, block_size=16, prefill_tokens=800, max_prefill_gap_ms=100)
+    batcher = Batcher(bounds, {EOS})
 
-    def prompt_tokens_of_step() -> int:
+    def prompt_tokens_of_step(token_seconds: float) -> int:
         plan = batcher.plan(0.0)
         tokens = sum(plan.num_prefill_tokens)
-        batcher.commit(plan, [[7]] * len(plan.sampled), 0.1)
+        batcher.commit(plan, [[7]] * len(plan.sampled), token_seconds * tokens)
         return tokens
 
-    batcher.submit([request(1, 5, max_new=99)], 0.0)
-    assert prompt_tokens_of_step() == 5
-    batcher.submit([request(2, 2000, max_new=99)], 0.0)
-    assert [prompt_tokens_of_step() for _ in range(4)] == [799, 799, 402, 0]  # the last one is measured
-    batcher.submit([request(3, 2000, max_new=99)], 0.0)
-    assert prompt_tokens_of_step() == 100
+    batcher.submit([request(1, 800, max_new=99)], 0.0)
+    assert prompt_tokens_of_step(0.0001) == 800  # nothing decodes
+    batcher.submit([request(2, 3000, max_new=99)], 0.0)
+    seen = [prompt_tokens_of_step(seconds) for seconds in (0.0001, 0.0002, 0.0002, 0.008, 0.0002, 0.0001)]
+    assert seen == [799, 799, 400, 400, 100, 113]  # 80 of 100 ms, but at least an eighth of 800 tokens
 
 
 def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
@@ -83,6 +87,13 @@ def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
     assert sorted(outcome.times("ttft"))[-2] < 0.2  # the short ones
     alone = Simulation(bounds, SimulatedEngine(CHUNKS), jobs[:1]).run()
     assert max(outcome.times("ttft")) < 1.2 * alone.times("ttft")[0]
+
+
+def test_short_requests_do_not_wait_for_several_long_prompts() -> None:
+    bounds = BatchLimits(64, 1 << 30, 256, block_size=16)
+    jobs = [TraceRequest(0.0, 20_000, 2)] * 4 + [TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]
+    outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
+    assert sorted(outcome.times("ttft"))[19] < 0.2
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), st.integers(1, 60))
@@ -107,7 +118,7 @@ def test_the_budget_is_split_without_waste(seqs: list[tuple[int, bool]], budget:
 def test_many_clients_get_their_first_tokens_soon_whatever_ran_before(before: int) -> None:
     """32 clients in a closed loop, after a time with another number of them."""
     model = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0004, prefill_token_seconds=0.0003)
-    bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_slowdown=2.5)
+    bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_prefill_gap_ms=250)
     batcher, now, numbers = Batcher(bounds, ()), 0.0, count()
     for clients in (before, 32):
         sent: dict[int, float] = {}
@@ -122,14 +133,3 @@ def test_many_clients_get_their_first_tokens_soon_whatever_ran_before(before: in
                 first.setdefault(seq.id, now)
             batcher.commit(plan, [[7]] * len(plan.sampled), now)
     assert median(first[number] - sent[number] for number in sent.keys() & first.keys()) < 10 * (0.01 + 32 * 0.0004)
-
-
-def test_unseen_batch_sizes_are_extrapolated() -> None:
-    times = DecodeTimes()
-    assert times.expected(5) is None
-    times.add(20, 2.0)
-    assert [times.expected(size) for size in (1, 16, 31, 32, 100)] == [2.0, 2.0, 2.0, 4.0, 8.0]
-    times.add(1, 1.0)
-    assert (times.expected(1), times.expected(2), times.expected(15), times.expected(16)) == (1.0, 2.0, 8.0, 2.0)
-    times.add(17, 3.0)
-    assert times.expected(20) == pytest.approx(2.1)

@@ -10,6 +10,7 @@ from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
 from tgis.ipc.messages import BatcherCounters, WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for sequences that would overtake: about 0.2 ms
+MAX_CHUNKS = 8  # of prompts share a step's tokens: with one, the second long prompt would keep short ones waiting
 MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them
 
 
@@ -129,7 +130,8 @@ class PagedAdmission:
         self._block_manager = manager
         self._free_blocks = min(pool.num_available, max_blocks - pool.num_used) - promised - len(running)
         self._worst_case_free_blocks = max_blocks - sum(manager.blocks_for(seq.max_length) for seq in running)
-        self._budget = budget - sum(seq.num_uncomputed_tokens for seq in prefilling[1:])  # the first has its own share
+        self._max_chunk = max(budget // MAX_CHUNKS, 1)
+        self._budget = budget - sum(map(self._chunk, prefilling[1:]))  # the first has its own share
         self._prefilling = prefilling
         self._alone = not running
         self._overtaking = False  # whether a sequence has to wait already
@@ -153,8 +155,12 @@ class PagedAdmission:
         self._worst_case_free_blocks -= max_blocks
         self._free_blocks -= self._block_manager.new_blocks_needed(seq) + 1
         self._block_manager.attach_cached_prefix(seq, self._counters)
-        self._budget -= seq.num_uncomputed_tokens if self._prefilling else 0
+        self._budget -= self._chunk(seq) if self._prefilling else 0
         self._prefilling.append(seq)
+
+    def _chunk(self, seq: Sequence) -> int:
+        """Tokens that are kept for it, so that it is worth starting."""
+        return min(seq.num_uncomputed_tokens, self._max_chunk)
 
     def _reason(self, seq: Sequence) -> WaitReason | None:
         manager = self._block_manager

@@ -38,7 +38,7 @@ class Batcher:
         self._step_seconds = 0.0  # of the last step
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
-        self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_slowdown)
+        self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_prefill_gap_ms)
         self._block_manager = BlockManager(limits) if limits.block_size else None
         self._last_retry_group = 0
         self._counters = BatcherCounters()

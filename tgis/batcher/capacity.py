@@ -57,7 +57,7 @@ class BatchLimits:
     block_size: int = 0  # tokens of a KV block; 0: no blocks, no chunked prefill
     prefix_cache: bool = False  # reuse full blocks for sequences that begin with the same tokens
     lookahead: int = 0  # tokens beyond the step for which a sequence gets a block, if one is free
-    max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes
+    max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take
     max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
 
     def __post_init__(self) -> None:

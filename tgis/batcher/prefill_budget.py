@@ -6,10 +6,9 @@ chunks of prompts to decode steps: PrefillBudget says how many tokens, split_bud
 
 from tgis.batcher.sequence import Sequence, StepPlan
 
-_MIN_CHUNK_TOKENS = 16  # of prompts beside decodes, however much they slow down
-_MIN_PREFILL_SHARE = 32  # at least 1/32 of a step's tokens are for prompts, however many sequences decode
+_MIN_PREFILL_SHARE = 8  # at least 1/8 of a step's tokens are for prompts: with fewer, multipliers idle
+_TARGET_SHARE = 0.8  # of the longest gap: times vary, and the next tokens of a prompt attend to more
 _MAX_PROMPT_LOGPROBS_PER_STEP = 512  # tokens of one sequence whose logits are kept
-_SMOOTHING = 0.9  # weight of the step times seen before
 
 
 class PrefillInterleaving:
@@ -42,63 +41,28 @@ class PrefillInterleaving:
             self._decode_steps += 1
 
 
-class DecodeTimes:
-    """Moving averages of the seconds that a decode step takes, by batch size."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by the bit length of the batch size
-
-    def add(self, batch_size: int, seconds: float) -> None:
-        known = self._seconds.get(batch_size.bit_length(), seconds)
-        self._seconds[batch_size.bit_length()] = _SMOOTHING * known + (1 - _SMOOTHING) * seconds
-
-    def expected(self, batch_size: int) -> float | None:
-        """An upper estimate for this batch size; None if no decode step has been seen."""
-        if not self._seconds:
-            return None
-        bits = batch_size.bit_length()
-        smaller = [known for known in self._seconds if known <= bits]
-        nearest = max(smaller) if smaller else min(self._seconds)
-        return self._seconds[nearest] * (1 << max(0, bits - nearest))
-
-
 class PrefillBudget:
-    """The number of prompt tokens in a step beside decodes, so that it takes at most `max_slowdown` times as long.
+    """The number of prompt tokens in a step beside decodes: all that wait, if the step takes at most `max_gap_ms`.
 
     It is learnt from the steps: lowered at once after one that took too long, raised slowly while they are quick.
     """
 
-    def __init__(self, max_prefill_tokens: int, max_slowdown: float) -> None:
-        self._max_prefill_tokens = max_prefill_tokens
-        self._max_slowdown = max_slowdown
-        self._chunk_tokens = max(max_prefill_tokens // 8, 2 * _MIN_CHUNK_TOKENS)
-        self._decode_times = DecodeTimes()
+    def __init__(self, max_prefill_tokens: int, max_gap_ms: int) -> None:
+        self._target_seconds = _TARGET_SHARE * max_gap_ms / 1000
+        self._chunk_tokens = max_prefill_tokens // _MIN_PREFILL_SHARE
 
     def budget(self, seqs: list[Sequence], max_tokens: int) -> int:
-        """The number of prompt tokens that the next step may compute: as many as fit if nothing decodes, or if no step
-        of decodes alone has been seen yet, as when a batch of requests starts together.
-        """
+        """The number of prompt tokens that the next step may compute: as many as fit if nothing decodes."""
         decoding = sum(seq.decoding for seq in seqs)
-        if not decoding or self._decode_times.expected(decoding) is None:
-            return max(max_tokens - decoding, 1)
-        return max(min(max_tokens - decoding, self._chunk_tokens), max_tokens // _MIN_PREFILL_SHARE, 1)
+        most = min(max_tokens - decoding, self._chunk_tokens) if decoding else max_tokens
+        return max(most, max_tokens // _MIN_PREFILL_SHARE, 1)
 
     def step_succeeded(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that has not been committed yet."""
-        chunks = plan.num_prefill_tokens
-        num_decodes = len(plan.seqs) - len(chunks)
-        if not chunks:
-            self._decode_times.add(num_decodes, seconds)
-        elif num_decodes and (expected := self._decode_times.expected(num_decodes)):
-            self._adapt(sum(chunks), seconds / (self._max_slowdown * expected))
-
-    def _adapt(self, prefill_tokens: int, slowdown_ratio: float) -> None:
-        """Adjust to a step that took `slowdown_ratio` times as long as it may."""
-        tokens = self._chunk_tokens
-        if slowdown_ratio > 1:
-            self._chunk_tokens = max(int(tokens / min(slowdown_ratio, 2)), _MIN_CHUNK_TOKENS)
-        elif prefill_tokens >= tokens:
-            self._chunk_tokens = min(tokens + tokens // 8 + 1, self._max_prefill_tokens)
+        tokens = sum(plan.num_prefill_tokens)
+        fitting = int(tokens * self._target_seconds / max(seconds, 1e-6))
+        if tokens and (fitting < tokens or tokens >= self._chunk_tokens):
+            self._chunk_tokens = min(fitting, tokens + tokens // 8 + 1)
 
 
 def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:

@@ -18,7 +18,7 @@ from tgis.bench.simulate import (
 from tgis.engines.fake import StepModel
 from tgis.utils.options import Parser
 
-_PARTS = ("step", "row", "context", "prefill_token")  # of the time of a step
+_PARTS = ("step", "row", "context", "prefill", "prefill_token", "prefill_context")  # of the time of a step
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -46,6 +46,7 @@ def _parser(prog: str) -> Parser:
     batch.add_argument("--max-waiting-tokens", type=int, default=24, help="default: 24")
     batch.add_argument("--weight-limit", type=int, default=1 << 40, help="context tokens (default: no limit)")
     batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
+    batch.add_argument("--max-prefill-gap-ms", type=int, default=250, help="of chunked (default: 250)")
     batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
     times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
     for part in _PARTS:
@@ -63,6 +64,7 @@ def _limits(options: Namespace) -> BatchLimits:
         padded=options.engine == "padded",
         block_size=16 if options.engine == "chunked" else 0,
         max_waiting_tokens=options.max_waiting_tokens,
+        max_prefill_gap_ms=options.max_prefill_gap_ms,
     )
 
 

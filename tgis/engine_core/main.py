@@ -40,7 +40,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
         block_size=info.block_size,
         prefix_cache=options.prefix_cache,
         lookahead=info.lookahead,
-        max_slowdown=info.max_slowdown,
+        max_prefill_gap_ms=options.max_prefill_gap_ms or info.max_prefill_gap_ms,
         max_waiting_tokens=options.max_waiting_tokens,
     )
 

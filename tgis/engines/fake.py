@@ -33,7 +33,9 @@ class StepModel(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
     row_seconds: float = 0.0  # per sequence that decodes
     context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
+    prefill_seconds: float = 0.0  # of a step with prompts beside what others take
     prefill_token_seconds: float = 0.0  # padding included
+    prefill_context_seconds: float = 0.0  # per token of a prompt and token that it attends to
     poison_token: int | None = None  # a sequence with this token fails, and no other
     crash_token: int | None = None  # a step with this token fails as a whole
     fatal_token: int | None = None  # a step with this token is the last one
@@ -42,11 +44,15 @@ class StepModel(msgspec.Struct, frozen=True):
     def seconds(self, plan: StepPlan) -> float:
         """The duration of a step."""
         decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
+        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        attended = sum(count * (seq.num_computed_tokens + count // 2) for seq, count in work if not seq.decoding)
         return (
             self.step_seconds
             + self.row_seconds * len(decoding)
             + self.context_seconds * padded_tokens(decoding, self.padded)
+            + self.prefill_seconds * plan.has_prefill
             + self.prefill_token_seconds * padded_tokens(plan.num_prefill_tokens, self.padded)
+            + self.prefill_context_seconds * attended
         )
 
 

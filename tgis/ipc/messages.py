@@ -37,6 +37,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     num_shards: int = 1  # tensor-parallel processes
     adapter_store: AdapterStoreOptions | None = None
     max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
+    max_prefill_gap_ms: int | None = None  # None: the engine's default
     max_top_n_tokens: int = 10  # of a request
     compile: bool | None = None  # use torch.compile; None: on CUDA
     strict: bool = False  # StartError instead of a warning if an option is ignored or replaced
@@ -62,7 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_prefill_tokens: int  # more in one step only make it slower
     block_size: int = 0  # tokens of a KV block; engines with blocks do chunked prefill, mixed with decodes
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
-    max_slowdown: float = 2.0  # how much longer a step may take because of prefill chunks beside decodes
+    max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory

@@ -45,7 +45,7 @@ from tgis.prompts.lora import LoraAdapter
 log = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
-_MAX_SLOWDOWN = {"cpu": 2.6, "cuda": 8.0}  # on CPUs, a step with prompts is not replayed: that alone is 1.5
+_MAX_PREFILL_GAP_MS = {"cpu": 250, "cuda": 150}  # less costs throughput
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
 _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 
@@ -114,7 +114,7 @@ class PagedEngine:
             max_prefill_tokens=_PREFILL_TOKENS[self._device.type],
             block_size=self._block_size,
             lookahead=lookahead,
-            max_slowdown=_MAX_SLOWDOWN[self._device.type],
+            max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
             max_positions=max_positions(self._model),
             embedding_size=self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0,
             lora_targets=self._lora.targets,
