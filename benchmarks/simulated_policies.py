@@ -70,7 +70,10 @@ def _all_for_prompts(_: PrefillBudget, seqs: list[Sequence], max_tokens: int) ->
 
 
 def _by_slowdown(_: PrefillBudget, seqs: list[Sequence], max_tokens: int, paged: StepModel) -> int:
-    """Replacement of `PrefillBudget.budget`: a step may take 2.6 times as long as one without prompts."""
+    """Replacement of `PrefillBudget.budget`: a step may take 2.6 times as long as one without prompts.
+
+    It knows the step times; the rule that did this before learnt them, and let some steps take longer.
+    """
     lengths = [len(seq.tokens) for seq in seqs if seq.decoding]
     decode_seconds = paged.step_seconds + paged.row_seconds * len(lengths) + paged.context_seconds * sum(lengths)
     fitting = int((1.6 * decode_seconds - paged.prefill_seconds) / paged.prefill_token_seconds)
@@ -78,7 +81,7 @@ def _by_slowdown(_: PrefillBudget, seqs: list[Sequence], max_tokens: int, paged:
 
 
 @contextmanager
-def _old_budget(budget: Callable[..., int]) -> Iterator[None]:
+def _old_budget(budget: Any) -> Iterator[None]:
     """Another budget, and admission that lets one long prompt beside the oldest wait for it."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(PrefillBudget, "budget", budget))
