@@ -50,10 +50,10 @@ static double softmax_mass(const scalar_t *scores, int64_t size, float highest) 
     for (int64_t start = 0; start < size; start += MASS_SCORES) {
         f32_vec sums = {0};
         const int64_t end = min_i64(start + MASS_SCORES, size), whole = start + (end - start) / LANES * LANES;
-        for (int64_t i = start; i < whole; i += LANES) sums += exp2_nonpositive((load(scores + i) - highest) * LOG2_E);
+        for (int64_t i = start; i < whole; i += LANES) sums += exp2_f32((load(scores + i) - highest) * LOG2_E);
         mass += reduce_add(sums);
         if (whole == end) continue;
-        const f32_vec rest = exp2_nonpositive((load_partial(scores + whole, end - whole) - highest) * LOG2_E);
+        const f32_vec rest = exp2_f32((load_partial(scores + whole, end - whole) - highest) * LOG2_E);
         for (int64_t lane = 0; lane < end - whole; lane++) mass += rest[lane];
     }
     return mass;

@@ -133,7 +133,7 @@ INLINE float softmax_tile(
         total += weight;
         store_operands(weights + i * LANES, weight);
     }
-    const float shrink = exp2_nonpositive((f32_vec){0} + ((*old_max)[0] - new_max))[0];
+    const float shrink = exp2_f32((f32_vec){0} + ((*old_max)[0] - new_max))[0];
     *sum = *sum * shrink + total;
     (*old_max)[0] = new_max;
     return shrink;
@@ -230,8 +230,8 @@ static void attend_split(const attention_args *args, const task *t, int64_t spli
 static inline void merge(const attention_args *args, f32_vec *state, const f32_vec *later) {
     const int64_t sum = v_vecs(args), max = sum + 1;
     const float top = max_f32(state[max][0], later[max][0]);
-    const float a = exp2_nonpositive((f32_vec){0} + (state[max][0] - top))[0];
-    const float b = exp2_nonpositive((f32_vec){0} + (later[max][0] - top))[0];
+    const float a = exp2_f32((f32_vec){0} + (state[max][0] - top))[0];
+    const float b = exp2_f32((f32_vec){0} + (later[max][0] - top))[0];
     for (int64_t i = 0; i <= sum; i++) state[i] = state[i] * a + later[i] * b;
     state[max][0] = top;
 }

@@ -80,9 +80,8 @@ void EXPORT(rotary_embedding)(
 }
 
 static inline f32_vec silu(f32_vec x) {
-    const u32_vec negative = (u32_vec)(x < 0);
-    const f32_vec e = exp2_nonpositive((f32_vec)((u32_vec)x | 0x80000000) * 1.44269504f); /* e^-|x| */
-    return x * ((f32_vec)((negative & (u32_vec)e) | (~negative & (u32_vec)((f32_vec){0} + 1.0f))) / (1.0f + e));
+    x = max_vec((f32_vec){0} - 87.0f, x); /* e^87 is below 2^126; the result is 0 but for rounding anyway */
+    return x / (1.0f + exp2_scalar(x * -1.44269504f));
 }
 
 static inline f32_vec gelu_tanh(f32_vec x) {

@@ -127,7 +127,7 @@ static inline int any_lane(u32_vec mask) {
 #endif
 }
 
-/* 2^round(x) for x <= 0, and in `rest` what the rounding leaves; 0 where the power would be denormal. */
+/* 2^round(x) for x <= 126, and in `rest` what the rounding leaves; 0 where the power would be denormal. */
 static inline f32_vec round_exp2(f32_vec x, f32_vec *rest) {
     x = max_vec((f32_vec){0} - 127.0f, x);
     const f32_vec rounded = x + 12583039.0f; /* 1.5 * 2^23 + 127: the integer part, as an exponent, moves to the lowest bits */
@@ -135,8 +135,8 @@ static inline f32_vec round_exp2(f32_vec x, f32_vec *rest) {
     return (f32_vec)((u32_vec)rounded << 23);
 }
 
-/* 2^x for x <= 0, with a relative error below 3e-7; 0 where it would be denormal. */
-static inline f32_vec exp2_nonpositive(f32_vec x) {
+/* 2^x, here and below for x <= 126, with a relative error below 3e-7; 0 where it would be denormal. */
+static inline f32_vec exp2_f32(f32_vec x) {
     f32_vec f;
     const f32_vec power = round_exp2(x, &f);
     return power * (1.0f + f * (0.693146978f + f * (0.240222421f + f * (0.0555073374f + f * (0.00967151264f + f * 0.00132647271f)))));
@@ -149,13 +149,13 @@ static inline f32_vec exp2_scalar(f32_vec x) {
     const f32_vec power = round_exp2(x, &f);
     return power * (1.0f + f * (0.693282927f + f * (0.242210959f + f * 0.0550089305f)));
 #else
-    return exp2_nonpositive(x);
+    return exp2_f32(x);
 #endif
 }
 
 static inline f32_vec tanh_f32(f32_vec x) {
     u32_vec sign = (u32_vec)x & 0x80000000;
-    f32_vec e = exp2_nonpositive((f32_vec)((u32_vec)x ^ sign) * -2.88539008f); /* e^(-2|x|) */
+    f32_vec e = exp2_f32((f32_vec)((u32_vec)x ^ sign) * -2.88539008f); /* e^(-2|x|) */
     return (f32_vec)((u32_vec)((1.0f - e) / (1.0f + e)) | sign);
 }
 
