@@ -67,7 +67,7 @@ class RecordedPrefill:
     def _record(self, sizes: tuple[int, ...]) -> Tensor:
         tokens, rows, logits = sizes
         none = torch.empty(0, dtype=torch.int64)
-        inputs = (each[:tokens] for each in self._inputs)
-        batch = FlatBatch(*inputs, none[:, None], none, [], self._logits_indices[:logits], [])
+        ids, positions, slots = (each[:tokens] for each in self._inputs)
+        batch = FlatBatch(ids, positions, slots, none[:, None], none, [], self._logits_indices[:logits], [])
         batch.cpu_sequences = self._sequences[:rows]
         return self._forward(batch)

@@ -11,7 +11,7 @@ A pass that consists of C kernels alone can be recorded for any sizes, such as n
 import copy
 import ctypes
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,7 +128,9 @@ class RecordedPass:
     def words(self, address: int = 0) -> NDArray[np.int64]:
         """Numbers that are to be at this address: all calls, then the structures that they point to."""
         calls = np.frombuffer(self.kernel_calls.calls, np.int64)
-        structures = [np.frombuffer(each, np.int64) for each in self.kept if isinstance(each, ctypes.Structure)]
+        structures = [
+            np.frombuffer(memoryview(each), np.int64) for each in self.kept if isinstance(each, ctypes.Structure)
+        ]
         starts = accumulate(map(len, structures), initial=len(calls))
         places = {old.ctypes.data: address + 8 * start for old, start in zip(structures, starts, strict=False)}
         return np.concatenate([[places.get(word, word) for word in calls.tolist()], *structures])
@@ -265,7 +267,7 @@ class _Memory:
         self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # by size
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # all there are, by address
         self._taken: list[NDArray[np.uint8]] = []  # in the last recording, in order
-        self._repeated: Iterator[NDArray[np.uint8]] | None = None
+        self._repeated: deque[NDArray[np.uint8]] | None = None
 
     def __contains__(self, x: Tensor) -> bool:
         return _address(x) in self._blocks
@@ -274,7 +276,9 @@ class _Memory:
         """A tensor of the same dtype, shape and strides."""
         if self._repeated is None:
             lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _ALIGNMENT - 1).bit_length())
-        elif (lease := next(self._repeated, None)) is None:
+        elif self._repeated:
+            lease = self._repeated.popleft()
+        else:
             raise Unsupported("a pass has other calls for other sizes")
         return torch.frombuffer(lease, dtype=like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
@@ -293,7 +297,7 @@ class _Memory:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Tensors get the memory of the last recording, one after the other."""
-        self._repeated = iter(self._taken)
+        self._repeated = deque(self._taken)
         try:
             yield
         finally:
