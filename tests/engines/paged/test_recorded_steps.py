@@ -70,7 +70,7 @@ def assert_replayed_like_eager(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, prefills: bool, **options: Any
 ) -> None:
     found = generated(model, **options)
-    assert replays["recorded"] == ROWS
+    assert 1 < replays["recorded"] <= ROWS  # once for each number of decodes
     assert replays["replayed"] > 10
     assert (replays["prefills"] > 10) == prefills
     replays.clear()
