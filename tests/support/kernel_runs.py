@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
-from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, RmsNorm, RotaryEmbedding
+from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, Norm, NormFormula, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import Recorder
@@ -55,13 +55,14 @@ def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
 
 
 def run_norm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
-    size, eps, offset = draw.randint(1, 700), 1e-6, draw.choice([0.0, 1.0])
-    norm = nn.RMSNorm(size).to(dtype)
-    norm.weight.copy_(torch.randn(size))
+    size, centered = draw.randint(1, 700), draw.random() < 0.5
+    formula = NormFormula(1e-6, draw.choice([0.0, 1.0]), centered)
+    norm = nn.LayerNorm(size, bias=draw.random() < 0.5, elementwise_affine=draw.random() < 0.8).to(dtype)
+    for parameter in norm.parameters():
+        parameter.copy_(torch.randn(size))
     x = torch.randn(draw.randint(0, 60), size).to(dtype)
-    wide = x.double()
-    expected = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (norm.weight.double() + offset)
-    assert_close(RmsNorm(norm, eps, offset, kernels)(x), expected, dtype)
+    parameters = (None if each is None else each.double() for each in (norm.weight, norm.bias))
+    assert_close(Norm(norm, formula, kernels)(x), formula(x.double(), *parameters), dtype)
 
 
 def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
@@ -77,7 +78,7 @@ def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> 
 
 def run_gated_mlp(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     """Run the gated MLP on columns of a wider product."""
-    size, kind = draw.randint(1, 500), draw.choice(["silu", "gelu_tanh"])
+    size, kind = draw.randint(1, 500), draw.choice(list(ACTIVATIONS))
     mlp = nn.Module()
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = (nn.Identity() for _ in range(3))
     gate, up = (4 * torch.randn(draw.randint(0, 60), 2 * size)).to(dtype).split(size, -1)
@@ -87,10 +88,23 @@ def run_gated_mlp(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
 
 
 def run_recording(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    """Contiguous numbers, and strided and repeated ones, which are copied, too."""
     x, y = torch.randn(2, draw.randint(1, 40000)).to(dtype)
-    replay, output = Recorder(kernels).record(lambda: x * y + y)
-    replay()
-    assert torch.equal(output, x * y + y)
+    a = torch.randn(draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 7), draw.randint(2, 99)).to(dtype)
+    half, column = a.shape[3] // 2, a[:1, :, :, :1]
+
+    def run() -> Tensor:
+        turned = torch.cat([-a[..., half:], a[..., :half]], -1).transpose(1, 2)
+        strided = (turned * 0.3).contiguous() - a.transpose(1, 2).contiguous() / 7 * column.transpose(1, 2)
+        return torch.cat([x * y + y, strided.flatten()])
+
+    with torch.inference_mode():
+        replay, output = Recorder(kernels).record(run)
+        x.copy_(torch.randn(x.shape))
+        a.copy_(torch.randn(a.shape))
+        replay()
+        assert torch.equal(output, run())
+        assert replay.operators.keys() <= {"aten.mul.Tensor"}, replay.operators  # whose result is not contiguous
 
 
 def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:

@@ -197,6 +197,15 @@ def make_config(name: str) -> PreTrainedConfig:
     )
 
 
+def make_wide_config(name: str) -> PreTrainedConfig:
+    """The same with heads of 16, for which there are CPU kernels."""
+    config = make_config(name)
+    for size in ("hidden_size", "head_dim", "word_embed_proj_dim"):
+        if getattr(config, size, None):
+            setattr(config, size, 2 * getattr(config, size))
+    return config
+
+
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
     """Save a model and its generation config to `directory`."""
     return make_model_from_config(make_config(name), directory, **generation)

@@ -1,8 +1,11 @@
 """Fused operators against transformers' own in float64, for every instruction set; only what agrees is replaced."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from cpu_kernels import kernels_of
 from tiny_models import ARCHITECTURES, ENCODER_DECODERS, make_config, make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_neox import modeling_gpt_neox
@@ -17,23 +22,43 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.gptj import modeling_gptj
 from transformers.models.helium import modeling_helium
 from transformers.models.llama import modeling_llama
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
 
 from tgis.engines.kernels.cpu import fused_ops
-from tgis.engines.kernels.cpu.fused_ops import GatedMlp, RmsNorm, RotaryEmbedding, fuse
+from tgis.engines.kernels.cpu.fused_ops import (
+    ACTIVATIONS,
+    Activation,
+    GatedMlp,
+    Norm,
+    NormFormula,
+    RotaryEmbedding,
+    fuse,
+)
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import pack_linears
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-NORMS = [
-    modeling_llama.LlamaRMSNorm,
-    modeling_qwen3.Qwen3RMSNorm,
-    modeling_olmo2.Olmo2RMSNorm,
-    modeling_gpt_oss.GptOssRMSNorm,
-    modeling_t5.T5LayerNorm,
-    modeling_gemma2.Gemma2RMSNorm,
+LAYER_NORM = NormFormula(1e-6, centered=True)
+NORMS: list[Any] = [
+    *[
+        (kind, NormFormula(1e-6))
+        for kind in (
+            modeling_llama.LlamaRMSNorm,
+            modeling_qwen3.Qwen3RMSNorm,
+            modeling_olmo2.Olmo2RMSNorm,
+            modeling_gpt_oss.GptOssRMSNorm,
+            modeling_t5.T5LayerNorm,
+        )
+    ],
+    (modeling_gemma2.Gemma2RMSNorm, NormFormula(1e-6, offset=1.0)),
+    *[(kind, LAYER_NORM) for kind in (nn.LayerNorm, partial(nn.LayerNorm, bias=False), CohereLayerNorm)],
+    (partial(nn.LayerNorm, elementwise_affine=False), LAYER_NORM),
+    (NemotronLayerNorm1P, NormFormula(1e-6, offset=1.0, centered=True)),
+    (lambda size, _: OlmoLayerNorm(size), NormFormula(1e-5, centered=True)),
 ]
 GATED_MLPS = [modeling_llama.LlamaMLP, modeling_qwen3.Qwen3MLP, modeling_olmo2.Olmo2MLP]
 HALVES = [modeling_llama, modeling_qwen3, modeling_olmo2, modeling_gpt_neox]  # rotate one half with the other
@@ -83,7 +108,7 @@ def mlp_config(activation: str) -> modeling_llama.LlamaConfig:
 
 
 def error(expected: Tensor, found: Tensor) -> float:
-    return float((expected - found.double()).abs().max() / expected.abs().max())
+    return float((expected - found.double()).abs().max() / expected.abs().max().clamp(min=1e-9))
 
 
 def drawn(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -94,18 +119,18 @@ def drawn(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("make", "formula"), NORMS)
 @pytest.mark.parametrize("size", [1, 17, 576])
 def test_norms_of_transformers_are_replaced(
-    kernels: CpuKernels, kind: type[nn.Module], size: int, dtype: torch.dtype
+    kernels: CpuKernels, make: Callable[[int, float], nn.Module], formula: NormFormula, size: int, dtype: torch.dtype
 ) -> None:
-    norm = drawn(kind(size, 1e-6), dtype)
+    norm = drawn(make(size, 1e-6), dtype)
     model = Holder(norm).to(dtype)
     assert fuse(model, kernels) == 1
-    assert isinstance(model.part, RmsNorm)
+    assert isinstance(model.part, Norm)
     x = torch.randn(2, 40, size).to(dtype) * torch.logspace(-4, 4, 40)[:, None].to(dtype)
-    scale = norm.weight.double() + (kind is modeling_gemma2.Gemma2RMSNorm)
-    expected = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * scale
+    parameters = (getattr(norm, name, None) for name in ("weight", "bias"))
+    expected = formula(x.double(), *(None if each is None else each.double() for each in parameters))
     assert error(expected, model.part(x)) < ERROR[dtype]
     assert torch.equal(model.part(x)[:, 7:8], model.part(x[:, 7:8]))
     assert torch.equal(model.part(x.transpose(0, 1)), model.part(x).transpose(0, 1))
@@ -118,12 +143,11 @@ def test_norms_of_transformers_are_replaced(
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize(
     "part",
-    [nn.LayerNorm(32), nn.RMSNorm(32), Sharp(), nn.Linear(32, 32), nn.BatchNorm1d(32), CohereLayerNorm(4096)],
+    [nn.RMSNorm(32), Sharp(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GroupNorm(1, 32), nn.Dropout(), nn.Mish()],
     ids=lambda part: type(part).__name__,
 )
 def test_other_modules_stay(best_kernels: CpuKernels, part: nn.Module, dtype: torch.dtype) -> None:
-    """Cohere's subtracts the mean, which is nearly 0 for many random numbers."""
-    model = Holder(drawn(part, torch.float32)).to(dtype)
+    model = Holder(drawn(part, torch.float32)).to(dtype).eval()
     assert fuse(model, best_kernels) == 0
     assert model.part is part
 
@@ -131,13 +155,13 @@ def test_other_modules_stay(best_kernels: CpuKernels, part: nn.Module, dtype: to
 def test_nan_stays_in_its_row(kernels: CpuKernels) -> None:
     x = torch.randn(3, 64).bfloat16()
     x[1, 5] = float("nan")
-    y = RmsNorm(modeling_llama.LlamaRMSNorm(64).bfloat16(), 1e-6, 0.0, kernels)(x)
+    y = Norm(nn.LayerNorm(64).bfloat16(), LAYER_NORM, kernels)(x)
     assert y[1].isnan().all()
     assert y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"])
 @pytest.mark.parametrize("kind", GATED_MLPS)
 def test_gated_mlps_of_transformers_are_replaced(
     kernels: CpuKernels, kind: type[nn.Module], activation: str, dtype: torch.dtype
@@ -153,7 +177,33 @@ def test_gated_mlps_of_transformers_are_replaced(
         assert error(wide(x[:, row : row + 50].double()), found[:, row : row + 50]) < 3 * ERROR[dtype]
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "quick_gelu"])
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        *[(ACT2FN[name], "gelu_tanh") for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")],
+        (BloomGelu(), "gelu_tanh"),
+        *[(each, "gelu") for each in (ACT2FN["gelu"], ACT2FN["gelu_python"], nn.GELU())],
+        *[(ACT2FN[name], name) for name in ("silu", "relu", "relu2")],
+        (nn.ReLU(inplace=True), "relu"),
+    ],
+)
+def test_activations_of_transformers_are_replaced(
+    kernels: CpuKernels, part: nn.Module, name: str, dtype: torch.dtype
+) -> None:
+    model = Holder(part).to(dtype).eval()
+    assert fuse(model, kernels) == 1
+    assert isinstance(model.part, Activation)
+    wide = torch.randn(3, 40, 140).to(dtype) * torch.logspace(-3, 2, 40)[:, None].to(dtype)
+    x = wide[..., 70:]  # of a wider product
+    expected, found = ACTIVATIONS[name](x.double()), model.part(x)
+    for row in range(40):  # whose numbers are of one size
+        assert error(expected[:, row], found[:, row]) < ERROR[dtype]
+    assert torch.equal(model.part(x.transpose(0, 2)), found.transpose(0, 2))
+    assert model.part(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "mish"])
 def test_mlps_with_another_activation_stay(best_kernels: CpuKernels, activation: str) -> None:
     mlp = modeling_llama.LlamaMLP(mlp_config(activation))
     model = Holder(mlp)
@@ -192,7 +242,7 @@ def test_a_function_that_rotates_halves_is_known(module: ModuleType) -> None:
     assert fused_ops._computes_rotary(module.apply_rotary_pos_emb) == (module in HALVES)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3", "GPTNeoX"])
 def test_a_fused_model_gives_its_logits_and_leaves_others_alone(
     best_kernels: CpuKernels, kind: str, tmp_path: Path
 ) -> None:
@@ -201,14 +251,14 @@ def test_a_fused_model_gives_its_logits_and_leaves_others_alone(
     layers = plain.config.num_hidden_layers
     ids = torch.randint(3, 60, (2, 9))
     expected = plain(ids).logits
-    assert fuse(fused, best_kernels) >= 4 * layers + 1  # two norms, an attention and an MLP a layer, and the last norm
+    assert fuse(fused, best_kernels) >= 4 * layers + 1  # two norms, an attention and an MLP a layer, and a norm
     assert torch.allclose(fused(ids).logits, expected, atol=1e-5)
     assert torch.equal(plain(ids).logits, expected)
 
 
 def test_a_norm_of_another_dtype_is_the_models_own(best_kernels: CpuKernels) -> None:
     plain, x = drawn(modeling_llama.LlamaRMSNorm(64), torch.bfloat16), torch.randn(3, 64)
-    assert torch.equal(RmsNorm(plain, 1e-6, 0.0, best_kernels)(x), plain(x))
+    assert torch.equal(Norm(plain, NormFormula(1e-6), best_kernels)(x), plain(x))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recorded passes: a replay gives the bits of the same pass run again, whatever is in its inputs by then."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from cpu_kernels import kernels_of
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import dropout, embedding, linear
 
-from tgis.engines.kernels.cpu.fused_ops import RmsNorm
+from tgis.engines.kernels.cpu.fused_ops import Norm, NormFormula
 from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.recording import Recorder
@@ -34,8 +35,11 @@ def recorder() -> Recorder:
     return Recorder(kernels_of("auto"))
 
 
-def assert_replays(recorder: Recorder, run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
-    """`run` computes from the inputs; the recording is replayed with others in their place."""
+def assert_replays(recorder: Recorder, run: Callable[[], Tensor], inputs: list[Tensor]) -> Counter[str]:
+    """`run` computes from the inputs; the recording is replayed with others in their place.
+
+    Returns the operators of PyTorch that a replay calls.
+    """
     expected = run().clone()
     with torch.inference_mode():
         replay, output = recorder.record(run)
@@ -46,13 +50,14 @@ def assert_replays(recorder: Recorder, run: Callable[[], Tensor], inputs: list[T
             expected = run().clone()
             replay()
             assert torch.equal(output, expected)
+    return replay.operators
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_kernels_and_operators_are_repeated_in_order(kernels: CpuKernels, dtype: torch.dtype, rows: int) -> None:
     size = 530  # no multiple of any vector, and with 64 rows for several threads
-    norm = RmsNorm(nn.RMSNorm(size).to(dtype), 1e-6, 0.0, kernels)
+    norm = Norm(nn.RMSNorm(size).to(dtype), NormFormula(1e-6), kernels)
     x, y = torch.randn(2, rows, size).to(dtype)
 
     def run() -> Tensor:
@@ -63,6 +68,40 @@ def test_kernels_and_operators_are_repeated_in_order(kernels: CpuKernels, dtype:
         return torch.cat([norm(residual), first * second], -1)  # strided: an operator
 
     assert_replays(Recorder(kernels), run, [x, y])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, y: x + y - (x / y) * 0.3 + 2,
+        lambda x, y: (x[:, None] * y) / x[:, :1],  # repeated
+        lambda x, y: -(x * y[:1]) - y[0, 0] / 30.0,
+        lambda x, y: x[:, ::3] * y[:, ::3] + 1e-3,
+        lambda x, y: torch.cat([-x[:, 9:], y[:, :9]], -1),
+        lambda x, y: torch.cat([x.T, y.T[:5]]),
+        lambda x, y: torch.stack([-x[:, 1::2], y[:, 1::2]], -1).flatten(-2),
+        lambda x, y: (x.view(-1, 2, 265).transpose(1, 2).reshape(-1, 530) + y[:, :1].clone()).contiguous(),
+        lambda x, y: dropout(x * y, 0.5, training=False),
+        lambda x, y: x * torch.ones(530, dtype=x.dtype) + y * torch.full((1, 530), 0.3, dtype=x.dtype),
+        lambda x, y: x * embedding(torch.arange(len(x)) + 1, y.repeat(2, 1)),
+    ],
+)
+def test_arithmetic_and_copies_are_kernels_of_the_same_bits(
+    kernels: CpuKernels, run: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    x, y = torch.randn(2, 20, 530).to(dtype)
+    assert not assert_replays(Recorder(kernels), lambda: run(x, y), [x, y]).keys() - {"aten.repeat.default"}
+
+
+def test_what_no_kernel_does_is_an_operator(recorder: Recorder) -> None:
+    x, counts = torch.randn(3, 4), torch.tensor([1, 2, 3])
+
+    def run() -> Tensor:
+        found = torch.cat([x.double(), x.T.reshape(3, 4)]) + (counts * counts).sum()
+        return found.T * found.T + torch.add(x.T, x.T, alpha=2).repeat(1, 2)
+
+    assert assert_replays(recorder, run, [x]).keys() >= {"aten.cat.default", "aten.add.Tensor", "aten.mul.Tensor"}
 
 
 @pytest.mark.parametrize(
@@ -146,26 +185,30 @@ def test_recordings_share_their_memory(recorder: Recorder) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_recording_serves_any_sizes(kernels: CpuKernels, dtype: torch.dtype) -> None:
     size = 72
-    norm = RmsNorm(nn.RMSNorm(size).to(dtype), 1e-6, 0.0, kernels)
+    norm = Norm(nn.LayerNorm(size).to(dtype), NormFormula(1e-5, centered=True), kernels)
     table, ids, chosen = torch.randn(50, size).to(dtype), torch.zeros(300, dtype=torch.int64), torch.zeros(5).long()
 
     def run(sizes: tuple[int, ...]) -> Tensor:
-        hidden = embedding(ids[None, : sizes[0]], table)
+        hidden = embedding(ids[None, : sizes[0]] + 1, table) * torch.tensor(0.7, dtype=dtype)
+        heads = (hidden + torch.ones(1, sizes[0], 1, dtype=dtype)).unflatten(-1, (8, 9)).transpose(1, 2)
+        turned = torch.cat([-heads[..., 5:], heads[..., :5]], -1).contiguous() / hidden[:, None, :, :9]
+        hidden = hidden + turned.transpose(1, 2).reshape(1, sizes[0], size)
         return norm(hidden + norm(hidden * hidden))[:, chosen[: sizes[1]]]
 
     recorder = Recorder(kernels)
     with torch.inference_mode():
         replay, output = recorder.record_resizable(run, (300, 5))
         for sizes in ((300, 5), (7, 2), (1, 1), (200, 0)):
-            ids.copy_(torch.randint(50, ids.shape))
+            ids.copy_(torch.randint(49, ids.shape))
             chosen.copy_(torch.randint(sizes[0], chosen.shape))
             replay(sizes)
             assert torch.equal(output[:, : sizes[1]], run(sizes)), sizes
         for unfit in (
             lambda sizes: run(sizes).softmax(-1),
             lambda sizes: norm(run(sizes)) if sizes[0] % 2 else run(sizes),
+            lambda sizes: run(sizes) * torch.arange(sizes[1], dtype=dtype)[:, None],
         ):
-            with pytest.raises(Unsupported, match=r"operators of PyTorch|other calls"):
+            with pytest.raises(Unsupported, match=r"operators of PyTorch|other (calls|constants)"):
                 recorder.record_resizable(unfit, (300, 5))
 
 

@@ -11,7 +11,7 @@ import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
 from tiny_models import VOCAB_SIZE, make_model_from_config, run_steps
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
@@ -31,13 +31,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**SHAPE),
     "Qwen3": Qwen3Config(**SHAPE),
     "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
+    "GPT2": GPT2Config(**SHAPE),
+    "GPTNeoX": GPTNeoXConfig(**SHAPE),
 }
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
 
 Outcome = tuple[list[int], list[TokenLogprobs]]
 
-CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto")]
+CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto"), ("GPT2", "bfloat16", "auto")]
 CASES += [
     pytest.param((name, dtype, "auto"), marks=pytest.mark.slow)
     for name in CONFIGS

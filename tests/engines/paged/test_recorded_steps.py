@@ -10,7 +10,14 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import LLAMA_LIKE, TOKEN_IDS, generate_all, greedy_requests, make_model_from_config
+from tiny_models import (
+    LLAMA_LIKE,
+    TOKEN_IDS,
+    generate_all,
+    greedy_requests,
+    make_model_from_config,
+    make_wide_config,
+)
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
@@ -22,6 +29,10 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 
 ROWS = 4
+REPLAYED = ["Llama", "Mistral", "Gemma", "Gemma2", "Qwen2", "Qwen3", "Phi", "Phi3", "Granite", "StableLm", "GPTNeoX"]
+REPLAYED += ["OPT", "OPT, galactica", "OPT, 350m", "GPT2", "GPTBigCode", "GPTBigCode, many heads", "Starcoder2"]
+REPLAYED += ["Nemotron", "Persimmon", "BioGpt", "Arcee", "BitNet"]
+REMAINING = {"Gemma2": ["aten.tanh.default"]}
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +106,18 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     if not onednn:
         monkeypatch.setattr(OneDnnGemm, "supports", lambda _: False)
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=False, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_operators_of_pytorch_that_replayed_steps_call(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_model_from_config(make_wide_config(name), tmp_path)
+    options = msgspec.structs.replace(engine_options(path, ROWS, threads=1), dtype="bfloat16")
+    with caplog.at_level("INFO"):
+        PagedEngine(options).warm_up()
+    remaining = ", ".join(f"1 {operator}" for operator in REMAINING.get(name, ())) or "none"
+    assert f"operators of PyTorch in a recorded pass: {remaining}" in caplog.messages
 
 
 def test_a_model_that_looks_at_numbers_runs_eagerly(

@@ -119,7 +119,11 @@ def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTra
     if load_config(options).is_encoder_decoder:
         raise Unsupported(f"{options.model_path} is an encoder-decoder")
     model = load_model(options, device)
+    model.base_model.warn_if_padding_and_no_attention_mask = _ignore  # it would read input ids on the host
     return model, frozenset(inspect.signature(model.forward).parameters)
+
+
+def _ignore(*_: object) -> None: ...
 
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:

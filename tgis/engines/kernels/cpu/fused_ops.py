@@ -1,4 +1,4 @@
-"""RMS norms, rotary embeddings and gated activations of transformers' models, each in one pass by elementwise.c.
+"""Norms, rotary embeddings and activations of transformers' models, each in one pass by elementwise.c.
 
 Models write these in many ways. The output of a module or function is therefore compared with the kernel's formula on
 random numbers, in float32 for every dtype, and only where the two agree is it replaced.
@@ -7,6 +7,7 @@ random numbers, in float32 for every dtype, and only where the two agree is it r
 import copy
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from operator import itemgetter
@@ -16,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 from transformers import PreTrainedModel
 
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
@@ -25,42 +26,70 @@ _TOLERANCE = 1e-5  # relative to the largest number of a row
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of that function
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
+_DEFAULT_EPS = 1e-5  # of norms that do not tell theirs
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elementwise.c
+    "silu": silu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
 
 _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
-    """Replace norms, gated MLPs and rotary embeddings of a CPU model in place; how many modules were changed."""
+    """Replace norms, activations and rotary embeddings of a CPU model in place; how many modules were changed."""
     if kernels is None or model.dtype not in DTYPES:
         return 0
-    replaced = [*_replacements(model, kernels, _as_rms_norm), *_replacements(model, kernels, _as_gated_mlp)]
-    for parent, name, module in replaced:
-        setattr(parent, name, module)
+    count = 0
+    for replace in (_as_norm, _as_gated_mlp, _as_activation):  # the activation of a gated MLP is gone by then
+        replaced = list(_replacements(model, kernels, replace))
+        for parent, name, module in replaced:
+            setattr(parent, name, module)
+        count += len(replaced)
     rotary = RotaryEmbedding(kernels)
     attentions = [module for module in model.modules() if _applies_rotary(module)]
     for module in attentions:
         plain = module.forward.__globals__[_APPLY_ROTARY]
         module.forward = _with_global(module.forward, _APPLY_ROTARY, partial(rotary.apply_or_fall_back, plain))
-    return len(replaced) + len(attentions)
+    return count + len(attentions)
 
 
-class RmsNorm(nn.Module):  # type: ignore[misc]
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension, as the module `plain` computes it."""
+@dataclass(frozen=True, slots=True)
+class NormFormula:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * (weight + offset) + bias; an RMS norm takes the mean to be 0."""
+
+    eps: float
+    offset: float = 0.0
+    centered: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
+        y = x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
+        y = y if weight is None else y * (weight + self.offset)
+        return y if bias is None else y + bias
+
+
+class Norm(nn.Module):  # type: ignore[misc]
+    """A norm over the last dimension, as the module `plain` computes it."""
 
     runs_cpu_kernel = True
 
-    def __init__(self, plain: nn.Module, eps: float, offset: float, kernels: CpuKernels) -> None:
+    def __init__(self, plain: nn.Module, formula: NormFormula, kernels: CpuKernels) -> None:
         super().__init__()
-        argtypes = [ctypes.POINTER(_RmsNormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 5]
-        self.weight = plain.weight
+        argtypes = [ctypes.POINTER(_NormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 5]
+        self.weight, self.bias = _weight_and_bias(plain)
         self._plain = plain.forward
-        self._function = kernels.function("rms_norm", self.weight.dtype, argtypes)
-        self._dtype, self._size = self.weight.dtype, len(self.weight)
-        self._params = _RmsNormParams(self.weight.data_ptr(), self._size, offset, eps)
+        functions = kernels.functions("norm", argtypes)
+        self._functions = functions if self.weight is None else {self.weight.dtype: functions[self.weight.dtype]}
+        self._size = _norm_size(plain)
+        pointers = (None if each is None else each.data_ptr() for each in (self.weight, self.bias))
+        self._params = _NormParams(*pointers, self._size, formula.centered, formula.offset, formula.eps)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
-        if x.dtype != self._dtype:  # some models add up in float32
+        if x.dtype not in self._functions:  # some models add up in float32
             return self._plain(x)
         assert x.shape[-1] == self._size, x.shape
         y = x.new_empty(x.shape)
@@ -68,47 +97,63 @@ class RmsNorm(nn.Module):  # type: ignore[misc]
         if rows.stride(2) != 1:
             rows = rows.contiguous()
         numbers = *rows.shape[:2], *rows.stride()[:2]
-        self._function(self._params, rows.data_ptr(), y.data_ptr(), *numbers, torch.get_num_threads())
+        self._functions[x.dtype](self._params, rows.data_ptr(), y.data_ptr(), *numbers, torch.get_num_threads())
         return y
 
 
-class _RmsNormParams(ctypes.Structure):
-    """`rms_norm_params` of elementwise.c."""
+class _NormParams(ctypes.Structure):
+    """`norm_params` of elementwise.c."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
         ("size", ctypes.c_int64),
+        ("is_centered", ctypes.c_int64),
         ("weight_offset", ctypes.c_float),
         ("eps", ctypes.c_float),
     )
 
 
-class GatedMlp(nn.Module):  # type: ignore[misc]
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it."""
+class Activation(nn.Module):  # type: ignore[misc]
+    """An activation, as the module `plain` computes it."""
 
     runs_cpu_kernel = True
 
-    def __init__(self, plain: nn.Module, activation: str, kernels: CpuKernels) -> None:
+    def __init__(self, plain: nn.Module, name: str, kernels: CpuKernels) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
         argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
         self._plain = plain.forward
-        self._functions = kernels.functions("gated_activation", argtypes)
-        self._is_gelu = int(activation == "gelu_tanh")
+        self._functions = kernels.functions("activation", argtypes)
+        self._kind = list(ACTIVATIONS).index(name)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
+        return self._run(x, None) if x.dtype in DTYPES and x.ndim > 0 else self._plain(x)
+
+    def _run(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """The activation times a factor, whose last dimension is contiguous."""
+        rows = x.reshape(-1, x.shape[-1])  # of `factor`, too
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype)
+        pointers = rows.data_ptr(), None if factor is None else factor.data_ptr(), y.data_ptr()
+        strides = rows.stride(0), 0 if factor is None else factor.stride(-2)
+        self._functions[x.dtype](*pointers, *rows.shape, *strides, self._kind, torch.get_num_threads())
+        return y
+
+
+class GatedMlp(Activation):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it."""
+
+    def __init__(self, plain: nn.Module, activation: str, kernels: CpuKernels) -> None:
+        super().__init__(plain, activation, kernels)
+        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         if x.dtype not in DTYPES:
             return self._plain(x)
-        return self.down_proj(self._multiply(self.gate_proj(x), self.up_proj(x)))
-
-    def _multiply(self, gate: Tensor, up: Tensor) -> Tensor:  # [..., inner], one row after the other
+        gate, up = self.gate_proj(x), self.up_proj(x)
         assert gate.shape == up.shape, (gate.shape, up.shape)
-        assert gate.stride(-1) == up.stride(-1) == 1
-        y = torch.empty(gate.shape, dtype=gate.dtype)
-        size = gate.shape[-1]
-        numbers = gate.numel() // size, size, gate.stride(-2), up.stride(-2), self._is_gelu
-        self._functions[gate.dtype](gate.data_ptr(), up.data_ptr(), y.data_ptr(), *numbers, torch.get_num_threads())
-        return y
+        assert up.stride(-1) == 1
+        return self.down_proj(self._run(gate, up))
 
 
 class RotaryEmbedding:
@@ -174,31 +219,70 @@ def _replacements(
                 yield parent, name, module
 
 
-def _as_rms_norm(module: nn.Module, kernels: CpuKernels) -> RmsNorm | None:
-    """A replacement for the module, if that is an RMS norm."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+def _is_special(module: nn.Module) -> bool:
+    """Whether it has a kernel, or a forward that is not that of its class."""
+    return hasattr(module, "runs_cpu_kernel") or "forward" in vars(module)
+
+
+def _weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    return getattr(module, "weight", None), getattr(module, "bias", None)
+
+
+def _norm_size(module: nn.Module) -> int:
+    """The size of the last dimension; 0 if the module does not look like a norm of one dimension."""
     parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    if weight is None or len(parameters) != 1 or weight.ndim != 1 or weight.dtype not in DTYPES:
-        return None
-    if not isinstance(eps, float) or isinstance(weight, DTensor) or "forward" in vars(module):
-        return None
-    offset = next((offset for offset in (0.0, 1.0) if _computes_rms_norm(module, eps, offset)), None)
-    return None if offset is None else RmsNorm(module, eps, offset, kernels)
+    if parameters.keys() - {"weight", "bias"} or any(isinstance(each, DTensor) for each in parameters.values()):
+        return 0
+    shapes = {tuple(each.shape) for each in parameters.values()}
+    if "weight" not in parameters:  # a bias alone is that of many modules
+        shapes.add(tuple(getattr(module, "normalized_shape", ())))
+    shape = shapes.pop()
+    return int(shape[0]) if len(shape) == 1 and not shapes and not _is_special(module) else 0
 
 
-def _computes_rms_norm(module: nn.Module, eps: float, offset: float) -> bool:
+def _as_norm(module: nn.Module, kernels: CpuKernels) -> Norm | None:
+    """A replacement for the module, if that is a norm."""
+    size, dtypes = _norm_size(module), {each.dtype for each in module.parameters()}
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", _DEFAULT_EPS))
+    if not size or len(dtypes) > 1 or not dtypes.issubset(DTYPES) or not isinstance(eps, float):
+        return None
+    formulas = (NormFormula(eps, offset, centered) for offset in (0.0, 1.0) for centered in (False, True))
+    formula = next((formula for formula in formulas if _computes_norm(module, size, formula)), None)
+    return None if formula is None else Norm(module, formula, kernels)
+
+
+def _computes_norm(module: nn.Module, size: int, formula: NormFormula) -> bool:
     """Compare with the formula, also where the mean is not 0 and where numbers are so small that eps matters."""
     module = copy.deepcopy(module).float()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, len(module.weight), generator=generator) + 1
-    x *= torch.tensor([[1.0], [30.0], [eps**0.5]])
+    for parameter in module.parameters():
+        parameter.data = torch.randn(size, generator=generator)
+    x = torch.randn(1, 3, size, generator=generator) + 1
+    x *= torch.tensor([[1.0], [30.0], [formula.eps**0.5]])
     try:
         found = module(x)
     except (TypeError, RuntimeError):
         return False
-    expected = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (module.weight + offset)
-    return isinstance(found, Tensor) and _rows_close(expected, found)
+    return isinstance(found, Tensor) and _rows_close(formula(x, *_weight_and_bias(module)), found)
+
+
+def _as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
+    """A replacement for the module, if that is an activation."""
+    if [*module.children(), *module.parameters(), *module.buffers()] or _is_special(module):
+        return None
+    x = _numbers_of_all_sizes()
+    try:
+        found = module(x.clone())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+    if not isinstance(found, Tensor):
+        return None
+    name = next((name for name, function in ACTIVATIONS.items() if _rows_close(function(x), found)), None)
+    return None if name is None else Activation(module, name, kernels)
+
+
+def _numbers_of_all_sizes() -> Tensor:  # [64, 8], each row of one size
+    return torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 2, 64)[:, None]
 
 
 def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
@@ -215,7 +299,7 @@ def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor
     """Compare with the formula for small projections, and small and large numbers."""
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (partial(linear, weight=weight) for weight in torch.randn(3, 8, 8, generator=generator))
-    x = torch.randn(64, 8, generator=generator) * torch.logspace(-1, 2, 64)[:, None]
+    x = _numbers_of_all_sizes()
     probe = copy.copy(module)
     probe._modules = {**module._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
     try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
@@ -105,7 +106,7 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
 
 
 def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[str]:
-    """Replace the plain `nn.Linear`s of a CPU model in place; how many there are of each GEMM.
+    """Replace the plain linear layers of a CPU model in place; how many there are of each GEMM.
 
     A weight that is also an embedding stays where the embedding needs it.
     """
@@ -114,10 +115,11 @@ def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[
         (f"{path}.{name}".lstrip("."), parent, name, child)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_packable(child)
+        if type(child) in (nn.Linear, Conv1D) and _is_packable(child)
     ]
     while found:  # frees each layer as soon as it is packed
         path, parent, name, child = found.pop()
+        child = _transposed(child) if isinstance(child, Conv1D) else child
         weight = child.weight.detach()
         gemm = gemms.gemm(weight.to_local() if isinstance(weight, DTensor) else weight)
         if gemm is None:
@@ -128,6 +130,13 @@ def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[
             style.install_forward(packed, child.weight.device_mesh)
         setattr(parent, name, packed)
     return gemms.counts
+
+
+def _transposed(conv: Conv1D) -> nn.Linear:
+    """What GPT-2 has in place of a linear layer, as one."""
+    linear = nn.Linear(*conv.weight.shape, device="meta")
+    linear.weight, linear.bias = nn.Parameter(conv.weight.T.contiguous(), requires_grad=False), conv.bias
+    return linear
 
 
 def _is_packable(linear: nn.Linear) -> bool:

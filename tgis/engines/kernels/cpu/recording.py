@@ -2,16 +2,17 @@
 
 A pass is recorded while it is computed, and replayed in place of later ones whose inputs are in the same tensors, as a
 CUDA graph is. Calls of C kernels are kept with their arguments, and one C function repeats them. Operators of PyTorch
-are called again, into the same memory, except for embeddings and for sums and products of equal shapes, which are C
-kernels here, and for views, which are nothing but addresses.
+are called again, into the same memory, except for those that C kernels do (`aten_kernels.py`), and for views,
+which are nothing but addresses.
 
 A pass that consists of C kernels alone can be recorded for any sizes, such as numbers of tokens: see `ResizablePass`.
 """
 
 import copy
 import ctypes
+import logging
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,16 +27,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tgis.engines.kernels.cpu.aten_kernels import AtenKernels
 from tgis.engines.kernels.cpu.library import CpuKernels, call_recorder
 from tgis.errors import Unsupported
 
+log = logging.getLogger(__name__)
+
 _MAX_ARGUMENTS = 14  # as in replay.c
 _ALIGNMENT = 64  # bytes: a cache line
-_DTYPES = (torch.float32, torch.bfloat16)  # of C kernels
 _UNRECORDABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
-_KERNELS = {_aten.add.Tensor: "add", _aten.mul.Tensor: "multiply"}  # functions of elementwise.c
 
 
 class _Call(ctypes.Structure):
@@ -54,6 +56,7 @@ class Recorder:
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
         self._memory = _Memory()
+        self._is_first = True
 
     def record(self, run: Callable[[], Tensor]) -> tuple["RecordedPass", Tensor]:
         """The output of the pass, and what computes it anew, in place. Unsupported if the pass depends on numbers that
@@ -83,7 +86,12 @@ class Recorder:
                 output = run()
         finally:
             call_recorder.reset(token)
-        return recording.finish(), self._memory.borrowed(output)
+        recorded = recording.finish()
+        if self._is_first:
+            names = ", ".join(f"{count} {name}" for name, count in recorded.operators.most_common())
+            log.info("operators of PyTorch in a recorded pass: %s", names or "none")
+        self._is_first = False
+        return recorded, self._memory.borrowed(output)
 
 
 class KernelCalls:
@@ -112,6 +120,7 @@ class RecordedPass:
 
     parts: list[Callable[[], None]] = field(default_factory=list)  # in order
     kept: list[object] = field(default_factory=list)  # whose addresses are in calls
+    operators: Counter[str] = field(default_factory=Counter)  # of PyTorch, that are called
 
     def __call__(self) -> None:
         for part in self.parts:
@@ -167,15 +176,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self._dry = dry
         self._memory = memory
         self._replay = kernels.function("replay", torch.float32, [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64)
-        argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
-        self._functions = {
-            (operator, dtype): kernels.function(name, dtype, argtypes)
-            for operator, name in _KERNELS.items()
-            for dtype in _DTYPES
-        }
-        self._embedding = kernels.function(
-            "embedding", torch.float32, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, ctypes.c_int
-        )
+        self._aten_kernels = AtenKernels(kernels)
         self._calls: list[_Call] = []  # since the last part
         self._names: list[str] = []  # of their functions
         self._recorded = RecordedPass(kept=[memory])
@@ -201,36 +202,41 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self, operator: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if operator is _aten.dropout.default and not args[2]:  # as models call it in inference, too
+            return args[0]
         if _UNRECORDABLE.intersection(operator.tags) and not _indexes_by_number(operator, args):
             raise Unsupported(f"{operator} cannot be recorded")
         if operator in _EMPTY:
             return self._memory.empty(operator(*args, **kwargs))
-        if _takes_kernel(operator, args, kwargs):
-            return self._run_kernel(operator, *args)
-        if operator is _aten.embedding.default and _are_plain(*args[:2]):
-            return self._run_embedding(operator(*args, **kwargs), *args[:2])
-        if self._dry and operator is _aten.index.Tensor and _selects_tokens(*args):
-            return self._run_embedding(operator(*args), args[0][0], args[1][1])
-        return self._run_operator(operator, args, kwargs)
-
-    def _run_kernel(self, operator: Any, a: Tensor, b: Tensor) -> Tensor:
-        y = self._memory.empty(a)
-        pointers = a.data_ptr(), b.data_ptr(), y.data_ptr()
-        self._functions[operator, a.dtype](*pointers, a.numel(), torch.get_num_threads())
-        return y
-
-    def _run_embedding(self, found: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        y, rows = self._memory.empty(found), table.shape[0]
-        failed = self._embedding(
-            table.data_ptr(), ids.data_ptr(), y.data_ptr(), ids.numel(), rows, table.nbytes // rows
-        )
-        assert not failed  # PyTorch has checked them
-        return y
-
-    def _run_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operator is _aten.lift_fresh.default:
+            return self._memory.constant(args[0])
         found = operator(*args, **kwargs)
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        outputs = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        if (made := self._run_kernels(operator, args, kwargs, found)) is not None:
+            return made
+        return self._run_operator(operator, args, kwargs, found)
+
+    def _run_kernels(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Tensor | None:
+        """What C kernels write in place of `found`; None unless they do, and with the same bits."""
+        inputs, count = _tensors((args, kwargs)), len(self._calls)
+        if operator._schema.is_mutable or not isinstance(found, Tensor) or _address(found) is None:
+            return None
+        if not found.is_contiguous() or not found.numel() or _address(found) in map(_address, inputs):
+            return None
+        y = self._memory.empty(found)
+        if not inputs:
+            inputs = args = (self._memory.constant(found),)
+            operator, kwargs = _aten.clone.default, {}
+        launched = self._aten_kernels.launch(operator, args, kwargs, y)
+        if self._dry:
+            y.copy_(found)
+        if not launched or not torch.equal(y.nan_to_num(), found.nan_to_num()):  # PyTorch may round in another way
+            del self._calls[count:], self._names[count:]
+            return None
+        self._recorded.kept += [each for each in inputs if each not in self._memory]
+        return y
+
+    def _run_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
+        inputs, outputs = _tensors((args, kwargs)), _tensors(found)
         mutable = operator._schema.is_mutable
         if not outputs and not mutable:
             raise Unsupported(f"{operator} tells the host what is in a tensor")
@@ -241,12 +247,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         is_view = all(_address(each) in addresses for each in outputs)
         if is_view and not mutable:
             return found
+        self._recorded.operators[str(operator)] += 1
         args, kwargs = tree_map_only(Tensor, self._memory.borrowed, (args, kwargs))
         if is_view:
             self._add_part(lambda: operator(*args, **kwargs))
             return found
         results = tree_map_only(Tensor, self._memory.copied, found)
-        targets = [self._memory.borrowed(each) for each in tree_leaves(results) if isinstance(each, Tensor)]
+        targets = [self._memory.borrowed(each) for each in _tensors(results)]
         self._add_part(partial(_run_into, targets, operator, args, kwargs))
         return results
 
@@ -266,6 +273,7 @@ class _Memory:
     def __init__(self) -> None:
         self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # by size
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # all there are, by address
+        self._constants: dict[tuple[object, ...], Tensor] = {}  # by what they are
         self._taken: list[NDArray[np.uint8]] = []  # in the last recording, in order
         self._repeated: deque[NDArray[np.uint8]] | None = None
 
@@ -303,6 +311,15 @@ class _Memory:
         finally:
             self._repeated = None
 
+    def constant(self, x: Tensor) -> Tensor:
+        """A tensor of the same numbers, which is the same in all recordings."""
+        first = x.flatten()[:1]
+        number = first if torch.equal(first.expand_as(x), x) else x.contiguous()
+        key = x.dtype, number.shape, number.flatten().view(torch.uint8).numpy().tobytes()
+        if self._repeated is not None and key not in self._constants:
+            raise Unsupported("a pass has other constants for other sizes")
+        return self._constants.setdefault(key, number).expand_as(x)
+
     def copied(self, x: Tensor) -> Tensor:
         return self.empty(x).copy_(x)
 
@@ -322,24 +339,8 @@ class _Memory:
         return block
 
 
-def _takes_kernel(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operator does to these arguments what its C function does."""
-    if operator not in _KERNELS or kwargs or not all(isinstance(each, Tensor) for each in args):
-        return False
-    a, b = args
-    alike = a.shape == b.shape and a.dtype == b.dtype and a.dtype in _DTYPES
-    return alike and a.is_contiguous() and b.is_contiguous()
-
-
-def _are_plain(table: Tensor, ids: Tensor) -> bool:
-    plain: bool = table.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
-    return plain
-
-
-def _selects_tokens(states: Tensor, indices: list[Tensor | None]) -> bool:
-    """Whether it is states [1, tokens, size][:, indices]."""
-    is_states = states.ndim == 3 and len(states) == 1 and len(indices) == 2
-    return is_states and indices[0] is None and _are_plain(states, indices[1])
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def _indexes_by_number(operator: Any, args: tuple[Any, ...]) -> bool:
@@ -361,6 +362,5 @@ def _address(x: Tensor) -> int | None:
 
 
 def _run_into(targets: list[Tensor], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    found = [each for each in tree_leaves(operator(*args, **kwargs)) if isinstance(each, Tensor)]
-    for target, each in zip(targets, found, strict=True):
+    for target, each in zip(targets, _tensors(operator(*args, **kwargs)), strict=True):
         target.copy_(each)

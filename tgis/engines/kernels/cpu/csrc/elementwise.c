@@ -1,5 +1,5 @@
-/* RMS norm, rotary embedding, gated activation, sums, products and look-ups, each in one pass; computed in float32 and
-   rounded once. */
+/* Norms, rotary embedding, activations, arithmetic, copies and look-ups, each in one pass; computed in float32 and rounded
+   once. */
 
 #include <math.h>
 
@@ -8,32 +8,41 @@
 #define PARALLEL_ELEMENTS 8192 /* fewer are not worth waking the other threads */
 
 typedef struct {
-    const scalar_t *weight; /* [size] */
-    int64_t size;
+    const scalar_t *weight, *bias; /* [size], or NULL for 1 and 0 */
+    int64_t size, is_centered;     /* whether the mean is subtracted */
     float weight_offset, eps;
-} rms_norm_params;
+} norm_params;
 
-/* y [outer, inner, size] = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), where x has any strides but for the last
-   dimension. */
-void EXPORT(rms_norm)(
-    const rms_norm_params *norm, const scalar_t *x, scalar_t *y, int64_t outer, int64_t inner, int64_t outer_stride,
+static void normalize_row(const norm_params *norm, const scalar_t *x, scalar_t *y) {
+    const int64_t size = norm->size;
+    const u32_vec lanes = LANE_INDEX;
+    f32_vec sum = {0}, squares = {0};
+    for (int64_t i = 0; norm->is_centered && i < size; i += LANES) sum += load_partial(x + i, size - i);
+    const float mean = reduce_add(sum) / size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32_vec part = load_partial(x + i, size - i) - mean;
+        if (size - i < LANES) part = (f32_vec)((u32_vec)part & (u32_vec)(lanes < (uint32_t)(size - i)));
+        squares += part * part;
+    }
+    const float scale = 1 / sqrtf(reduce_add(squares) / size + norm->eps);
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32_vec part = (load_partial(x + i, size - i) - mean) * scale;
+        if (norm->weight) part *= load_partial(norm->weight + i, size - i) + norm->weight_offset;
+        if (norm->bias) part += load_partial(norm->bias + i, size - i);
+        store_partial(y + i, part, size - i);
+    }
+}
+
+/* y [outer, inner, size] = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (weight + weight_offset) + bias, where x
+   has any strides but for the last dimension. */
+void EXPORT(norm)(
+    const norm_params *norm, const scalar_t *x, scalar_t *y, int64_t outer, int64_t inner, int64_t outer_stride,
     int64_t inner_stride, int64_t threads
 ) {
     const int64_t size = norm->size, rows = outer * inner;
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < rows; row++) {
-        const scalar_t *x_row = x + row / inner * outer_stride + row % inner * inner_stride;
-        f32_vec squares = {0};
-        for (int64_t i = 0; i < size; i += LANES) {
-            const f32_vec part = load_partial(x_row + i, size - i);
-            squares += part * part;
-        }
-        const float scale = 1 / sqrtf(reduce_add(squares) / size + norm->eps);
-        for (int64_t i = 0; i < size; i += LANES) {
-            const f32_vec w = load_partial(norm->weight + i, size - i) + norm->weight_offset;
-            store_partial(y + row * size + i, load_partial(x_row + i, size - i) * scale * w, size - i);
-        }
-    }
+    for (int64_t row = 0; row < rows; row++)
+        normalize_row(norm, x + row / inner * outer_stride + row % inner * inner_stride, y + row * size);
 }
 
 /* q or k [batch, heads, tokens, head_size] and its output, each with its own strides; the last dimension is contiguous. */
@@ -88,17 +97,43 @@ static inline f32_vec gelu_tanh(f32_vec x) {
     return 0.5f * x * (1.0f + tanh_f32(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-/* y [rows, size] = activation(gate) * up, whose rows are `stride` apart */
-void EXPORT(gated_activation)(
+/* erfc(x) for x >= 0, with a relative error below 3e-7: a polynomial in 1 / (1 + x / 2) for its logarithm. */
+static inline f32_vec erfc_nonnegative(f32_vec x) {
+    static const float factors[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                                    0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
+    const f32_vec t = 1.0f / (1.0f + 0.5f * x);
+    f32_vec sum = (f32_vec){0} + 0.17087277f;
+    for (int i = 0; i < 9; i++) sum = sum * t + factors[i];
+    return t * exp2_nonpositive((sum - x * x) * 1.44269504f);
+}
+
+static inline f32_vec gelu(f32_vec x) {
+    const u32_vec negative = (u32_vec)(x < 0);
+    const f32_vec tail = 0.5f * erfc_nonnegative((f32_vec)((u32_vec)x & 0x7fffffff) * 0.70710678f);
+    return x * (f32_vec)((negative & (u32_vec)tail) | (~negative & (u32_vec)(1.0f - tail)));
+}
+
+static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of fused_ops.py */
+    switch (kind) {
+    case 0: return silu(x);
+    case 1: return gelu_tanh(x);
+    case 2: return gelu(x);
+    case 3: return max_vec((f32_vec){0}, x);
+    default: x = max_vec((f32_vec){0}, x); return x * x;
+    }
+}
+
+/* y [rows, size] = activation(gate) * up, whose rows are `stride` apart; up may be NULL for 1 */
+void EXPORT(activation)(
     const scalar_t *gate, const scalar_t *up, scalar_t *y, int64_t rows, int64_t size, int64_t gate_stride,
-    int64_t up_stride, int64_t is_gelu, int64_t threads
+    int64_t up_stride, int64_t kind, int64_t threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < size; i += LANES) {
-            const f32_vec x = load_partial(gate + row * gate_stride + i, size - i);
-            const f32_vec factor = load_partial(up + row * up_stride + i, size - i);
-            store_partial(y + row * size + i, (is_gelu ? gelu_tanh(x) : silu(x)) * factor, size - i);
+            f32_vec x = activate(load_partial(gate + row * gate_stride + i, size - i), kind);
+            if (up) x *= load_partial(up + row * up_stride + i, size - i);
+            store_partial(y + row * size + i, x, size - i);
         }
 }
 
@@ -111,13 +146,59 @@ int EXPORT(embedding)(const char *table, const int64_t *ids, char *y, int64_t co
     return 0;
 }
 
-#define ELEMENTWISE(name, operator)                                                                                \
-    /* y = a operator b, of `count` elements */                                                                      \
-    void EXPORT(name)(const scalar_t *a, const scalar_t *b, scalar_t *y, int64_t count, int64_t threads) {           \
-        _Pragma("omp parallel for schedule(static) num_threads(threads) if (count >= PARALLEL_ELEMENTS)")            \
-        for (int64_t i = 0; i < count; i += LANES)                                                                  \
-            store_partial(y + i, load_partial(a + i, count - i) operator load_partial(b + i, count - i), count - i); \
+/* Two tensors of four dimensions of the same sizes, some of which may be 1, and an output. */
+typedef struct {
+    int64_t sizes[4], a_strides[4], b_strides[4];
+    float scalar; /* in place of b, if that is NULL */
+} strided_params;
+
+static inline f32_vec load_strided(const scalar_t *from, int64_t stride, int64_t count) {
+    if (stride == 1) return load_partial(from, count);
+    scalar_t found[LANES] = {0};
+    for (int64_t i = 0; i < min_i64(count, LANES); i++) found[i] = from[i * stride];
+    return load(found);
+}
+
+static inline int64_t offset_of(int64_t row, const int64_t sizes[4], const int64_t strides[4]) {
+    return row / sizes[2] / sizes[1] * strides[0] + row / sizes[2] % sizes[1] * strides[1] + row % sizes[2] * strides[2];
+}
+
+#define CHUNK 1024 /* elements for one thread */
+
+#define ARITHMETIC(name, operator)                                                                                   \
+    /* y = a operator b; y is contiguous */                                                                          \
+    void EXPORT(name)(                                                                                               \
+        const strided_params *p, const scalar_t *a, const scalar_t *b, scalar_t *y, int64_t threads                  \
+    ) {                                                                                                              \
+        const int64_t size = p->sizes[3], rows = p->sizes[0] * p->sizes[1] * p->sizes[2];                            \
+        const int64_t a_stride = p->a_strides[3], b_stride = p->b_strides[3];                                        \
+        _Pragma("omp parallel for collapse(2) num_threads(threads) if (rows * size >= PARALLEL_ELEMENTS)")           \
+        for (int64_t row = 0; row < rows; row++)                                                                     \
+            for (int64_t start = 0; start < size; start += CHUNK) {                                                  \
+                const scalar_t *a_row = a + offset_of(row, p->sizes, p->a_strides);                                  \
+                const scalar_t *b_row = b ? b + offset_of(row, p->sizes, p->b_strides) : NULL;                       \
+                for (int64_t i = start; i < min_i64(start + CHUNK, size); i += LANES) {                              \
+                    f32_vec other = (f32_vec){0} + p->scalar;                                                        \
+                    if (b) other = load_strided(b_row + i * b_stride, b_stride, size - i);                           \
+                    const f32_vec x = load_strided(a_row + i * a_stride, a_stride, size - i);                        \
+                    store_partial(y + row * size + i, x operator other, size - i);                                   \
+                }                                                                                                    \
+            }                                                                                                        \
     }
 
-ELEMENTWISE(add, +)
-ELEMENTWISE(multiply, *)
+ARITHMETIC(add, +)
+ARITHMETIC(subtract, -)
+ARITHMETIC(multiply, *)
+ARITHMETIC(divide, /)
+
+/* y = a + b for integers */
+void EXPORT(add_integer)(const int64_t *a, int64_t b, int64_t *y, int64_t count) {
+    for (int64_t i = 0; i < count; i++) y[i] = a[i] + b;
+}
+
+/* Copies a to b, whose sizes and strides are in bytes but for the sizes of the first three dimensions; the bytes of the last
+   one are side by side. */
+void EXPORT(copy)(const strided_params *p, const char *a, char *b) {
+    for (int64_t row = 0; row < p->sizes[0] * p->sizes[1] * p->sizes[2]; row++)
+        memcpy(b + offset_of(row, p->sizes, p->b_strides), a + offset_of(row, p->sizes, p->a_strides), p->sizes[3]);
+}
