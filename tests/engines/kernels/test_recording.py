@@ -190,8 +190,8 @@ def test_one_recording_serves_any_sizes(kernels: CpuKernels, dtype: torch.dtype)
 
     def run(sizes: tuple[int, ...]) -> Tensor:
         hidden = embedding(ids[None, : sizes[0]] + 1, table) * torch.tensor(0.7, dtype=dtype)
-        heads = (hidden + torch.ones(1, sizes[0], 1, dtype=dtype)).unflatten(-1, (8, 9)).transpose(1, 2)
-        turned = torch.cat([-heads[..., 5:], heads[..., :5]], -1).contiguous() / hidden[:, None, :, :9]
+        heads = (hidden + torch.ones(1, sizes[0], 1, dtype=dtype)).unflatten(-1, (8, 9)).transpose(1, 2).contiguous()
+        turned = torch.cat([-heads[..., 5:], heads[..., :5]], -1) / hidden[:, None, :, :9]
         hidden = hidden + turned.transpose(1, 2).reshape(1, sizes[0], size)
         return norm(hidden + norm(hidden * hidden))[:, chosen[: sizes[1]]]
 

@@ -202,8 +202,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self, operator: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if operator is _aten.dropout.default and not args[2]:  # as models call it in inference, too
-            return args[0]
+        if operator is _aten.detach_.default or (operator is _aten.dropout.default and not args[2]):
+            return args[0]  # they do nothing in inference
         if _UNRECORDABLE.intersection(operator.tags) and not _indexes_by_number(operator, args):
             raise Unsupported(f"{operator} cannot be recorded")
         if operator in _EMPTY:
@@ -224,8 +224,10 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             return None
         y = self._memory.empty(found)
         if not inputs:
-            inputs = args = (self._memory.constant(found),)
-            operator, kwargs = _aten.clone.default, {}
+            flat = found.flatten()
+            is_uniform = torch.equal(flat[:1].expand_as(flat), flat)  # such constants may have any size
+            inputs = [self._memory.constant(flat[:1] if is_uniform else flat).expand_as(flat)]
+            operator, args, kwargs = _aten.clone.default, (*inputs,), {}
         launched = self._aten_kernels.launch(operator, args, kwargs, y)
         if self._dry:
             y.copy_(found)
@@ -313,12 +315,10 @@ class _Memory:
 
     def constant(self, x: Tensor) -> Tensor:
         """A tensor of the same numbers, which is the same in all recordings."""
-        first = x.flatten()[:1]
-        number = first if torch.equal(first.expand_as(x), x) else x.contiguous()
-        key = x.dtype, number.shape, number.flatten().view(torch.uint8).numpy().tobytes()
+        key = x.dtype, x.shape, x.flatten().view(torch.uint8).numpy().tobytes()
         if self._repeated is not None and key not in self._constants:
             raise Unsupported("a pass has other constants for other sizes")
-        return self._constants.setdefault(key, number).expand_as(x)
+        return self._constants.setdefault(key, x)
 
     def copied(self, x: Tensor) -> Tensor:
         return self.empty(x).copy_(x)
