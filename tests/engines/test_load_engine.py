@@ -70,7 +70,7 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("tgis.engines.paged.engine.load_causal_lm", load_first)
     monkeypatch.setattr("tgis.engines.padded.causal_lm.load_causal_lm", load_second)
-    assert load(make_model("Mpt", tmp_path), engine="auto").info.model_class == "MptForCausalLM"
+    assert load(make_model("XGLM", tmp_path), engine="auto").info.model_class == "XGLMForCausalLM"
     assert len(first) == 1
 
 

@@ -1,9 +1,18 @@
 """Attention as it is defined, in float64 and token by token: what the bodies of paged attention must give."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
+
+
+def random_bias(heads: int, length: int, *, by_distance: bool) -> dict[str, Any]:
+    """Arguments of AttentionParams, for sequences of up to `length` tokens; what must not count is large."""
+    table = torch.randn(heads, length + 16, generator=torch.Generator().manual_seed(2)) * 2
+    table[:, length:] = 1e4
+    return {"bias": table, "bias_origin": length - 1 if by_distance else None}
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -17,6 +26,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
         scores = torch.einsum("hd,whd->hw", query, k[start:end]) * params.scale
         if params.softcap is not None:
             scores = torch.tanh(scores / params.softcap) * params.softcap
+        if params.bias is not None:
+            shift = 0 if params.bias_origin is None else params.bias_origin - (end - 1)
+            scores = scores + params.bias[:, start + shift : end + shift].double()
         if params.sinks is not None:
             scores = torch.cat([scores, params.sinks.double()[:, None]], 1)
         weights = scores.softmax(1)[:, : end - start]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from attention_oracle import reference_attention
+from attention_oracle import random_bias, reference_attention
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
@@ -24,6 +24,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    bias: str | None = None  # "distance" or "key"
     num_sms: int = 2  # the more, the more splits of a sequence
 
 
@@ -39,6 +40,7 @@ def _random_cases() -> dict[str, Case]:
             window=draw.choice([None, None, 1, draw.randint(2, 300)]),
             softcap=draw.choice([None, None, 2.0]),
             sinks=draw.random() < 0.3,
+            bias=draw.choice([None, None, "distance", "key"]),
             num_sms=draw.randint(1, 6),
         )
     return cases
@@ -58,7 +60,9 @@ CASES = {
     "window of one token": Case([100, 1], window=1),
     "soft cap, in splits": Case([600, 20], softcap=3.0, num_sms=4),
     "sinks, in splits": Case([600, 20], sinks=True, num_sms=4),
-    "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, num_sms=4),
+    "bias by distance": Case([129, 20, 0], bias="distance", num_sms=1),
+    "bias by key, in splits": Case([600, 20, 1], heads=6, bias="key", num_sms=4),
+    "all at once": Case([600, 20, 0], softcap=3.0, sinks=True, window=500, bias="distance", num_sms=4),
     "head size 96, int32, float16": Case([70, 17], k_size=96, v_size=96, dtype=torch.float16, index=torch.int32),
     "keys wider than values": Case([70], k_size=192, v_size=128),
     "values wider than keys": Case([70], k_size=24, v_size=72),
@@ -74,6 +78,7 @@ BFLOAT16 = {  # Triton cannot interpret bfloat16
     "Falcon": Case([600, 20], 71, 1, 64, 64, torch.bfloat16, num_sms=132),
     "GPT-OSS": Case([600, 20], 64, 8, 64, 64, torch.bfloat16, window=128, sinks=True, num_sms=132),
     "Phi": Case([600, 20], 32, 32, 80, 80, torch.bfloat16, num_sms=132),
+    "BLOOM": Case([600, 20], 32, 32, 128, 128, torch.bfloat16, bias="key", num_sms=132),
 }
 
 
@@ -96,7 +101,9 @@ def inputs(case: Case, device: str) -> tuple[list[Tensor], AttentionParams]:
                 slot.copy_(torch.randn(slot.shape, generator=generator))
     q = torch.randn(case.heads, len(widths), case.k_size, generator=generator).transpose(0, 1)
     sinks = torch.randn(case.heads, generator=generator).to(device, case.dtype) if case.sinks else None
-    params = AttentionParams(2 * case.k_size**-0.5, case.window, case.softcap, sinks)
+    bias = random_bias(case.heads, max(case.lengths), by_distance=case.bias == "distance") if case.bias else {}
+    bias |= {"bias": bias["bias"].to(device)} if bias else {}
+    params = AttentionParams(2 * case.k_size**-0.5, case.window, case.softcap, sinks, **bias)
     lengths = torch.tensor(case.lengths, dtype=case.index)
     return [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)], params
 

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 
 import torch
-from attention_oracle import reference_attention
+from attention_oracle import random_bias, reference_attention
 from torch import Tensor, nn
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
@@ -34,7 +34,9 @@ def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
     sequences = [(draw.choice([0, draw.randint(1, 700)]), draw.randint(1, 60)) for _ in range(draw.randint(1, 5))]
     window = draw.choice([None, None, 1, draw.randint(2, 600)])
     sinks = torch.randn(kv_heads * group) if draw.random() < 0.3 else None
-    params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks)
+    longest, heads = max(map(sum, sequences)), kv_heads * group
+    bias = random_bias(heads, longest, by_distance=draw.random() < 0.5) if draw.random() < 0.3 else {}
+    params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks, **bias)
     widths = [-(-(before + new) // block) for before, new in sequences]
     tables = torch.randperm(sum(widths)).split(widths)
     caches = [torch.full((sum(widths), block, kv_heads, size), torch.nan).to(dtype) for size in (k_size, v_size)]

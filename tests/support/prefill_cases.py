@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from attention_oracle import random_bias
 from chunk_batches import ChunkedBatch, chunk_batch
 
 from tgis.engines.kernels.attention_inputs import AttentionParams, make_paged_chunks
@@ -19,6 +20,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    bias: str | None = None  # "distance" or "key"
 
 
 NEW, MIXED = [(0, 40), (0, 2), (0, 16), (0, 17)], [(7, 30), (0, 5), (16, 2), (300, 33), (31, 170)]
@@ -30,7 +32,9 @@ CASES = {
     "window": Case(MIXED, window=20),
     "window of one token": Case(MIXED, window=1),
     "a window that is longer than the tiles": Case([(200, 300)], window=150, sinks=True),
-    "all at once": Case(MIXED, softcap=2.0, sinks=True, window=50),
+    "bias by distance": Case(MIXED, bias="distance"),
+    "bias by key": Case(MIXED, bias="key"),
+    "all at once": Case(MIXED, softcap=2.0, sinks=True, window=50, bias="distance"),
     "a head for each KV head, of 80": Case(MIXED, heads=2, size=80, softcap=2.0),
     "one KV head, of 256": Case([(20, 50)], kv_heads=1, size=256, softcap=2.0),
     "keys wider than values": Case(MIXED, size=24, v_size=16),
@@ -39,6 +43,7 @@ CASES = {
 BFLOAT16 = {  # Triton cannot interpret bfloat16
     "Gemma": Case([(100, 600), (0, 20)], 8, 4, 256, dtype=torch.bfloat16, window=300, softcap=50.0),
     "GPT-OSS": Case([(100, 600), (0, 20)], 64, 8, 64, dtype=torch.bfloat16, window=128, sinks=True),
+    "BLOOM": Case([(100, 600), (0, 20)], 32, 32, 128, dtype=torch.bfloat16, bias="key"),
     "DeepSeek": Case([(100, 600), (0, 20)], 16, 16, 192, 128, dtype=torch.bfloat16),
 }
 
@@ -46,7 +51,11 @@ BFLOAT16 = {  # Triton cannot interpret bfloat16
 def inputs(case: Case, device: str) -> tuple[ChunkedBatch, AttentionParams]:
     made = chunk_batch(case.rows, case.heads, case.kv_heads, case.size, case.dtype, device, case.v_size)
     sinks = torch.randn(case.heads, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
-    return made, AttentionParams(2 * case.size**-0.5, case.window, case.softcap, sinks if case.sinks else None)
+    longest = max(map(sum, case.rows))
+    bias = random_bias(case.heads, longest, by_distance=case.bias == "distance") if case.bias else {}
+    bias |= {"bias": bias["bias"].to(device)} if bias else {}
+    scale, sinks = 2 * case.size**-0.5, sinks if case.sinks else None
+    return made, AttentionParams(scale, case.window, case.softcap, sinks, **bias)
 
 
 def error(case: Case, device: str) -> float:

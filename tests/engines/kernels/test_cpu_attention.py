@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from attention_oracle import random_bias
 from chunk_batches import ChunkedBatch, chunk_batch
 from cpu_kernels import kernels_of, num_threads
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
@@ -27,7 +28,9 @@ PARAMS = {
     "window longer than a span": AttentionParams(0.3, 600),
     "soft cap": AttentionParams(0.3, softcap=3.0),
     "sinks": AttentionParams(0.3, sinks=torch.linspace(-2, 2, 6)),
-    "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6)),
+    "bias by distance": AttentionParams(0.3, **random_bias(6, 1300, by_distance=True)),
+    "bias by key": AttentionParams(0.3, **random_bias(6, 1300, by_distance=False)),
+    "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6), **random_bias(6, 1300, by_distance=True)),
 }
 
 

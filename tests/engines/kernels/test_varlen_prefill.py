@@ -116,6 +116,7 @@ def test_prompts_without_context_are_not_gathered() -> None:
         ({"v_size": 64}, False),
         ({"softcap": 30.0}, False),
         ({"sinks": torch.zeros(4)}, False),
+        ({"bias": torch.zeros(4, 32)}, False),
     ],
 )
 def test_unsupported_inputs_use_other_backends(
@@ -128,11 +129,12 @@ def test_unsupported_inputs_use_other_backends(
         "v_size": 128,
         "softcap": None,
         "sinks": None,
+        "bias": None,
     }
     inputs |= change
     q = torch.empty(3, 4, inputs["k_size"], dtype=inputs["dtype"])
     keys, values = (torch.empty(1, 16, 2, inputs[n], dtype=inputs["cache"] or q.dtype) for n in ("k_size", "v_size"))
-    params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"])
+    params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"], inputs["bias"])
     assert is_supported(q, keys, values, params) == supported
     assert attention._select_backends(q, (keys, values), params) is attention._TORCH_BACKENDS
     monkeypatch.setattr(attention, "has_kernels", lambda _device: True)

@@ -89,7 +89,7 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
     try:
         setup = make_setup(kind, tiny)
     except Unsupported:
-        assert (name, kind) in (("Bloom", "paged"), ("Falcon", "paged"), ("DeepseekV3", "paged"))
+        assert (name, kind) == ("DeepseekV3", "paged")
         return
 
     def base() -> Any:

@@ -1,5 +1,6 @@
 """The inputs of attention kernels."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +18,18 @@ class AttentionParams:
     window: int | None = None  # tokens that a token sees, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
+    bias: Tensor | None = None  # float32 [heads, columns], added to the scaled scores; rows end with 15 for padding
+    bias_origin: int | None = None  # the column of a token's own key; None: columns are the positions of keys
 
     @property
-    def kind(self) -> tuple[bool, float | None, bool]:
+    def kind(self) -> tuple[bool, float | None, bool, bool, int | None]:
         """The properties that kernels are specialized for."""
-        return self.window is None, self.softcap, self.sinks is None
+        return self.window is None, self.softcap, self.sinks is None, self.bias is None, self.bias_origin
+
+    @property
+    def mask_key(self) -> tuple[int | None, int | None]:
+        """What masks, with the bias in them, depend on."""
+        return self.window, None if self.bias is None else self.bias.data_ptr()
 
 
 @dataclass(slots=True)
@@ -31,7 +39,7 @@ class PrefillChunk:
     tokens: slice  # of the flat batch
     num_computed_tokens: int  # already in the cache
     block_table: Tensor  # int64 [blocks], of all tokens up to the last of this step
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
 
     @property
     def num_tokens(self) -> int:

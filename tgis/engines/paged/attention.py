@@ -117,10 +117,13 @@ class PagedAttention:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        bias_table: Tensor | None = None,
+        bias_origin: int | None = None,
         **_others: Any,
     ) -> tuple[Tensor, None]:
         """The output [1, T, H, E]; an attention function of transformers."""
-        return self.operator(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+        params = scaling, sliding_window, softcap, s_aux, bias_table, bias_origin
+        return self.operator(module, query, key, value, *params), None
 
     def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
         self.modules[module.layer_idx] = module
@@ -136,13 +139,15 @@ class PagedAttention:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        bias: Tensor | None,
+        bias_origin: int | None,
     ) -> Tensor:
         """The output [1, T, H, E] in a layer with this KV cache."""
         batch = self.batch
         assert batch is not None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         self.windows.add(window)
-        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks)
+        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks, bias, bias_origin)
         if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
             self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
             return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
@@ -221,11 +226,12 @@ def _triton_prefill(
 
 def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
     """Attention of sequences with one token each, q [B, H, D], over their gathered blocks, some sequences at a time."""
-    width = batch.block_tables.shape[1] * kv_cache[0].shape[1]
-    mask = batch.decode_masks.get(params.window)
+    block_size, kv_heads = kv_cache[0].shape[1:3]
+    width = batch.block_tables.shape[1] * block_size
+    mask = batch.decode_masks.get(params.mask_key)
     if mask is None:
         positions = batch.seq_lens[:, None] - 1
-        mask = batch.decode_masks[params.window] = _causal_mask(positions, width, params.window, q.dtype)[:, None]
+        mask = batch.decode_masks[params.mask_key] = _mask(positions, width, params, q.dtype, kv_heads)
     num_seqs = max(1, _MAX_GATHERED_TOKENS // width)
     outputs = [
         _attend_gathered(tables, queries, own_mask, kv_cache, params)
@@ -265,22 +271,29 @@ def _torch_prefill_chunk(
         k, v = (states.index_select(0, chunk.block_table).flatten(0, 1)[: chunk.seq_len] for states in kv_cache)
     groups = q.shape[1] // k.shape[1]
     packed = q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * n, D]
-    mask = chunk.masks.get(params.window)
+    mask = chunk.masks.get(params.mask_key)
     if mask is None:
         positions = torch.arange(chunk.num_computed_tokens, chunk.seq_len, device=q.device)
-        mask = _causal_mask(positions, k.shape[0], params.window, q.dtype).repeat(groups, 1)
-        chunk.masks[params.window] = mask
+        mask = _mask(positions, k.shape[0], params, q.dtype, k.shape[1])
+        mask = chunk.masks[params.mask_key] = mask if params.bias is not None else mask.repeat(1, groups, 1)
     output = _masked_attention(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, params)[0]
     return output.unflatten(1, (groups, chunk.num_tokens)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _causal_mask(positions: Tensor, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The mask to add to the scores of `width` keys for queries at `positions` [..., n]: 0 or -inf, [..., n, width]."""
-    keys = torch.arange(width, device=positions.device)
-    visible = keys <= positions[..., None]
-    if window is not None:
-        visible &= keys > positions[..., None] - window
-    return torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
+def _mask(positions: Tensor, width: int, params: AttentionParams, dtype: torch.dtype, kv_heads: int) -> Tensor:
+    """What to add to the scores of `width` keys for queries at `positions` [..., n]: -inf where a query does not see
+    the key, else 0 or the bias. [..., 1, n, width], with a bias [..., K, G * n, width].
+    """
+    keys, positions = torch.arange(width, device=positions.device), positions[..., None]
+    visible = keys <= positions
+    if params.window is not None:
+        visible &= keys > positions - params.window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))
+    if params.bias is None:
+        return mask.unsqueeze(-3)
+    columns = keys.expand(visible.shape) if params.bias_origin is None else keys - positions + params.bias_origin
+    bias = params.bias[:, columns.clamp(0, params.bias.shape[1] - 1)].to(dtype)  # [H, ..., n, width]
+    return (bias + mask).movedim(0, -3).unflatten(-3, (kv_heads, -1)).flatten(-3, -2)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:

@@ -2,6 +2,7 @@
 tensors from which replayed steps read theirs.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -42,7 +43,7 @@ class FlatBatch:
     all_logits: bool = False  # `logits_indices` are all tokens, in order
     adapters: PlacedAdapters | None = None  # by token; None: no sequence has an adapter
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
-    decode_masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+    decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
     paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _NAMESPACE = "tgis_paged"  # constant: names are part of the key of torch's cache of compiled graphs
 _ATTEND = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
-    " Tensor? sinks) -> Tensor"
+    " Tensor? sinks, Tensor? bias, int? bias_origin) -> Tensor"
 )
 _MAX_GRAPHS = 16  # for four kinds of layers, with one token or several, with adapters or without
 _CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
+from tgis.engines.paged.attention_hooks import hook_errors, hooked_modules, install_hooks
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
@@ -40,9 +42,12 @@ def verify_attention(
     """
     vocab_size = model.get_output_embeddings().out_features
     tokens = torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-    expected, calls = _own_logits(model, tokens)
+    expected, calls = _own_logits(model, tokens, attention)
     model.set_attn_implementation(attention.name)
-    logits, outputs = _paged_logits(tokens, attention, compute_logits, calls)
+    with hook_errors(model):
+        block_size = attention.cache.block_size
+        install_hooks(model, attention, -(-max(max_sequence_length, _NUM_TOKENS) // block_size) * block_size)
+        logits, outputs = _paged_logits(tokens, attention, compute_logits, calls)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(attention.cache) != num_layers:
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
@@ -82,16 +87,16 @@ def dummy_adapter(targets: dict[str, tuple[int, int]], dtype: torch.dtype, devic
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """A call of the model's own attention function by a layer: arguments and output."""
+    """A call of the model's own attention by a layer: how to repeat it for some of the tokens, and its output."""
 
-    module: nn.Module
-    states: tuple[Tensor, ...]  # queries, keys and values, each [1, heads, tokens, size]
-    arguments: dict[str, Any]
-    output: Tensor  # [1, tokens, heads, size]
+    repeat: Callable[[slice], Tensor]
+    output: Tensor  # [1, tokens, ...]
 
 
-def _own_logits(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, list[_AttentionCall]]:
-    """The logits with the model's own attention, and its calls where it can be replaced."""
+def _own_logits(
+    model: PreTrainedModel, tokens: list[int], attention: PagedAttention
+) -> tuple[Tensor, list[_AttentionCall]]:
+    """The logits with the model's own attention, and its calls where `attention` can replace it."""
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     calls: list[_AttentionCall] = []
 
@@ -101,20 +106,42 @@ def _own_logits(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, list
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own = AttentionInterface().get_interface(implementation, eager)
         output, weights = own(module, query, key, value, attention_mask, **arguments)
-        calls.append(_AttentionCall(module, (query, key, value), arguments, output))
+
+        def repeat(chunk: slice) -> Tensor:
+            states = (each[:, :, chunk] for each in (query, key, value))
+            return attention(module, *states, None, **arguments)[0]
+
+        calls.append(_AttentionCall(repeat, output))
         return output, weights
+
+    def record_module(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any], _: object) -> None:
+        """BLOOM adds what follows the hidden states to the output, beside which errors would look small."""
+        args = *args[:1], *map(torch.zeros_like, args[1:])
+
+        def repeat(chunk: slice) -> Tensor:
+            def part(x: Tensor) -> Tensor:
+                return x[:, chunk] if x.dim() > 1 and x.shape[1] == len(tokens) else x
+
+            some, others = tree_map_only(Tensor, part, (args, arguments))
+            output: Tensor = module(*some, **others)[0]
+            return output
+
+        calls.append(_AttentionCall(repeat, module.forward(*args, **arguments)[0]))
 
     AttentionInterface.register(_RECORDED, record)
     AttentionMaskInterface.register(_RECORDED, AttentionMaskInterface()[implementation])
     model.set_attn_implementation(_RECORDED)
+    hooks = [module.register_forward_hook(record_module, with_kwargs=True) for module in hooked_modules(model)]
     logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
     return logits, calls
 
 
 def _paged_logits(
     tokens: list[int], attention: PagedAttention, compute_logits: ComputeLogits, calls: list[_AttentionCall]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The logits with paged attention, and its output for the states of each of these calls."""
+    """The logits with paged attention, and what it gives where each of these calls is repeated."""
     block_size = attention.cache.block_size
     seq = dummy_sequence(tokens, block_size, prompt_logprobs=True)
     attention.cache = PagedKVCache(len(seq.block_table), block_size)
@@ -125,8 +152,7 @@ def _paged_logits(
         logits.append(computed[prompt_slices[seq.id]])
         chunk = slice(seq.num_computed_tokens, seq.num_computed_tokens + count)
         for call, output in zip(calls, outputs, strict=True):  # of the batch that was just computed
-            query, key, value = (states[:, :, chunk] for states in call.states)
-            output.append(attention(call.module, query, key, value, None, **call.arguments)[0])
+            output.append(call.repeat(chunk))
         seq.num_computed_tokens += count
     return torch.cat(logits), [torch.cat(output, 1) for output in outputs]
 

@@ -19,9 +19,9 @@ class _AttentionArgs(ctypes.Structure):
     """`attention_args` of attention.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences", "sinks", "bias")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window", "bias_row", "bias_origin")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("threads", ctypes.c_int64),
     )
@@ -77,13 +77,15 @@ class CpuAttention:
         """
         q = q if q.stride(2) == 1 else q.contiguous()
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        bias = params.bias
         output = q.new_empty(*q.shape[:2], v_cache.shape[3])
         pointers = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), output.data_ptr(), sequences.data_ptr()
         _, block_size, kv_heads, k_size = k_cache.shape
         args = _AttentionArgs(
-            *(*pointers, None if sinks is None else sinks.data_ptr()),
+            *(*pointers, *(None if each is None else each.data_ptr() for each in (sinks, bias))),
             *(len(sequences), q.stride(0), q.stride(1), k_size, v_cache.shape[3]),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
+            *(0 if bias is None else bias.stride(0), -1 if params.bias_origin is None else params.bias_origin),
             *(params.scale, params.softcap or 0.0),
             torch.get_num_threads(),
         )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, add_tile, attention_scores
+from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, add_tile, attention_scores, biases
 
 _NO_WINDOW = 2**31 - 1
 _MIN_DOT = 16  # smallest dimension of tl.dot
@@ -61,12 +61,15 @@ def paged_decode(
         *results,
         *partition,
         *(q, key_cache, value_cache, block_tables, q.stride(0), q.stride(1), block_tables.stride(0), params.scale),
+        params.bias,
         **sizes,
         num_heads=num_heads,
         group_size=group_size,
         k_size=k_size,
         block_size=block_size,
         softcap=params.softcap,
+        bias_row=0 if params.bias is None else params.bias.stride(0),
+        bias_origin=params.bias_origin,
         block_m=block_m,
         block_k=block_k,
         num_warps=8 if block_m * block_v > 8192 else 4,
@@ -120,6 +123,7 @@ def _split_attention(
     q_head_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor,
     padded_seqs: tl.constexpr,
     tile: tl.constexpr,
     v_size: tl.constexpr,
@@ -129,6 +133,8 @@ def _split_attention(
     k_size: tl.constexpr,
     block_size: tl.constexpr,
     softcap: tl.constexpr,
+    bias_row: tl.constexpr,
+    bias_origin: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
 ) -> None:
@@ -165,7 +171,11 @@ def _split_attention(
         next_blocks = tl.load(block_table + (token + tile) // block_size, mask=token + tile < end, other=0)
         k_mask = is_visible & (k_offsets[:, None] < k_size)
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
-        scores = tl.where(is_visible, attention_scores(query, k, scale, softcap), float("-inf"))  # [block_m, tile]
+        scores = attention_scores(query, k, scale, softcap)  # [block_m, tile]
+        if bias is not None:
+            rows = bias + head[:, None] * bias_row
+            scores += biases(rows, seq_len - 1, token, bias_origin, is_head[:, None] & is_visible)
+        scores = tl.where(is_visible, scores, float("-inf"))
         v_mask = is_visible[:, None] & (v_offsets < v_size)
         v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
         acc, running_max, running_sum = add_tile(scores, v, acc, running_max, running_sum)

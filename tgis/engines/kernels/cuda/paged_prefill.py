@@ -38,11 +38,13 @@ def paged_prefill(
     block_m = min(max(_QUERY_BYTES // token_bytes, _MIN_DOT), 128)
     output = torch.empty(num_tokens, num_heads, v_size, dtype=q.dtype, device=q.device)
     _prefill_attention[triton.cdiv(chunks.max_tokens, block_m), num_heads, len(chunks.seq_lens)](
-        *(output, q, key_cache, value_cache, params.sinks),
+        *(output, q, key_cache, value_cache, params.sinks, params.bias),
         *(chunks.block_tables, chunks.cu_seqlens, chunks.seq_lens),
         *(q.stride(0), q.stride(1), chunks.block_tables.stride(0), params.scale),
         _NO_WINDOW if params.window is None else params.window,
         softcap=params.softcap,
+        bias_row=0 if params.bias is None else params.bias.stride(0),
+        bias_origin=params.bias_origin,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         k_size=k_size,
@@ -65,6 +67,7 @@ def _prefill_attention(
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     sinks: tl.tensor,
+    bias: tl.tensor,
     block_tables: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
@@ -74,6 +77,8 @@ def _prefill_attention(
     scale: tl.tensor,
     window: tl.tensor,
     softcap: tl.constexpr,
+    bias_row: tl.constexpr,
+    bias_origin: tl.constexpr,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     k_size: tl.constexpr,
@@ -113,7 +118,10 @@ def _prefill_attention(
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
         distance = position[:, None] - token
         is_visible = (distance >= 0) & (distance < window) & (token < end)
-        scores = tl.where(is_visible, attention_scores(query, k, scale, softcap), float("-inf"))  # [block_m, tile]
+        scores = attention_scores(query, k, scale, softcap)  # [block_m, tile]
+        if bias is not None:
+            scores += biases(bias + head * bias_row, position[:, None], token, bias_origin, is_visible)
+        scores = tl.where(is_visible, scores, float("-inf"))
         v_mask = (token < end)[:, None] & (v_offsets < v_size)
         v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
         acc, running_max, running_sum = add_tile(scores, v, acc, running_max, running_sum)
@@ -133,6 +141,15 @@ def attention_scores(query: tl.tensor, k: tl.tensor, scale: tl.tensor, softcap: 
     if softcap is not None:
         scores = softcap * (1 - 2 / (1 + tl.exp(scores * (2 / softcap))))  # softcap * tanh(scores / softcap)
     return scores * LOG2_E
+
+
+@triton.jit
+def biases(
+    rows: tl.tensor, position: tl.tensor, token: tl.tensor, bias_origin: tl.constexpr, mask: tl.tensor
+) -> tl.tensor:
+    """What rows of the bias add to the scores of the keys of these tokens for queries at these positions."""
+    column = token if bias_origin is None else token - position + bias_origin
+    return tl.load(rows + column, mask=mask, other=0.0) * LOG2_E
 
 
 @triton.jit

@@ -40,6 +40,7 @@ def is_supported(q: Tensor, key_cache: Tensor, value_cache: Tensor, params: Atte
         and q.shape[-1] % 8 == 0
         and params.softcap is None
         and params.sinks is None
+        and params.bias is None
     )
 
 

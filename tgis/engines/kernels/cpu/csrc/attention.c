@@ -27,10 +27,12 @@ typedef struct {
     scalar_t *output;                      /* [tokens, heads, v_size] */
     const sequence *sequences;
     const float *sinks; /* [heads] or NULL */
+    const float *bias;  /* [heads, bias_row] or NULL: added to scaled scores; 15 more are read at the end of a row */
     int64_t num_seqs, q_token_stride, q_head_stride;
     int64_t k_size, v_size; /* multiples of LANES */
     int64_t kv_heads, group, block_size; /* group: query heads per KV head; block_size: a multiple of PANEL */
     int64_t window;                      /* tokens that a token sees, itself included */
+    int64_t bias_row, bias_origin;       /* the column of a token's own key; -1: columns are positions of keys */
     float scale, softcap;                /* softcap: 0 is none */
     int64_t threads;
 } attention_args;
@@ -39,6 +41,12 @@ typedef struct {
 typedef struct {
     int64_t begin, end;
 } range;
+
+/* The tokens that a query sees, and what is added to its scores by token, or NULL. */
+typedef struct {
+    int64_t begin, end;
+    const float *bias;
+} context;
 
 /* Some query tokens and KV heads of a sequence, over the whole context or one split of it. Its queries are ordered by
    KV head, token, head in the group. */
@@ -87,6 +95,13 @@ static inline range visible(const attention_args *args, const sequence *seq, int
     return (range){max_i64(end - args->window, 0), end};
 }
 
+/* The context of a query token for one head. */
+static inline context context_of(const attention_args *args, const sequence *seq, int64_t token, int64_t head) {
+    const range seen = visible(args, seq, token);
+    const int64_t first = args->bias_origin < 0 ? 0 : args->bias_origin - (seen.end - 1);
+    return (context){seen.begin, seen.end, args->bias ? args->bias + head * args->bias_row + first : NULL};
+}
+
 /* The splits that some query tokens see. */
 static inline range visible_splits(const attention_args *args, const sequence *seq, int64_t token, int64_t tokens) {
     const int64_t begin = visible(args, seq, token).begin, end = visible(args, seq, token + tokens - 1).end;
@@ -95,20 +110,21 @@ static inline range visible_splits(const attention_args *args, const sequence *s
 
 /* What the scores of a query are multiplied by, once they have been prepared, for exponents of 2. */
 INLINE float score_scale(const attention_args *args) {
-    return args->softcap != 0 || args->scale <= 0 ? 1 : args->scale * LOG2_E;
+    return args->softcap != 0 || args->scale <= 0 || args->bias ? 1 : args->scale * LOG2_E;
 }
 
 /* Prepares the scores of a query for `vecs` vectors of tokens: those of unseen tokens become -infinity. Returns the
    largest exponent so far. */
 INLINE float mask_scores(
-    const attention_args *args, f32_vec *scores, int vecs, int64_t begin, range seen, const f32_vec *state
+    const attention_args *args, f32_vec *scores, int vecs, int64_t begin, context seen, const f32_vec *state
 ) {
     const u32_vec lanes = LANE_INDEX;
     const float cap = args->softcap;
-    if (cap != 0 || args->scale <= 0)
+    if (cap != 0 || args->scale <= 0 || args->bias)
         for (int i = 0; i < vecs; i++) {
             const f32_vec x = scores[i] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
             scores[i] = cap == 0 ? x : cap * LOG2_E * tanh_f32(x);
+            if (seen.bias) scores[i] += LOG2_E * load_f32(seen.bias + begin + i * LANES);
         }
     if (seen.begin > begin || seen.end < begin + vecs * LANES) {
         const uint32_t first = max_i64(seen.begin - begin, 0), end = max_i64(seen.end - begin, 0);
@@ -142,7 +158,7 @@ INLINE float softmax_tile(
 /* Adds panels of a tile, whose first token is `begin`, to the states of `rows` queries. */
 INLINE void attend_rows(
     const int rows, const attention_args *args, const operand_t *q, const panels *tile, int64_t count, int64_t begin,
-    const range *seen, f32_vec *states
+    const context *seen, f32_vec *states
 ) {
     f32_vec scores[GEMM_ROWS][TILE_VECS];
     operand_t weights[GEMM_ROWS][TILE];
@@ -159,7 +175,7 @@ INLINE void attend_rows(
 
 static void attend_some(
     int rows, const attention_args *args, const operand_t *q, const panels *tile, int64_t count, int64_t begin,
-    const range *seen, f32_vec *states
+    const context *seen, f32_vec *states
 ) {
     switch (rows) {
         case 1: return attend_rows(1, args, q, tile, count, begin, seen, states);
@@ -173,16 +189,17 @@ static void attend_some(
 
 /* Adds them to the states of all of the task's queries of one KV head, as far as these see them. */
 static void attend_tile(
-    const attention_args *args, const task *t, const operand_t *q, const panels *tile, int64_t begin, f32_vec *states
+    const attention_args *args, const task *t, int64_t kv_head, const operand_t *q, const panels *tile, int64_t begin,
+    f32_vec *states
 ) {
     const int queries = t->tokens * args->group;
     int64_t token = t->token, in_group = 0;
     for (int i = 0, rows; i < queries; i += rows) {
         const int blocks = (queries - i + GEMM_ROWS - 1) / GEMM_ROWS;
         rows = (queries - i + blocks - 1) / blocks;
-        range seen[GEMM_ROWS];
+        context seen[GEMM_ROWS];
         for (int r = 0; r < rows; r++) {
-            seen[r] = visible(args, t->seq, token);
+            seen[r] = context_of(args, t->seq, token, kv_head * args->group + in_group);
             if (++in_group == args->group) in_group = 0, token++;
         }
         const int64_t count = min_i64((seen[rows - 1].end - begin + PANEL - 1) / PANEL, tile->count);
@@ -222,7 +239,8 @@ static void attend_split(const attention_args *args, const task *t, int64_t spli
     for (int64_t begin = seen.begin / PANEL * PANEL; begin < seen.end; begin = begin / TILE * TILE + TILE)
         for (int64_t i = 0; i < t->kv_heads; i++) {
             const panels tile = find_panels(args, t, t->kv_head + i, begin, seen, s);
-            attend_tile(args, t, s->q + i * queries * args->k_size, &tile, begin, states + i * queries * state_row);
+            const operand_t *q = s->q + i * queries * args->k_size;
+            attend_tile(args, t, t->kv_head + i, q, &tile, begin, states + i * queries * state_row);
         }
 }
 

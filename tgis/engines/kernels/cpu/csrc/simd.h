@@ -39,15 +39,19 @@ static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline float max_f32(float a, float b) { return a > b ? a : b; }
 
+static inline f32_vec load_f32(const float *from) {
+    f32_vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
 static inline f32_vec load(const scalar_t *from) {
 #if BF16
     u16_vec bits;
     memcpy(&bits, from, sizeof bits);
     return (f32_vec)(__builtin_convertvector(bits, u32_vec) << 16);
 #else
-    f32_vec x;
-    memcpy(&x, from, sizeof x);
-    return x;
+    return load_f32(from);
 #endif
 }
 

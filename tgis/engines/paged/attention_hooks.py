@@ -1,0 +1,156 @@
+"""Hooks for models whose attention does not go through transformers' AttentionInterface.
+
+Projections, rotary embeddings and biases stay those of the model's own code: a hook replaces the method of a module
+that computes attention, or a `forward` that does so inline. The self-check compares what each module gives with and
+without its hook.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+from tgis.engines.paged.attention import PagedAttention
+from tgis.errors import Unsupported
+
+_READ_BEYOND = 16  # columns of a bias that kernels may read beyond those of visible keys
+
+_Params = dict[str, Any]  # of PagedAttention.__call__
+_Attend = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # q, k and v, each [1, heads, tokens, size], to [1, tokens, heads, size]
+_Output = tuple[Tensor, None]
+
+
+class _Hook(NamedTuple):
+    method: str  # of the module, which is replaced by
+    function: Callable[..., _Output]  # which takes the module, an _Attend and the arguments of the method
+    params: Callable[[nn.Module], _Params]
+    bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for positions below
+
+
+def hooked_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention modules that need a hook."""
+    return [module for module in model.modules() if type(module).__name__ in _HOOKS]
+
+
+def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positions: int) -> None:
+    """Make these modules call `attention`, for good. Sequences have at most `num_positions` tokens."""
+    modules = hooked_modules(model)
+    if not modules:
+        return
+    hook = _HOOKS[type(modules[0]).__name__]
+    bias = hook.bias(model, num_positions)
+    for module in modules:
+        module.layer_idx = module.layer_id if hasattr(module, "layer_id") else module.layer_idx
+        attend = partial(_attend, attention, module, hook.params(module) | bias)
+        setattr(module, hook.method, partial(hook.function, module, attend))
+    model.config._attn_implementation = attention.name  # for which transformers makes no masks, but for MPT, which
+    if hook.function is _mpt:  # expects one
+        no_mask = torch.zeros(1, dtype=torch.bool)
+        AttentionMaskInterface.register(attention.name, lambda **_: no_mask)
+
+
+@contextmanager
+def hook_errors(model: PreTrainedModel) -> Iterator[None]:
+    """Unsupported where hooks do not fit the model's code, which another release of transformers may have changed."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not hooked_modules(model):
+            raise
+        raise Unsupported(f"the hooks do not fit the attention of {type(model).__name__}: {error!r:.200}") from error
+
+
+def _attend(attention: PagedAttention, module: nn.Module, params: _Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(module, q.to(v.dtype), k.to(v.dtype), v, None, **params)[0]
+
+
+def _method(_: nn.Module, attend: _Attend, query: Tensor, key: Tensor, value: Tensor, *_masks: Any) -> _Output:
+    return attend(query, key, value).transpose(1, 2), None
+
+
+def _bloom(module: nn.Module, attend: _Attend, hidden_states: Tensor, residual: Tensor, **_: Any) -> _Output:
+    fused = module.query_key_value(hidden_states)
+    output = attend(*_split(fused, module.num_heads, module.head_dim))
+    return module.dense(output.flatten(2)) + residual, None
+
+
+def _falcon(
+    module: nn.Module,
+    attend: _Attend,
+    hidden_states: Tensor,
+    *,
+    alibi: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> _Output:
+    """Unlike in transformers, where groups of heads share keys and values these are not repeated for each head."""
+    q, k, v = _split(module.query_key_value(hidden_states), module.num_kv_heads, module.head_dim)
+    if alibi is None:
+        q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+    return module.dense(attend(q, k, v).flatten(2)), None
+
+
+def _mpt(module: nn.Module, attend: _Attend, hidden_states: Tensor, **_: Any) -> _Output:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = (each.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for each in fused.chunk(3, 2))
+    return module.out_proj(attend(q, k, v).flatten(2)), None
+
+
+def _split(fused: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values that are fused by KV head: its queries, its key, its value."""
+    heads = fused.unflatten(2, (kv_heads, -1, size))  # [1, T, K, G + 2, D]
+    q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _gpt_neo_params(module: nn.Module) -> _Params:
+    window = module.config.window_size if module.attention_type == "local" else None
+    return {"scaling": 1.0, "sliding_window": window}
+
+
+def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
+    """BLOOM's and Falcon's own biases by the position of the key, which they round to the model's dtype or bfloat16."""
+    build = sys.modules[type(model).__module__].build_alibi_tensor
+    mask = torch.ones(1, num_positions + _READ_BEYOND, dtype=torch.int64, device=model.device)
+    bias: Tensor = build(mask, model.config.num_attention_heads, model.dtype).squeeze(1)
+    return bias
+
+
+def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
+    if not model.config.alibi:
+        return {}
+    config = model.config
+    scale = math.sqrt(config.hidden_size // config.num_attention_heads)
+    return {"bias_table": (_alibi(model, num_positions) / scale).float()}
+
+
+def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
+    """By distance: the last column that the model makes is that of a token's own key."""
+    bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
+    return {"bias_table": pad(bias.squeeze(1), (0, _READ_BEYOND)), "bias_origin": num_positions - 1}
+
+
+_HOOKS = {
+    "GPTJAttention": _Hook("_attn", _method, lambda module: {"scaling": 1 / module.scale_attn}),
+    "GPTNeoSelfAttention": _Hook("_attn", _method, _gpt_neo_params),
+    "CodeGenAttention": _Hook("_attn", _method, lambda module: {"scaling": 1 / module.scale_attn}),
+    "BloomAttention": _Hook(
+        "forward",
+        _bloom,
+        lambda module: {"scaling": module.inv_norm_factor},
+        lambda model, positions: {"bias_table": _alibi(model, positions).float()},
+    ),
+    "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
+    "FalconAttention": _Hook("forward", _falcon, lambda module: {"scaling": module.inv_norm_factor}, _falcon_bias),
+}
