@@ -18,6 +18,7 @@ FILES = {
         "engines/kernels/cpu/recording.py",
         "engines/loading/loader.py",
         "engines/padded/attention.py",
+        "engines/paged/attention_hooks.py",
         "engines/paged/compile.py",
         "engines/paged/self_check.py",
         "engines/paged/batch.py",

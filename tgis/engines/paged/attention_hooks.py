@@ -89,13 +89,13 @@ def _falcon(
     hidden_states: Tensor,
     *,
     alibi: Tensor | None = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    position_embeddings: Any = None,  # cosines and sines
     **_: Any,
 ) -> _Output:
     """Unlike in transformers, where groups of heads share keys and values these are not repeated for each head."""
     q, k, v = _split(module.query_key_value(hidden_states), module.num_kv_heads, module.head_dim)
     if alibi is None:
-        q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = module.apply_rotary(q, k, *position_embeddings)
     return module.dense(attend(q, k, v).flatten(2)), None
 
 
@@ -117,6 +117,11 @@ def _split(fused: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Ten
 def _gpt_neo_params(module: nn.Module) -> _Params:
     window = module.config.window_size if module.attention_type == "local" else None
     return {"scaling": 1.0, "sliding_window": window}
+
+
+def _falcon_params(module: nn.Module) -> _Params:
+    module.apply_rotary = module.forward.__globals__["apply_rotary_pos_emb"]  # a CPU kernel may have taken its place
+    return {"scaling": module.inv_norm_factor}
 
 
 def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
@@ -152,5 +157,5 @@ _HOOKS = {
         lambda model, positions: {"bias_table": _alibi(model, positions).float()},
     ),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
-    "FalconAttention": _Hook("forward", _falcon, lambda module: {"scaling": module.inv_norm_factor}, _falcon_bias),
+    "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),
 }

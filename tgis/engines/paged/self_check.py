@@ -108,8 +108,8 @@ def _own_logits(
         output, weights = own(module, query, key, value, attention_mask, **arguments)
 
         def repeat(chunk: slice) -> Tensor:
-            states = (each[:, :, chunk] for each in (query, key, value))
-            return attention(module, *states, None, **arguments)[0]
+            q, k, v = (states[:, :, chunk] for states in (query, key, value))
+            return attention(module, q, k, v, None, **arguments)[0]
 
         calls.append(_AttentionCall(repeat, output))
         return output, weights
