@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from batches import engine_options
 from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
-from transformers import LlamaConfig, Qwen2Config, T5Config
+from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
 from tgis.engines import describe_memory, load_engine
 from tgis.engines.loading import unloaded
@@ -23,6 +23,14 @@ ROWS, LONGEST = 16, 128
 LLAMA = LlamaConfig(vocab_size=8000, **LLAMA_LIKE | {"hidden_size": 128, "num_hidden_layers": 4})
 GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "intermediate_size": 2048})
 T5 = T5Config(vocab_size=8000, decoder_start_token_id=DECODER_START, **T5_LIKE | {"d_model": 128, "d_kv": 32})
+FALCON = FalconConfig(
+    vocab_size=8000,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_kv_heads=2,
+    new_decoder_architecture=True,
+)
 
 
 def bytes_in(text: str) -> float:
@@ -35,7 +43,7 @@ def options_for(model: Path, **changes: Any) -> EngineOptions:
     return msgspec.structs.replace(engine_options(model, ROWS, threads=1), **settings)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GROUPED, T5], ids=lambda config: str(config.model_type))
+@pytest.mark.parametrize("config", [LLAMA, GROUPED, FALCON, T5], ids=lambda config: str(config.model_type))
 def test_a_check_tells_what_a_start_measures(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = options_for(make_model_from_config(config, tmp_path))
     title, weights, kv_cache, _, together = describe_memory(options)

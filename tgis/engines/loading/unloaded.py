@@ -32,8 +32,8 @@ class UnloadedModel:
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
-        _, config, _, found = look_at_model(options, self.device)
-        if decoder_only and config.is_encoder_decoder:
+        _, self.config, _, found = look_at_model(options, self.device)
+        if decoder_only and self.config.is_encoder_decoder:
             raise Unsupported(f"{options.model_path} is an encoder-decoder")
         self._model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device

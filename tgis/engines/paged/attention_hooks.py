@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.paged.attention import PagedAttention
 from tgis.errors import Unsupported
@@ -58,6 +58,12 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
         AttentionMaskInterface.register(attention.name, lambda **_: no_mask)
 
 
+def repeats_of_keys(config: PreTrainedConfig) -> int:
+    """How often transformers caches the keys and values that a hook keeps once: Falcon 40B's for each head."""
+    grouped = getattr(config, "new_decoder_architecture", False)
+    return int(config.num_attention_heads // config.num_kv_heads) if grouped else 1
+
+
 @contextmanager
 def hook_errors(model: PreTrainedModel) -> Iterator[None]:
     """Unsupported where hooks do not fit the model's code, which another release of transformers may have changed."""
@@ -92,7 +98,6 @@ def _falcon(
     position_embeddings: Any = None,  # cosines and sines
     **_: Any,
 ) -> _Output:
-    """Unlike in transformers, where groups of heads share keys and values these are not repeated for each head."""
     q, k, v = _split(module.query_key_value(hidden_states), module.num_kv_heads, module.head_dim)
     if alibi is None:
         q, k = module.apply_rotary(q, k, *position_embeddings)
@@ -132,12 +137,17 @@ def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
     return bias
 
 
+def _exact(bias: Tensor) -> Tensor:
+    """In float32, or in float64 as in a model of that dtype."""
+    return bias.to(torch.promote_types(bias.dtype, torch.float32))
+
+
 def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     if not model.config.alibi:
         return {}
     config = model.config
     scale = math.sqrt(config.hidden_size // config.num_attention_heads)
-    return {"bias_table": (_alibi(model, num_positions) / scale).float()}
+    return {"bias_table": _exact(_alibi(model, num_positions) / scale)}
 
 
 def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
@@ -154,7 +164,7 @@ _HOOKS = {
         "forward",
         _bloom,
         lambda module: {"scaling": module.inv_norm_factor},
-        lambda model, positions: {"bias_table": _alibi(model, positions).float()},
+        lambda model, positions: {"bias_table": _exact(_alibi(model, positions))},
     ),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
     "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),

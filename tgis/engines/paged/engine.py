@@ -28,6 +28,7 @@ from tgis.engines.memory.available import (
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
+from tgis.engines.paged.attention_hooks import repeats_of_keys
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
@@ -58,7 +59,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     device, rows = unloaded.device, unloaded.max_batch_size
     tokens = min(_PREFILL_TOKENS[device.type], rows * options.max_sequence_length)
     step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
-    each = sum(unloaded.caches[0]) // options.num_shards
+    each = sum(unloaded.caches[0]) // options.num_shards // repeats_of_keys(unloaded.config)
     budget = KVBudget(options, device, rows, to_load=unloaded.weights)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
     return unloaded.table("tgis_native", room, (room, each, 0), step)
