@@ -23,9 +23,7 @@ from tgis.errors import Unsupported
 _READ_BEYOND = 16  # columns of a bias that kernels may read beyond those of visible keys
 
 _Params = dict[str, Any]  # of PagedAttention.__call__
-_Attend = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # q, k and v, each [1, heads, tokens, size], to [1, tokens, heads, size]
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v [1, heads, tokens, size] to [1, tokens, heads, size]
 _Output = tuple[Tensor, None]
 
 
@@ -119,6 +117,11 @@ def _split(fused: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Ten
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
+def _gptj_params(module: nn.Module) -> _Params:
+    module._get_embed_positions = lambda _: module.embed_positions[None]  # transformers copies this table in each layer
+    return {"scaling": 1 / module.scale_attn}
+
+
 def _gpt_neo_params(module: nn.Module) -> _Params:
     window = module.config.window_size if module.attention_type == "local" else None
     return {"scaling": 1.0, "sliding_window": window}
@@ -157,7 +160,7 @@ def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
 
 
 _HOOKS = {
-    "GPTJAttention": _Hook("_attn", _method, lambda module: {"scaling": 1 / module.scale_attn}),
+    "GPTJAttention": _Hook("_attn", _method, _gptj_params),
     "GPTNeoSelfAttention": _Hook("_attn", _method, _gpt_neo_params),
     "CodeGenAttention": _Hook("_attn", _method, lambda module: {"scaling": 1 / module.scale_attn}),
     "BloomAttention": _Hook(
