@@ -91,13 +91,11 @@ def _falcon(
     module: nn.Module,
     attend: _Attend,
     hidden_states: Tensor,
-    *,
-    alibi: Tensor | None = None,
     position_embeddings: Any = None,  # cosines and sines
     **_: Any,
 ) -> _Output:
     q, k, v = _split(module.query_key_value(hidden_states), module.num_kv_heads, module.head_dim)
-    if alibi is None:
+    if not module.config.alibi:
         q, k = module.apply_rotary(q, k, *position_embeddings)
     return module.dense(attend(q, k, v).flatten(2)), None
 
@@ -148,7 +146,7 @@ def _exact(bias: Tensor) -> Tensor:
 def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     if not model.config.alibi:
         return {}
-    config = model.config
+    config, model.base_model.use_alibi = model.config, False  # so that no step makes biases
     scale = math.sqrt(config.hidden_size // config.num_attention_heads)
     return {"bias_table": _exact(_alibi(model, num_positions) / scale)}
 
@@ -156,6 +154,7 @@ def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
 def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     """By distance: the last column that the model makes is that of a token's own key."""
     bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
+    model.base_model.build_mpt_alibi_tensor = lambda *_args, **_others: None  # so that no step makes biases
     return {"bias_table": pad(bias.squeeze(1), (0, _READ_BEYOND)), "bias_origin": num_positions - 1}
 
 
