@@ -95,6 +95,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
+FALCON_OF_512 = TOKEN_IDS | {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
+GPTJ_OF_512 = TOKEN_IDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_ctx": 512, "rotary_dim": 8}
+OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface; heads fit CPU kernels
+    "BLOOM": transformers.BloomConfig(**TOKEN_IDS, hidden_size=96, n_layer=3, n_head=6),
+    "MPT": transformers.MptConfig(**TOKEN_IDS, d_model=96, n_layers=3, n_heads=6, max_seq_len=512),
+    "Falcon 7B": transformers.FalconConfig(**FALCON_OF_512),
+    "Falcon 40B": transformers.FalconConfig(**FALCON_OF_512, new_decoder_architecture=True, num_kv_heads=2),
+    "Falcon RW": transformers.FalconConfig(
+        **FALCON_OF_512, alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "GPT-J": transformers.GPTJConfig(**GPTJ_OF_512),
+    "CodeGen": transformers.CodeGenConfig(**GPTJ_OF_512),
+    "GPT-Neo": transformers.GPTNeoConfig(
+        **TOKEN_IDS,
+        hidden_size=96,
+        num_layers=2,
+        num_heads=6,
+        max_position_embeddings=512,
+        attention_types=[[["global", "local"], 1]],
+        window_size=40,
+    ),
+}
 HEAD = LLAMA_LIKE | {"head_dim": 8}
 SMALL_WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}

@@ -10,21 +10,8 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import VOCAB_SIZE, make_model_from_config, run_steps
-from transformers import (
-    BloomConfig,
-    CodeGenConfig,
-    FalconConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MptConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from tiny_models import OWN_ATTENTION, VOCAB_SIZE, make_model_from_config, run_steps
+from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
@@ -40,30 +27,13 @@ SHAPE = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-FALCON = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
-GPT2_LIKE = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**SHAPE),
     "Qwen3": Qwen3Config(**SHAPE),
     "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
     "GPT2": GPT2Config(**SHAPE),
     "GPTNeoX": GPTNeoXConfig(**SHAPE),
-    "BLOOM": BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=96, n_layer=3, n_head=6),
-    "MPT": MptConfig(vocab_size=VOCAB_SIZE, d_model=96, n_layers=3, n_heads=6, max_seq_len=512),
-    "Falcon 7B": FalconConfig(**FALCON),
-    "Falcon 40B": FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "Falcon RW": FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
-    "GPT-J": GPTJConfig(**GPT2_LIKE, rotary_dim=8),
-    "CodeGen": CodeGenConfig(**GPT2_LIKE, n_ctx=512, rotary_dim=8),
-    "GPT-Neo": GPTNeoConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        num_layers=2,
-        num_heads=6,
-        max_position_embeddings=512,
-        attention_types=[[["global", "local"], 1]],
-        window_size=40,
-    ),
+    **OWN_ATTENTION,
 }
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8

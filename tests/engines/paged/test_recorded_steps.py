@@ -12,6 +12,7 @@ from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
 from tiny_models import (
     LLAMA_LIKE,
+    OWN_ATTENTION,
     TOKEN_IDS,
     generate_all,
     greedy_requests,
@@ -19,7 +20,7 @@ from tiny_models import (
     make_wide_config,
 )
 from torch import Tensor, nn
-from transformers import BloomConfig, CodeGenConfig, FalconConfig, GPTJConfig, LlamaConfig, MptConfig, PreTrainedConfig
+from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from tgis.engines.kernels.cpu import linear
@@ -96,20 +97,11 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=True)
 
 
-HOOKED = [
-    BloomConfig(**TOKEN_IDS, hidden_size=32, n_layer=2, n_head=2),
-    MptConfig(**TOKEN_IDS, d_model=32, n_heads=2, n_layers=2, max_seq_len=128),
-    FalconConfig(**TOKEN_IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
-    GPTJConfig(**TOKEN_IDS, n_embd=32, n_layer=2, n_head=2, n_positions=128, rotary_dim=4),
-    CodeGenConfig(**TOKEN_IDS, n_embd=64, n_layer=2, n_head=4, n_positions=128, n_ctx=128, rotary_dim=4),
-]
-
-
-@pytest.mark.parametrize("config", HOOKED, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_models_with_attention_of_their_own_are_replayed(
-    config: PreTrainedConfig, tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_replayed_like_eager(make_model_from_config(config, tmp_path), replays, monkeypatch, max_sequence_length=128)
+    assert_replayed_like_eager(make_model_from_config(OWN_ATTENTION[name], tmp_path), replays, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

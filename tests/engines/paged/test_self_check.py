@@ -1,6 +1,5 @@
 """The check at load, in half precision: rounding is no reason to refuse a model, a difference in one layer is."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ from tiny_models import make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from tgis.engines.paged import attention_hooks
 from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
@@ -56,27 +54,6 @@ def test_attention_that_differs_in_one_layer_is_not(options: EngineOptions, monk
     monkeypatch.setattr(PagedAttention, "__call__", scaled)
     with pytest.raises(Unsupported, match=f"own attention in layer {LAYERS - 1} "):
         PagedEngine(options)
-
-
-ALIBI = attention_hooks._alibi
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("alibi", "message"),
-    [
-        (lambda *arguments: 1.2 * ALIBI(*arguments), "own attention in layer 0 "),
-        (lambda *_: None, "^the hooks do not fit the attention of BloomForCausalLM: AttributeError"),
-    ],
-)
-def test_a_hook_that_does_not_fit_the_model_is_not_used(
-    alibi: Callable[..., Tensor | None], message: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a change in transformers."""
-    options = engine_options(make_model("Bloom", tmp_path), 4, threads=1)
-    monkeypatch.setattr(attention_hooks, "_alibi", alibi)
-    with pytest.raises(Unsupported, match=message):
-        PagedEngine(msgspec.structs.replace(options, dtype=dtype))
 
 
 def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class _Hook(NamedTuple):
     method: str  # of the module, which is replaced by
     function: Callable[..., _Output]  # which takes the module, an _Attend and the arguments of the method
     params: Callable[[nn.Module], _Params]
-    bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for positions below
+    bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for so many positions
 
 
 def hooked_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -50,8 +50,8 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
         module.layer_idx = module.layer_id if hasattr(module, "layer_id") else module.layer_idx
         attend = partial(_attend, attention, module, hook.params(module) | bias)
         setattr(module, hook.method, partial(hook.function, module, attend))
-    model.config._attn_implementation = attention.name  # for which transformers makes no masks, but for MPT, which
-    if hook.function is _mpt:  # expects one
+    model.config._attn_implementation = attention.name  # for which transformers makes no masks
+    if hook.function is _mpt:  # which converts the mask that it expects
         no_mask = torch.zeros(1, dtype=torch.bool)
         AttentionMaskInterface.register(attention.name, lambda **_: no_mask)
 
