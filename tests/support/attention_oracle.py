@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams
+from tgis.engines.kernels.attention_inputs import BIAS_PADDING, AttentionParams
 
 
 def random_bias(heads: int, length: int, *, by_distance: bool) -> dict[str, Any]:
     """Arguments of AttentionParams, for sequences of up to `length` tokens; what must not count is large."""
-    table = torch.randn(heads, length + 16, generator=torch.Generator().manual_seed(2)) * 2
+    table = torch.randn(heads, length + BIAS_PADDING, generator=torch.Generator().manual_seed(2)) * 2
     table[:, length:] = 1e4
     return {"bias": table, "bias_origin": length - 1 if by_distance else None}
 

@@ -9,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tgis.engines.host_memory import to_device
 
+BIAS_PADDING = 32  # columns that are read, and masked, where keys and queries are computed in blocks
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
@@ -18,7 +20,7 @@ class AttentionParams:
     window: int | None = None  # tokens that a token sees, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
-    bias: Tensor | None = None  # float32 [heads, columns], added to the scaled scores; rows end with 15 for padding
+    bias: Tensor | None = None  # float32 [heads, columns + BIAS_PADDING], added to the scaled scores
     bias_origin: int | None = None  # the column of a token's own key; None: columns are the positions of keys
 
     @property

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from tgis.engines.kernels.attention_inputs import BIAS_PADDING
 from tgis.engines.paged.attention import PagedAttention
 from tgis.errors import Unsupported
 
-_READ_BEYOND = 16  # columns of a bias that kernels may read beyond those of visible keys
-
 _Params = dict[str, Any]  # of PagedAttention.__call__
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v [1, heads, tokens, size] to [1, tokens, heads, size]
 _Output = tuple[Tensor, None]
 
 
 class _Hook(NamedTuple):
-    method: str  # of the module, which is replaced by
-    function: Callable[..., _Output]  # which takes the module, an _Attend and the arguments of the method
+    method: str  # of the module's class, which is replaced by
+    function: Callable[..., _Output]
     params: Callable[[nn.Module], _Params]
     bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for so many positions
 
@@ -44,12 +41,15 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
     modules = hooked_modules(model)
     if not modules:
         return
-    hook = _HOOKS[type(modules[0]).__name__]
+    plain = type(modules[0])
+    hook = _HOOKS[plain.__name__]
     bias = hook.bias(model, num_positions)
+    hooked = type(plain.__name__, (plain,), {hook.method: hook.function, "attend": _attend})
     for module in modules:
         module.layer_idx = module.layer_id if hasattr(module, "layer_id") else module.layer_idx
-        attend = partial(_attend, attention, module, hook.params(module) | bias)
-        setattr(module, hook.method, partial(hook.function, module, attend))
+        module.paged_attention, module.attention_params = attention, hook.params(module) | bias
+        vars(module).pop(hook.method, None)
+        module.__class__ = hooked  # not a method of each module, for which torch.compile would compile each anew
     model.config._attn_implementation = attention.name  # for which transformers makes no masks
     if hook.function is _mpt:  # which converts the mask that it expects
         no_mask = torch.zeros(1, dtype=torch.bool)
@@ -73,23 +73,24 @@ def hook_errors(model: PreTrainedModel) -> Iterator[None]:
         raise Unsupported(f"the hooks do not fit the attention of {type(model).__name__}: {error!r:.200}") from error
 
 
-def _attend(attention: PagedAttention, module: nn.Module, params: _Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(module, q.to(v.dtype), k.to(v.dtype), v, None, **params)[0]
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The output [1, tokens, heads, size] of queries, keys and values [1, heads, tokens, size]."""
+    attention: PagedAttention = module.paged_attention
+    return attention(module, q.to(v.dtype), k.to(v.dtype), v, None, **module.attention_params)[0]
 
 
-def _method(_: nn.Module, attend: _Attend, query: Tensor, key: Tensor, value: Tensor, *_masks: Any) -> _Output:
-    return attend(query, key, value).transpose(1, 2), None
+def _method(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_masks: Any) -> _Output:
+    return module.attend(query, key, value).transpose(1, 2), None
 
 
-def _bloom(module: nn.Module, attend: _Attend, hidden_states: Tensor, residual: Tensor, **_: Any) -> _Output:
+def _bloom(module: nn.Module, hidden_states: Tensor, residual: Tensor, **_: Any) -> _Output:
     fused = module.query_key_value(hidden_states)
-    output = attend(*_split(fused, module.num_heads, module.head_dim))
+    output = module.attend(*_split(fused, module.num_heads, module.head_dim))
     return module.dense(output.flatten(2)) + residual, None
 
 
 def _falcon(
     module: nn.Module,
-    attend: _Attend,
     hidden_states: Tensor,
     position_embeddings: Any = None,  # cosines and sines
     **_: Any,
@@ -97,15 +98,15 @@ def _falcon(
     q, k, v = _split(module.query_key_value(hidden_states), module.num_kv_heads, module.head_dim)
     if not module.config.alibi:
         q, k = module.apply_rotary(q, k, *position_embeddings)
-    return module.dense(attend(q, k, v).flatten(2)), None
+    return module.dense(module.attend(q, k, v).flatten(2)), None
 
 
-def _mpt(module: nn.Module, attend: _Attend, hidden_states: Tensor, **_: Any) -> _Output:
+def _mpt(module: nn.Module, hidden_states: Tensor, **_: Any) -> _Output:
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = (each.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for each in fused.chunk(3, 2))
-    return module.out_proj(attend(q, k, v).flatten(2)), None
+    return module.out_proj(module.attend(q, k, v).flatten(2)), None
 
 
 def _split(fused: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +134,7 @@ def _falcon_params(module: nn.Module) -> _Params:
 def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
     """BLOOM's and Falcon's own biases by the position of the key, which they round to the model's dtype or bfloat16."""
     build = sys.modules[type(model).__module__].build_alibi_tensor
-    mask = torch.ones(1, num_positions + _READ_BEYOND, dtype=torch.int64, device=model.device)
+    mask = torch.ones(1, num_positions + BIAS_PADDING, dtype=torch.int64, device=model.device)
     bias: Tensor = build(mask, model.config.num_attention_heads, model.dtype).squeeze(1)
     return bias
 
@@ -155,7 +156,7 @@ def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     """By distance: the last column that the model makes is that of a token's own key."""
     bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
     model.base_model.build_mpt_alibi_tensor = lambda *_args, **_others: None  # so that no step makes biases
-    return {"bias_table": pad(bias.squeeze(1), (0, _READ_BEYOND)), "bias_origin": num_positions - 1}
+    return {"bias_table": pad(bias.squeeze(1), (0, BIAS_PADDING)), "bias_origin": num_positions - 1}
 
 
 _HOOKS = {

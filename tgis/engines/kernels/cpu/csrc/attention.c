@@ -27,7 +27,7 @@ typedef struct {
     scalar_t *output;                      /* [tokens, heads, v_size] */
     const sequence *sequences;
     const float *sinks; /* [heads] or NULL */
-    const float *bias;  /* [heads, bias_row] or NULL: added to scaled scores; 15 more are read at the end of a row */
+    const float *bias;  /* [heads, bias_row] or NULL: added to scaled scores; of unseen keys, too */
     int64_t num_seqs, q_token_stride, q_head_stride;
     int64_t k_size, v_size; /* multiples of LANES */
     int64_t kv_heads, group, block_size; /* group: query heads per KV head; block_size: a multiple of PANEL */
