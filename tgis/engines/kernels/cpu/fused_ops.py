@@ -44,7 +44,7 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
     if kernels is None or model.dtype not in DTYPES:
         return 0
     count = 0
-    for replace in (_as_norm, _as_gated_mlp, _as_activation):  # the activation of a gated MLP is gone by then
+    for replace in (_as_gated_mlp, _as_norm, _as_activation):  # whole MLPs first: they contain the others
         replaced = list(_replacements(model, kernels, replace))
         for parent, name, module in replaced:
             setattr(parent, name, module)
