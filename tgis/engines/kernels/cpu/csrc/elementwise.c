@@ -104,7 +104,7 @@ static inline f32_vec erfc_nonnegative(f32_vec x) {
     const f32_vec t = 1.0f / (1.0f + 0.5f * x);
     f32_vec sum = (f32_vec){0} + 0.17087277f;
     for (int i = 0; i < 9; i++) sum = sum * t + factors[i];
-    return t * exp2_nonpositive((sum - x * x) * 1.44269504f);
+    return t * exp2_f32((sum - x * x) * 1.44269504f);
 }
 
 static inline f32_vec gelu(f32_vec x) {
