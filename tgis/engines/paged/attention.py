@@ -275,7 +275,8 @@ def _torch_prefill_chunk(
     if mask is None:
         positions = torch.arange(chunk.num_computed_tokens, chunk.seq_len, device=q.device)
         mask = _mask(positions, k.shape[0], params, q.dtype, k.shape[1])
-        mask = chunk.masks[params.mask_key] = mask if params.bias is not None else mask.repeat(1, groups, 1)
+        mask = mask[0].repeat(groups, 1) if params.bias is None else mask[None]
+        chunk.masks[params.mask_key] = mask
     output = _masked_attention(packed[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, params)[0]
     return output.unflatten(1, (groups, chunk.num_tokens)).permute(2, 0, 1, 3).flatten(1, 2)
 
