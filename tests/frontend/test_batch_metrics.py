@@ -243,7 +243,7 @@ def test_admission_counters_of_a_paged_engine() -> None:
     kind = {"padded": False, "block_size": 1}
     assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
     assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (0, 2, 0, 0)
-    assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 1, 0)
+    assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=2) == (0, 0, 1, 0)  # a token each for two and the first
 
 
 def test_padding_keeps_requests_out_of_a_prefill() -> None:
