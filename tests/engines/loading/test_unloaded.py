@@ -25,9 +25,9 @@ GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "in
 T5 = T5Config(vocab_size=8000, decoder_start_token_id=DECODER_START, **T5_LIKE | {"d_model": 128, "d_kv": 32})
 FALCON = FalconConfig(
     vocab_size=8000,
-    hidden_size=256,
+    hidden_size=128,
     num_hidden_layers=4,
-    num_attention_heads=8,
+    num_attention_heads=4,
     num_kv_heads=2,
     new_decoder_architecture=True,
 )
