@@ -270,7 +270,7 @@ class ServiceFamilies:
         self.block_size = add.gauge("tgi_kv_cache_block_size", "Tokens of a KV block; 0 for an engine without.")
         self.num_blocks = add.gauge("tgi_kv_cache_blocks", "KV blocks.")
         self.cache_bytes = add.gauge("tgi_kv_cache_bytes", "Bytes that KV blocks may take; 0 for an engine without.")
-        self.resident_cache = add.gauge("tgi_kv_cache_resident_bytes", "Bytes that they take.")
+        self.resident_cache = add.gauge("tgi_kv_cache_resident_bytes", "Bytes of memory that KV blocks take now.")
         self.certificate_expiry = add.gauge(
             "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
         )

@@ -206,6 +206,7 @@ def test_one_recording_serves_any_sizes(kernels: CpuKernels, dtype: torch.dtype)
         for unfit in (
             lambda sizes: run(sizes).softmax(-1),
             lambda sizes: norm(run(sizes)) if sizes[0] % 2 else run(sizes),
+            lambda sizes: norm(embedding(ids[None, : sizes[0] * sizes[1] // 5], table)),
             lambda sizes: run(sizes) * torch.arange(sizes[1], dtype=dtype)[:, None],
         ):
             with pytest.raises(Unsupported, match=r"operators of PyTorch|other (calls|constants)"):

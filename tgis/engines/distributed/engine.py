@@ -97,7 +97,7 @@ class ShardedEngine:
 
     @property
     def resident_cache_bytes(self) -> int:
-        """Those of rank 0; the others report their own."""
+        """Bytes of rank 0's cache; the other ranks report theirs."""
         return self._engine.resident_cache_bytes
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
 
 
 def _exact(bias: Tensor) -> Tensor:
-    """In float32, or in float64 as in a model of that dtype."""
+    """The bias in float32, or in float64 for a model of that dtype."""
     return bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 
@@ -153,7 +153,7 @@ def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
 
 
 def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
-    """By distance: the last column that the model makes is that of a token's own key."""
+    """Biases by distance: the last column that the model makes is that of a token's own key."""
     bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
     model.base_model.build_mpt_alibi_tensor = lambda *_args, **_others: None  # so that no step makes biases
     return {"bias_table": pad(bias.squeeze(1), (0, BIAS_PADDING)), "bias_origin": num_positions - 1}

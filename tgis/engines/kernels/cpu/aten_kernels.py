@@ -41,7 +41,7 @@ class _StridedParams(ctypes.Structure):
 
     @classmethod
     def of(cls, layout: _Layout, scalar: float = 0.0) -> Self:
-        """With the last dimensions of two tensors."""
+        """The parameters for two tensors whose last dimensions are these."""
         assert len(layout) <= _MAX_DIMS
         missing = [(1, 0, 0)] * (_MAX_DIMS - len(layout))
         return cls(*zip(*missing, *layout, strict=True), scalar)

@@ -71,12 +71,14 @@ class Recorder:
         nothing is computed yet. Unsupported if the pass needs operators of PyTorch.
         """
         smaller = [tuple(size - (at == index) for at, size in enumerate(largest)) for index in range(len(largest))]
+        probed = tuple(-(-size // 2) for size in largest)
         found, output = self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, largest))
         others = []
-        for sizes in smaller:
+        for sizes in (*smaller, probed):
             with self._memory.repeated():
                 others.append(self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, sizes))[0])
-        return ResizablePass(found, others, largest), output
+        *others, probe = others
+        return ResizablePass(found, others, largest, (probe, probed)), output
 
     def _record(self, recording: "_Recording", run: Callable[[], Tensor]) -> tuple["RecordedPass", Tensor]:
         self._memory.start()
@@ -147,10 +149,17 @@ class RecordedPass:
 
 class ResizablePass:
     """Repeats a pass that was recorded for some sizes, and for sizes of which one is smaller by 1: what differs between
-    the arguments of their calls is taken to be linear in that size. The memory is that of the largest sizes.
+    the arguments of their calls is linear in that size. The memory is that of the largest sizes.
     """
 
-    def __init__(self, largest: RecordedPass, smaller: list[RecordedPass], sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        largest: RecordedPass,
+        smaller: list[RecordedPass],
+        sizes: tuple[int, ...],
+        probe: tuple[RecordedPass, tuple[int, ...]],
+    ) -> None:
+        """Unsupported unless the pass of the probe, with its sizes, is what the others predict."""
         words, *others = (recorded.words() for recorded in (largest, *smaller))
         if any(len(each) != len(words) for each in others):
             raise Unsupported("a pass has other calls for other sizes")
@@ -158,6 +167,10 @@ class ResizablePass:
         self._moving = np.flatnonzero(factors.any(1))
         self._factors = factors[self._moving]
         self._fixed = words[self._moving] - self._factors @ sizes
+        predicted, (probed, probed_sizes) = words.copy(), probe
+        predicted[self._moving] = self._fixed + self._factors @ probed_sizes
+        if not np.array_equal(predicted, probed.words()):
+            raise Unsupported("a pass has other calls for other sizes")
         self._words = words.copy()
         self._words[:] = largest.words(self._words.ctypes.data)
         self._run, self._kept = largest.kernel_calls.moved_to(self._words), largest.kept
