@@ -213,8 +213,9 @@ def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) ->
         print(f"ready after {server.start_seconds:.1f} s", flush=True)
         yield "start_seconds", round(server.start_seconds, 1)
         load_server(server.target, max(shape.served), max(shape.served), *shape.served_tokens)  # warm-up
-        for streams in shape.served:
-            level = load_server(server.target, streams, _ROUNDS * streams, *shape.served_tokens)
+        for seed, streams in enumerate(shape.served, start=1):  # no prompt is in the prefix cache
+            lengths = shape.served_tokens
+            level = load_server(server.target, streams, _ROUNDS * streams, *lengths, "--seed", str(seed))
             speed, first = level["output_tokens_per_s"], level["ttft_ms"]["p50"]
             print(f"{streams:>4} streams   {speed:>10,.0f} tokens/s, TTFT p50 {first:,.0f} ms", flush=True)
             yield str(streams), level

@@ -2,7 +2,7 @@
 
 Predicts what `make bench-gpu` measures for Llama 3.1 8B in bfloat16, relative to vLLM 0.24 on the same machine; it
 shows without a GPU where time goes and what a policy is worth. The constants are counted bytes over measured bandwidth,
-and estimated launches; nothing here has been measured on a device. The last line is JSON.
+and estimated launches. The last line is JSON.
 """
 
 import json

@@ -35,8 +35,8 @@ def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool, ca
             details = WISHES[number % len(WISHES)]
             request = Request(100 * seed + number, [3 + number] * (5 + number), 4 + number, False, sampling, details)
             rows.append(Sequence(request, 0.0))
-            rows[-1].block_table = list(range(number * 2, number * 2 + 2))
-            assert len(request.tokens) + request.max_new_tokens <= 2 * BLOCK_SIZE
+            rows[-1].block_table = list(range(number * 3, number * 3 + 3))
+            assert len(request.tokens) + request.max_new_tokens <= 3 * BLOCK_SIZE
         while rows:
             plan = StepPlan.compute_all(rows)
             if seed:

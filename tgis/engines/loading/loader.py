@@ -203,6 +203,8 @@ def _from_pretrained(
     auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     path = options.model_path
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # transformers 5.17 would choose SDPA, which leaves soft caps out
     model, loading = auto_class.from_pretrained(
         path,
         config=config,

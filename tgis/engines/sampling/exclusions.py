@@ -31,7 +31,7 @@ class AllowedTokens:
 
     def apply(self, scores: Tensor, _histories: Histories) -> None:
         kept = scores[self._rows, self._ids]
-        scores[self._all_rows] = -torch.inf
+        scores.index_fill_(0, self._all_rows, -torch.inf)
         scores[self._rows, self._ids] = kept
 
 

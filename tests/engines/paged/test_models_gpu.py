@@ -1,0 +1,77 @@
+"""On a real GPU: compiled and captured steps of all ways to attend give the logits of transformers on the CPU."""
+
+import logging
+import random
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options
+from tiny_models import OWN_ATTENTION, VOCAB_SIZE, make_model_from_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, PreTrainedConfig
+
+from tgis.batcher.sequence import StepPlan
+from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.self_check import dummy_sequence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # of libraries: versions differ on GPU machines
+    pytest.mark.timeout(300),  # compilers run
+]
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "Llama": LlamaConfig(**SHAPE),
+    "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
+    "GPT2": GPT2Config(**SHAPE),
+    "GptOss": GptOssConfig(**SHAPE, sliding_window=40, num_local_experts=2, num_experts_per_tok=2),
+    **OWN_ATTENTION,
+}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # relative, in the Euclidean norm
+WAITS_FOR_THE_HOST = ("GptOss", "float32")  # transformers multiplies by experts one after the other
+CASES = [case for case in product(CONFIGS, TOLERANCE) if case != WAITS_FOR_THE_HOST]
+CHUNKS = 150, 249, *[1] * 6
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_logits_are_those_of_transformers(
+    name: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(1)
+    tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
+    model = make_model_from_config(CONFIGS[name], tmp_path)
+    options = msgspec.structs.replace(engine_options(model, 4, threads=2), dtype=dtype, max_sequence_length=len(tokens))
+    engine = PagedEngine(msgspec.structs.replace(options, compile=name in ("Llama", "BLOOM")))
+    engine.warm_up()
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []  # nothing runs eagerly
+    found = logits_of_chunks(engine, tokens)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).float().eval()
+    expected = reference(torch.tensor([tokens])).logits[0]
+    assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
+
+
+def logits_of_chunks(engine: PagedEngine, tokens: list[int]) -> Tensor:
+    """[len(tokens), V]: prompt chunks, then replayed decode steps."""
+    seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
+    for count in CHUNKS:
+        prefill = count > 1
+        computed, slices = engine.compute_logits(
+            StepPlan([seq], [count], [] if prefill else [seq], has_prefill=prefill)
+        )
+        logits.append(computed[slices[seq.id]] if prefill else computed[:1])
+        seq.num_computed_tokens += count
+    return torch.cat([part.float().cpu() for part in logits])
