@@ -32,11 +32,13 @@ def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
     kv_heads, group = draw.randint(1, 4), draw.choice([1, 1, 2, 3, 7, 48])
     k_size, v_size = (16 * draw.choice([1, 1, 2, 3, 5, 8]) for _ in range(2))
     sequences = [(draw.choice([0, draw.randint(1, 700)]), draw.randint(1, 60)) for _ in range(draw.randint(1, 5))]
-    window = draw.choice([None, None, 1, draw.randint(2, 600)])
+    causal = draw.random() < 0.7
+    window = draw.choice([None, None, 1, draw.randint(2, 600)]) if causal else None
     sinks = torch.randn(kv_heads * group) if draw.random() < 0.3 else None
     longest, heads = max(map(sum, sequences)), kv_heads * group
-    bias = random_bias(heads, longest, by_distance=draw.random() < 0.5) if draw.random() < 0.3 else {}
-    params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks, **bias)
+    by_distance = draw.random() < 0.5
+    bias = random_bias(heads, longest, by_distance=by_distance, causal=causal) if draw.random() < 0.3 else {}
+    params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks, **bias, causal=causal)
     widths = [-(-(before + new) // block) for before, new in sequences]
     tables = torch.randperm(sum(widths)).split(widths)
     caches = [torch.full((sum(widths), block, kv_heads, size), torch.nan).to(dtype) for size in (k_size, v_size)]

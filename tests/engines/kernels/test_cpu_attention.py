@@ -30,6 +30,13 @@ PARAMS = {
     "sinks": AttentionParams(0.3, sinks=torch.linspace(-2, 2, 6)),
     "bias by distance": AttentionParams(0.3, **random_bias(6, 1300, by_distance=True)),
     "bias by key": AttentionParams(0.3, **random_bias(6, 1300, by_distance=False)),
+    "not causal": AttentionParams(0.3, causal=False),
+    "not causal, bias by distance": AttentionParams(
+        0.3, **random_bias(6, 1300, by_distance=True, causal=False), causal=False
+    ),
+    "not causal, all at once": AttentionParams(
+        *(0.3, None, 3.0, torch.linspace(-2, 2, 6)), **random_bias(6, 1300, by_distance=False), causal=False
+    ),
     "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6), **random_bias(6, 1300, by_distance=True)),
 }
 
@@ -158,6 +165,22 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
             parts.append(output[start : start + size])
             before += size
         assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("name", ["not causal", "not causal, bias by distance"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_sees_all_gets_the_same_bits_beside_any_others(
+    kernel: CpuAttention, name: str, dtype: torch.dtype
+) -> None:
+    """In a step of its whole sequence and of the last tokens alone; the last one of all decodes."""
+    total = 1300
+    chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
+    expected, blocks = prefill_by(kernel, chunks, PARAMS[name]), chunks.batch.chunks[0].block_table
+    for threads, count in ((1, 1), (2, 1), (7, 40), (3, 700), (2, total)):
+        rows = [[0, 1, 1, blocks.data_ptr()], [2 + total - count, count, total, blocks.data_ptr()]]
+        with num_threads(threads):
+            output = kernel.attend(chunks.q, *in_panels(*chunks.layer), torch.tensor(rows), PARAMS[name])
+        assert torch.equal(output[2 + total - count :], expected[-count:]), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

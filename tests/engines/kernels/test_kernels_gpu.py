@@ -57,13 +57,19 @@ def test_a_captured_decode_reads_new_block_tables_and_lengths() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 128), (4, 4, 80), (6, 1, 64), (4, 2, 256)])
-@pytest.mark.parametrize("window", [None, 1, 20, 5000])
+@pytest.mark.parametrize(("window", "causal"), [(None, True), (1, True), (20, True), (5000, True), (None, False)])
 @pytest.mark.parametrize("rows", [ROWS, [(0, 40), (0, 2), (0, 500)]])
 def test_prefill_matches_the_oracle(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, rows: list[tuple[int, int]]
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    window: int | None,
+    causal: bool,
+    rows: list[tuple[int, int]],
 ) -> None:
     chunks = chunk_batch(rows, heads, kv_heads, size, dtype, "cuda")
-    params = AttentionParams(size**-0.5, window)
+    params = AttentionParams(size**-0.5, window, causal=causal)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, params
     assert attention._select_backends(chunks.q, chunks.layer, params).prefill is attention._varlen_prefill
     for backend in (attention._varlen_prefill, attention._torch_prefill):

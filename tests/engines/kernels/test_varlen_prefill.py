@@ -1,13 +1,18 @@
-"""How PyTorch's variable-length attention is called: it runs on GPUs only, so a reference replaces it here."""
+"""Plain PyTorch's attention, and how its variable-length attention is called: that runs on GPUs only, so a reference
+replaces it here.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_oracle import reference_attention
 from chunk_batches import chunk_batch
+from prefill_cases import CASES, inputs
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cuda import varlen_prefill
@@ -46,9 +51,9 @@ class OldVarlen:
         assert value.shape == key.shape
         assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         left, right = window_size
-        assert right == 0
+        assert right == 0 or (left, right) == (-1, -1)
         assert scale is not None
-        params = AttentionParams(scale, None if left < 0 else left + 1)
+        params = AttentionParams(scale, None if left < 0 else left + 1, causal=right == 0)
         rows = zip(*(ends.tolist() for ends in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
         return torch.cat([reference_attention(query[a:b], key[c:d], value[c:d], params) for a, b, c, d in rows])
 
@@ -71,16 +76,33 @@ def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("rows", [NEW, MIXED, MIXED[:1]])
-@pytest.mark.parametrize("window", [None, 1, 20, 1000])
-def test_the_chunks_of_a_step_are_one_call(varlen: OldVarlen, rows: list[tuple[int, int]], window: int | None) -> None:
+@pytest.mark.parametrize(
+    "params", [*(AttentionParams(0.3, window) for window in (None, 1, 20, 1000)), AttentionParams(0.3, causal=False)]
+)
+def test_the_chunks_of_a_step_are_one_call(
+    varlen: OldVarlen, rows: list[tuple[int, int]], params: AttentionParams
+) -> None:
     chunks = chunk_batch(rows, 4, 2, 16, torch.float32)
-    params = AttentionParams(0.3, window)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, params
     for backend in (attention._varlen_prefill, attention._torch_prefill):
         torch.testing.assert_close(
             torch.cat(backend(*arguments)).double(), chunks.expected(params), atol=1e-5, rtol=1e-5
         )
     assert varlen.calls == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_pytorch_matches_the_oracle(name: str) -> None:
+    """Chunks, and their last tokens as decodes."""
+    chunks, params = inputs(CASES[name], "cpu")
+    expected, batch, q = chunks.expected(params), chunks.batch, chunks.q
+    tables = pad_sequence([chunk.block_table for chunk in batch.chunks], batch_first=True)
+    decodes = replace(batch, block_tables=tables, seq_lens=torch.tensor([chunk.seq_len for chunk in batch.chunks]))
+    last = torch.tensor([chunk.tokens.stop - 1 for chunk in batch.chunks])
+    prefilled = torch.cat(attention._torch_prefill(batch, q, chunks.k, chunks.v, chunks.layer, params))
+    decoded = attention._torch_decode(decodes, q[last], chunks.layer, params)
+    for found, wanted in ((prefilled, expected), (decoded, expected[last - batch.num_decodes])):
+        assert (found.double() - wanted).abs().max() < (1e-5 if q.dtype == torch.float32 else 5e-3)
 
 
 def test_long_contexts_are_gathered_in_several_calls(varlen: OldVarlen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +144,7 @@ def test_prompts_without_context_are_not_gathered() -> None:
 def test_unsupported_inputs_use_other_backends(
     change: dict[str, object], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs: dict[str, Any] = {
+    made: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "cache": None,
         "k_size": 128,
@@ -131,15 +153,15 @@ def test_unsupported_inputs_use_other_backends(
         "sinks": None,
         "bias": None,
     }
-    inputs |= change
-    q = torch.empty(3, 4, inputs["k_size"], dtype=inputs["dtype"])
-    keys, values = (torch.empty(1, 16, 2, inputs[n], dtype=inputs["cache"] or q.dtype) for n in ("k_size", "v_size"))
-    params = AttentionParams(1.0, None, inputs["softcap"], inputs["sinks"], inputs["bias"])
+    made |= change
+    q = torch.empty(3, 4, made["k_size"], dtype=made["dtype"])
+    keys, values = (torch.empty(1, 16, 2, made[n], dtype=made["cache"] or q.dtype) for n in ("k_size", "v_size"))
+    params = AttentionParams(1.0, None, made["softcap"], made["sinks"], made["bias"])
     assert is_supported(q, keys, values, params) == supported
     assert attention._select_backends(q, (keys, values), params) is attention._TORCH_BACKENDS
     monkeypatch.setattr(attention, "has_kernels", lambda _device: True)
     write, decode, prefill = attention._select_backends(q, (keys, values), params)
-    same = inputs["cache"] is None
+    same = made["cache"] is None
     other = attention._triton_prefill if same else attention._torch_prefill
     assert prefill is (attention._varlen_prefill if supported else other)
     assert decode is (attention._triton_decode if same else attention._torch_decode)

@@ -22,16 +22,21 @@ class AttentionParams:
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
     bias: Tensor | None = None  # float32 [heads, columns + BIAS_PADDING], added to the scaled scores
     bias_origin: int | None = None  # the column of a token's own key; None: columns are the positions of keys
+    causal: bool = True  # False: a token sees later ones, too, up to the last of its sequence in the step
+
+    def __post_init__(self) -> None:
+        assert self.causal or self.window is None
 
     @property
-    def kind(self) -> tuple[bool, float | None, bool, bool, int | None]:
+    def kind(self) -> tuple[Hashable, ...]:
         """The properties that kernels are specialized for."""
-        return self.window is None, self.softcap, self.sinks is None, self.bias is None, self.bias_origin
+        bias = self.bias is None, self.bias_origin
+        return self.window is None, self.softcap, self.sinks is None, *bias, self.causal
 
     @property
-    def mask_key(self) -> tuple[int | None, int | None]:
+    def mask_key(self) -> Hashable:
         """What masks, with the bias in them, depend on."""
-        return self.window, None if self.bias is None else self.bias.data_ptr()
+        return self.window, self.causal, None if self.bias is None else self.bias.data_ptr()
 
 
 @dataclass(slots=True)

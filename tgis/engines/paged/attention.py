@@ -286,7 +286,8 @@ def _mask(positions: Tensor, width: int, params: AttentionParams, dtype: torch.d
     the key, else 0 or the bias. [..., 1, n, width], with a bias [..., K, G * n, width].
     """
     keys, positions = torch.arange(width, device=positions.device), positions[..., None]
-    visible = keys <= positions
+    last = positions if params.causal else positions[..., -1:, :]
+    visible = (keys <= last).expand(*positions.shape[:-1], width)
     if params.window is not None:
         visible &= keys > positions - params.window
     mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))

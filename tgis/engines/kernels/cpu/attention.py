@@ -23,7 +23,7 @@ class _AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window", "bias_row", "bias_origin")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("causal", "threads")),
     )
 
 
@@ -86,7 +86,7 @@ class CpuAttention:
             *(len(sequences), q.stride(0), q.stride(1), k_size, v_cache.shape[3]),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
             *(0 if bias is None else bias.stride(0), -1 if params.bias_origin is None else params.bias_origin),
-            *(params.scale, params.softcap or 0.0),
+            *(params.scale, params.softcap or 0.0, params.causal),
             torch.get_num_threads(),
         )
         if self._attend[q.dtype](args):

@@ -45,6 +45,7 @@ def paged_prefill(
         softcap=params.softcap,
         bias_row=0 if params.bias is None else params.bias.stride(0),
         bias_origin=params.bias_origin,
+        causal=params.causal,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         k_size=k_size,
@@ -79,6 +80,7 @@ def _prefill_attention(
     softcap: tl.constexpr,
     bias_row: tl.constexpr,
     bias_origin: tl.constexpr,
+    causal: tl.constexpr,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     k_size: tl.constexpr,
@@ -98,7 +100,7 @@ def _prefill_attention(
         return
     seq_len = tl.load(seq_lens + chunk)
     row = first + tl.arange(0, block_m)
-    position = seq_len - num_queries + row
+    position = tl.minimum(seq_len - num_queries + row, seq_len - 1)  # rows beyond the chunk are like its last
     kv_head = head // (num_heads // num_kv_heads)
     k_offsets, v_offsets = tl.arange(0, block_k), tl.arange(0, block_v)
     token_of_row = (chunk_start + row).to(tl.int64)[:, None]
@@ -109,7 +111,7 @@ def _prefill_attention(
     acc = tl.zeros([block_m, block_v], tl.float32)
     block_table = block_tables + chunk * table_stride
     begin = tl.maximum(seq_len - num_queries + first - window + 1, 0)
-    end = tl.minimum(seq_len - num_queries + first + block_m, seq_len)
+    end = tl.minimum(seq_len - num_queries + first + block_m, seq_len) if causal else seq_len
     for start in range(begin, end, tile):
         token = start + tl.arange(0, tile)
         block = tl.load(block_table + token // block_size, mask=token < end, other=0).to(tl.int64)
@@ -117,7 +119,9 @@ def _prefill_attention(
         k_mask = (token < end) & (k_offsets[:, None] < k_size)
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
         distance = position[:, None] - token
-        is_visible = (distance >= 0) & (distance < window) & (token < end)
+        is_visible = (distance < window) & (token < end)
+        if causal:
+            is_visible &= distance >= 0
         scores = attention_scores(query, k, scale, softcap)  # [block_m, tile]
         if bias is not None:
             scores += biases(bias + head * bias_row, position[:, None], token, bias_origin, is_visible)
@@ -126,7 +130,6 @@ def _prefill_attention(
         v = tl.load(value_cache + slot[:, None] * v_size + v_offsets, mask=v_mask, other=0.0)  # [tile, block_v]
         acc, running_max, running_sum = add_tile(scores, v, acc, running_max, running_sum)
 
-    running_sum = tl.maximum(running_sum, 1.0)  # below 1 only in rows beyond the chunk
     if sinks is not None:
         running_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - running_max)
     finished = (acc / running_sum[:, None]).to(output.dtype.element_ty)

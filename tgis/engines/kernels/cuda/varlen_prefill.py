@@ -69,7 +69,7 @@ def varlen_prefill(
     """The outputs [tokens, H, D] of each batch, for flat queries [T, H, D] and new keys and values [T, K, D]. The
     caches of the layer, [blocks, block size, K, D], already hold the new ones.
     """
-    window_size = (-1 if params.window is None else params.window - 1, 0)
+    window_size = (-1 if params.window is None else params.window - 1, 0 if params.causal else -1)
     outputs = []
     for batch in batches:
         keys, values = k[batch.tokens], v[batch.tokens]

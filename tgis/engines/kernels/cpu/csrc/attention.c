@@ -34,6 +34,7 @@ typedef struct {
     int64_t window;                      /* tokens that a token sees, itself included */
     int64_t bias_row, bias_origin;       /* the column of a token's own key; -1: columns are positions of keys */
     float scale, softcap;                /* softcap: 0 is none */
+    int64_t causal;                      /* 0: a token sees later ones, too; then there is no window */
     int64_t threads;
 } attention_args;
 
@@ -89,16 +90,19 @@ static inline int64_t panel_slot(
     return (block * kv_heads + kv_head) * block_size + token_in_block / PANEL * PANEL;
 }
 
+/* The position of a query token in its sequence. */
+static inline int64_t position(const sequence *seq, int64_t token) { return seq->seq_len - seq->query_len + token; }
+
 /* The context that a query token sees. */
 static inline range visible(const attention_args *args, const sequence *seq, int64_t token) {
-    const int64_t end = seq->seq_len - seq->query_len + token + 1;
+    const int64_t end = args->causal ? position(seq, token) + 1 : seq->seq_len;
     return (range){max_i64(end - args->window, 0), end};
 }
 
 /* The context of a query token for one head. */
 static inline context context_of(const attention_args *args, const sequence *seq, int64_t token, int64_t head) {
     const range seen = visible(args, seq, token);
-    const int64_t first = args->bias_origin < 0 ? 0 : args->bias_origin - (seen.end - 1);
+    const int64_t first = args->bias_origin < 0 ? 0 : args->bias_origin - position(seq, token);
     return (context){seen.begin, seen.end, args->bias ? args->bias + head * args->bias_row + first : NULL};
 }
 
