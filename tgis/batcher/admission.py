@@ -129,9 +129,10 @@ class PagedAdmission:
         pool = manager.pool
         self._block_manager = manager
         self._free_blocks = min(pool.num_available, max_blocks - pool.num_used) - promised - len(running)
-        self._worst_case_free_blocks = max_blocks - sum(manager.blocks_for(seq.max_length) for seq in running)
+        self._worst_case_free_blocks = max_blocks - sum(manager.blocks_for(seq, seq.max_length) for seq in running)
         self._max_chunk = max(budget // MAX_CHUNKS, 1)
-        self._budget = budget - sum(map(self._chunk, prefilling[1:]))  # the first has its own share
+        counted = prefilling if manager.encoder_decoder else prefilling[1:]  # the first chunk has its own share
+        self._budget = budget - sum(map(self._chunk, counted))
         self._prefilling = prefilling
         self._alone = not running
         self._overtaking = False  # whether a sequence has to wait already
@@ -149,18 +150,19 @@ class PagedAdmission:
         return reason
 
     def admit(self, seq: Sequence) -> None:
-        max_blocks = self._block_manager.blocks_for(seq.max_length)
+        max_blocks = self._block_manager.blocks_for(seq, seq.max_length)
         self._counters.granular_additions += not self._alone and max_blocks > self._worst_case_free_blocks
         self._alone = False
         self._worst_case_free_blocks -= max_blocks
         self._free_blocks -= self._block_manager.new_blocks_needed(seq) + 1
         self._block_manager.attach_cached_prefix(seq, self._counters)
-        self._budget -= self._chunk(seq) if self._prefilling else 0
+        self._budget -= self._chunk(seq) if self._prefilling or self._block_manager.encoder_decoder else 0
         self._prefilling.append(seq)
 
     def _chunk(self, seq: Sequence) -> int:
-        """Tokens that are kept for it, so that it is worth starting."""
-        return min(seq.num_uncomputed_tokens, self._max_chunk)
+        """Tokens that are kept for it, so that it is worth starting; all of them where prompts are whole."""
+        most = seq.num_uncomputed_tokens if self._block_manager.encoder_decoder else self._max_chunk
+        return min(seq.num_uncomputed_tokens, most)
 
     def _reason(self, seq: Sequence) -> WaitReason | None:
         manager = self._block_manager

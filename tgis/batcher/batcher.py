@@ -11,7 +11,7 @@ from itertools import islice
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
-from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget
+from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget, split_whole
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
 from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
@@ -176,7 +176,7 @@ class Batcher:
             max_prefill_padding=limits.max_prefill_padding,
             max_waiting_tokens=limits.max_waiting_tokens,
             padded=limits.padded,
-            chunked_prefill=limits.block_size > 0,
+            chunked_prefill=limits.block_size > 0 and not limits.encoder_decoder,
             running_requests=[_state(seq, now) for seq in islice(self.running, max_seqs)],
             waiting_requests=[_state(seq, now) for seq in islice(self.waiting, max_seqs)],
         )
@@ -223,7 +223,8 @@ class Batcher:
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
         """The sequences that get the blocks they need, in the order of their turns; the last ones may be preempted."""
         scheduled: list[Scheduled] = []
-        for seq, count in split_budget(seqs, budget):
+        split = split_whole if self._limits.encoder_decoder else split_budget
+        for seq, count in split(seqs, budget):
             if seq.turn > self.running[-1].turn:
                 break  # preempted, and the turns of all that follow are later still
             while not (allocated := block_manager.allocate(seq, count)) and seq is not self.running[-1]:

@@ -59,16 +59,25 @@ class BatchLimits:
     lookahead: int = 0  # tokens beyond the step for which a sequence gets a block, if one is free
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take
     max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
+    encoder_decoder: bool = False  # one with blocks: an input has blocks of its own, and is computed in one step
 
     def __post_init__(self) -> None:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"
+        assert self.block_size or not self.encoder_decoder, "other engines count no blocks"
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of a request that can run to its end, however input and output share them: each fills its blocks."""
+        if not self.encoder_decoder:
+            return self.token_capacity
+        return max((self.token_capacity // self.block_size - 1) * self.block_size + 1, 0)
 
 
-def check_max_sequence_length(token_capacity: int, length: int) -> None:
+def check_max_sequence_length(max_request_tokens: int, length: int) -> None:
     """Raise StartError unless one request of this many tokens fits into memory."""
-    if token_capacity < length:
+    if max_request_tokens < length:
         raise StartError(
-            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {token_capacity} does: lower it, "
+            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {max_request_tokens} does: lower it, "
             "or BATCH_SAFETY_MARGIN, or choose a smaller dtype"
         )
 

@@ -1,7 +1,8 @@
 """The share of an engine's time that goes to prefills while other sequences decode.
 
 Engines that compute whole prompts interleave prefill and decode steps: PrefillInterleaving. Engines with KV blocks add
-chunks of prompts to decode steps: PrefillBudget says how many tokens, split_budget of which sequences.
+chunks of prompts to decode steps: PrefillBudget says how many tokens, split_budget of which sequences. Encoders with KV
+blocks need whole prompts, which split_whole selects.
 """
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -83,6 +84,20 @@ def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]
         left -= shares[seq]
     shares[oldest] = min(_max_chunk(oldest), reserved + left)
     return [(seq, shares.get(seq, 1)) for seq in seqs if shares.get(seq, 1)]
+
+
+def split_whole(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """The same where all tokens of a prompt are computed in one step: those of the oldest, however many they are, and
+    of others while the budget lasts, the shortest first.
+    """
+    prefilling = [seq for seq in seqs if not seq.decoding]
+    chosen = set(prefilling[:1])
+    left = budget - sum(seq.num_uncomputed_tokens for seq in chosen)
+    for seq in sorted(prefilling[1:], key=lambda seq: seq.num_uncomputed_tokens):
+        left -= seq.num_uncomputed_tokens
+        if left >= 0:
+            chosen.add(seq)
+    return [(seq, seq.num_uncomputed_tokens) for seq in seqs if seq.decoding or seq in chosen]
 
 
 def _max_chunk(seq: Sequence) -> int:

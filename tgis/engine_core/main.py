@@ -42,6 +42,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
         lookahead=info.lookahead,
         max_prefill_gap_ms=options.max_prefill_gap_ms or info.max_prefill_gap_ms,
         max_waiting_tokens=options.max_waiting_tokens,
+        encoder_decoder=info.encoder_decoder and info.block_size > 0,
     )
 
 
@@ -51,7 +52,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     engine.warm_up()
     channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     limits = batch_limits(options, engine.info)
-    check_max_sequence_length(limits.token_capacity, options.max_sequence_length)
+    check_max_sequence_length(limits.max_request_tokens, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     return_unused_memory()
     gc.freeze()  # the collector need not look at what has been loaded

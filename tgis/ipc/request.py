@@ -113,12 +113,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.tokens) - self.soft_prompt_length
 
     @property
+    def decoder_length(self) -> int:
+        """Virtual tokens before the output of an encoder-decoder."""
+        return self.adapter.decoder_length if self.adapter else 0
+
+    @property
     def output_positions(self) -> int:
         """Decoder positions of an encoder-decoder, virtual tokens included."""
-        return self.max_new_tokens + (self.adapter.decoder_length if self.adapter else 0)
+        return self.max_new_tokens + self.decoder_length
 
     @property
     def input_positions(self) -> int:
         """Encoder positions of an encoder-decoder, virtual tokens included."""
-        virtual = self.adapter.decoder_length if self.adapter else 0
-        return len(self.tokens) - virtual - bool(virtual)
+        return len(self.tokens) - self.decoder_length - bool(self.decoder_length)
