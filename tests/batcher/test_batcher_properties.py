@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import RequestState
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
 
@@ -30,13 +31,19 @@ class Arrival:
     tenant: int = 0  # tenants share no blocks
     prompt_logprobs: bool = False
     client: int = 0
+    soft_prompt: int = 0  # of encoder-decoders: virtual tokens of the decoder; the encoder has two
 
-    def request(self, number: int) -> Request:
+    def request(self, number: int, *, encoder_decoder: bool = False) -> Request:
         shared = min(self.shared, self.length)
         tokens = [*range(1, 1 + shared), *[1000 + number] * (self.length - shared)]
         details = LogprobOptions(input_tokens=self.prompt_logprobs, logprobs=self.prompt_logprobs)
         salt, client = SALTS[self.tenant], CLIENTS[self.client]
-        return Request(number, tokens, self.new, False, SamplingParams(), details, self.deadline, salt, client=client)
+        adapter = None
+        if encoder_decoder and self.soft_prompt:
+            adapter = AdapterRef("a", self.soft_prompt + 3, self.soft_prompt, 10**6 + number, self.soft_prompt)
+            tokens, salt = [0] * adapter.length + tokens, salt + bytes([adapter.version])
+        params, deadline = SamplingParams(), self.deadline
+        return Request(number, tokens, self.new, False, params, details, deadline, salt, adapter, client=client)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -60,7 +67,7 @@ class World:
     passed_over: set[int] = field(default_factory=set)  # waited while a step ran
     rolled_back: set[int] = field(default_factory=set)  # in the last step, if it failed
     generated: dict[int, int] = field(default_factory=dict)
-    slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # KV slot -> the salt and the token there
+    slots: dict[int, tuple[bytes, object]] = field(default_factory=dict)  # KV slot -> the salt, and what is there
     trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of each plan: ids and scheduled tokens
 
     def run(self) -> None:
@@ -88,7 +95,7 @@ class World:
     def _come_and_go(self, batcher: Batcher, step: int, now: float) -> None:
         for number, a in enumerate(self.arrivals):
             if a.step == step:
-                batcher.submit([a.request(number)], now)
+                batcher.submit([a.request(number, encoder_decoder=self.bounds.encoder_decoder)], now)
             if a.cancelled_at == step and a.step <= step and number not in self.ends:
                 self.ends[number] = [StopReason.CANCELLED]
                 batcher.cancel([number])
@@ -123,7 +130,11 @@ class World:
     def _check_blocks(self, plan: StepPlan, batcher: Batcher) -> None:
         """The oldest of a client proceed, its youngest are preempted."""
         check_pool(pool_of(batcher))
-        assert sum(plan.num_scheduled_tokens) <= self.bounds.prefill_tokens + len(plan.seqs) + 16
+        tokens = sum(plan.num_scheduled_tokens)
+        if self.bounds.encoder_decoder:
+            self._check_whole_prompts(plan, batcher)
+            tokens -= sum(plan.num_prefill_tokens[:1])  # the oldest is computed, whatever its size
+        assert tokens <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running[0]
         assert oldest in plan.seqs or oldest.retry_group != plan.seqs[0].retry_group
         lost = [seq for seq in preempted(plan) if seq.id not in self.rolled_back]
@@ -134,6 +145,17 @@ class World:
                 assert seq.num_computed_tokens == self.held.get(seq.id, 0), (
                     "prompt logprobs of these tokens are missing"
                 )
+
+    def _check_whole_prompts(self, plan: StepPlan, batcher: Batcher) -> None:
+        """No prompt is cut, and no input encoded that is there already, or twice in a step."""
+        assert plan.sampled == plan.seqs
+        numbered = enumerate(self.arrivals)
+        always = {_input(a.request(n, encoder_decoder=True)) for n, a in numbered if a.prompt_logprobs or a.length == 1}
+        encoding = [_input(seq.request) for seq in plan.seqs if not seq.num_computed_tokens]
+        encoded = {_input(seq.request) for seq in batcher.running if seq.num_computed_tokens}
+        for one in {*encoding} - always if self.bounds.prefix_cache else ():
+            assert encoding.count(one) == 1
+            assert one not in encoded
 
     def _step(self, batcher: Batcher, plan: StepPlan, step: int, now: float) -> None:
         self.rolled_back = set()
@@ -166,19 +188,38 @@ class World:
 
     def _write(self, seq: Sequence, count: int) -> None:
         """Write tokens to the sequence's blocks, and check that they hold the whole sequence."""
-        if size := self.bounds.block_size:
-            end = seq.num_computed_tokens + count
-            places = [seq.block_table[at // size] * size + at % size for at in range(end)]
-            assert max(places) < self.bounds.token_capacity
-            contents = [(seq.request.cache_salt, token) for token in seq.tokens[:end]]
-            self.slots.update(zip(places[seq.num_computed_tokens :], contents[seq.num_computed_tokens :], strict=True))
-            assert [self.slots[place] for place in places] == contents
+        if self.bounds.block_size:
+            contents = self._contents(seq, seq.num_computed_tokens + count)
+            assert max(contents) < self.bounds.token_capacity
+            self.slots |= {place: contents[place] for place in contents.keys() - self._contents(seq).keys()}
+            assert {place: self.slots[place] for place in contents} == contents
+
+    def _contents(self, seq: Sequence, end: int | None = None) -> dict[int, tuple[bytes, object]]:
+        """By KV slot what must be there when the tokens up to `end` are computed, or those that are."""
+        size, end = self.bounds.block_size, seq.num_computed_tokens if end is None else end
+        tokens: dict[int, object] = dict(enumerate(seq.tokens[:end]))
+        if self.bounds.encoder_decoder:
+            tokens = {at: (_input(seq.request), at) for at in range(seq.request.input_positions if end else 0)}
+            if end >= seq.prompt_length:
+                first = self._place(seq, seq.prompt_length)  # of the output
+                tokens |= {first - 1 - at: -at for at in range(seq.request.decoder_length + 1)}
+                tokens |= dict(enumerate(seq.tokens[seq.prompt_length : end], first))
+        places = [seq.block_table[at // size] * size + at % size for at in tokens]
+        assert len({*places}) == len(places)
+        return dict(zip(places, [(seq.request.cache_salt, token) for token in tokens.values()], strict=True))
+
+    def _place(self, seq: Sequence, at: int) -> int:
+        """Where in the blocks of a sequence its output token `at` is."""
+        if not self.bounds.encoder_decoder:
+            return at
+        input_blocks = -(-seq.request.input_positions // self.bounds.block_size)
+        return input_blocks * self.bounds.block_size + seq.request.decoder_length + 1 + at - seq.prompt_length
 
     def _write_lookahead(self, plan: StepPlan) -> None:
         """Write the token after the next one, as async decoding does: it must be overwritten before it is read."""
         if size := self.bounds.block_size:
             for seq in plan.sampled:
-                at = len(seq.tokens)
+                at = self._place(seq, len(seq.tokens))
                 if self.bounds.lookahead and seq.num_remaining_tokens > 1 and at < len(seq.block_table) * size:
                     self.slots[seq.block_table[at // size] * size + at % size] = b"", -1
 
@@ -211,6 +252,10 @@ class World:
             assert seq.tokens == alone.tokens
 
 
+def _input(one: Request) -> tuple[bytes, tuple[int, ...]]:
+    return one.cache_salt, tuple(one.tokens)
+
+
 ARRIVALS = st.lists(
     st.builds(
         Arrival,
@@ -224,6 +269,7 @@ ARRIVALS = st.lists(
         tenant=st.sampled_from([0, 0, 0, 1]),
         prompt_logprobs=st.sampled_from([False] * 4 + [True]),
         client=st.sampled_from([0, 0, 0, 1, 2]),
+        soft_prompt=st.sampled_from([0, 0, 1, 4]),
     ),
     max_size=25,
 )
@@ -234,15 +280,19 @@ PADDED = {
     "max_prefill_padding": st.sampled_from([0.0, 0.2, 1.0]),
     "max_waiting_tokens": st.sampled_from([0, 3, 24]),
 }
-BOUNDS = st.builds(limits, **PADDED) | st.builds(
-    limits,
-    **PADDED,
-    padded=st.just(False),
-    block_size=st.sampled_from([0, 1, 4]),
-    lookahead=st.sampled_from([0, 1]),
-    prefix_cache=st.booleans(),
-    max_prefill_gap_ms=st.sampled_from([1, 500, 60_000]),
-)
+FLAT = PADDED | {
+    "padded": st.just(False),
+    "block_size": st.sampled_from([0, 1, 4]),
+    "lookahead": st.sampled_from([0, 1]),
+    "prefix_cache": st.booleans(),
+    "max_prefill_gap_ms": st.sampled_from([1, 500, 60_000]),
+}
+ENCODER_DECODER = FLAT | {
+    "weight": st.sampled_from([50, 90, 200, 1000]),
+    "block_size": st.sampled_from([1, 4]),
+    "encoder_decoder": st.just(True),
+}
+BOUNDS = st.builds(limits, **PADDED) | st.builds(limits, **FLAT) | st.builds(limits, **ENCODER_DECODER)
 
 
 @settings(max_examples=150)
@@ -274,7 +324,9 @@ def test_out_of_memory_and_failed_steps_lose_no_request(
     world.run()
     assert {number: len(ends) for number, ends in world.ends.items()} == dict.fromkeys(range(len(arrivals)), 1)
     for number in world.out_of_memory:
-        assert arrivals[number].length + arrivals[number].new - 1 + bounds.block_size > memory
+        one = arrivals[number].request(number, encoder_decoder=bounds.encoder_decoder)
+        parts = 1 + bounds.encoder_decoder
+        assert len(one.tokens) + one.max_new_tokens - 1 + parts * bounds.block_size > memory
 
 
 @settings(max_examples=30)
@@ -293,8 +345,8 @@ def test_the_oldest_request_is_not_starved_by_small_ones(
 ) -> None:
     """It needs all the memory; only the small ones of its first second may overtake it, whoever's they are."""
     batcher = Batcher(bounds, {EOS})
-    limit = bounds.token_capacity
-    limit -= limit % (bounds.block_size or 1)
+    limit = bounds.max_request_tokens
+    limit -= 0 if bounds.encoder_decoder else limit % (bounds.block_size or 1)
     numbers = iter(range(1, 10**6))
     for step in range(1500):
         now = step * 0.3

@@ -1,4 +1,4 @@
-"""Batches with KV blocks: prefix caching, and preemption when blocks run out."""
+"""Batches with KV blocks: prefix caching, and preemption when blocks run out; the same of encoder-decoders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ from batches import EOS, busy, check_pool, ids, limits, next_plan, pool_of, pree
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -34,8 +35,9 @@ def ask(
     salt: bytes = b"",
     details: LogprobOptions | None = None,
     deadline: float | None = None,
+    adapter: AdapterRef | None = None,
 ) -> Request:
-    return Request(number, tokens, new, False, SamplingParams(), details or LogprobOptions(), deadline, salt)
+    return Request(number, tokens, new, False, SamplingParams(), details or LogprobOptions(), deadline, salt, adapter)
 
 
 def step(one: Batcher, token: int = 7, now: float = 0.0) -> StepPlan:
@@ -267,3 +269,133 @@ def test_lookahead_preempts_nothing() -> None:
         assert pool_of(one).num_used <= 6
     assert lost[1] == lost[0]
     assert [1] in lost[0]
+
+
+def encoder_decoder(blocks: int = 100, **changes: Any) -> Batcher:
+    return batcher(blocks, encoder_decoder=True, **changes)
+
+
+def soft_prompt(encoder: int, decoder: int) -> AdapterRef:
+    return AdapterRef("a", encoder + decoder + (decoder > 0), decoder, 100, 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "adapter", "lookahead", "held"),
+    [
+        (1, None, 0, [2, 2, 2, 2, 3]),  # one block for the input; the fifth step computes the fifth token
+        (4, None, 0, [2, 2, 2, 2, 3]),
+        (5, None, 0, [3, 3, 3, 3, 4]),
+        (5, None, 1, [3, 3, 3, 4, 4]),
+        (5, None, 9, [4, 4, 4, 4, 4]),  # no more than it may need
+        (5, soft_prompt(0, 0), 0, [3, 3, 3, 3, 4]),  # LoRA
+        (5, soft_prompt(3, 0), 0, [3, 3, 3, 3, 4]),
+        (5, soft_prompt(4, 0), 0, [4, 4, 4, 4, 5]),
+        (5, soft_prompt(0, 2), 0, [3, 3, 4, 4, 4]),
+        (5, soft_prompt(4, 4), 0, [5, 5, 5, 5, 6]),
+    ],
+)
+def test_the_input_of_an_encoder_decoder_has_blocks_of_its_own(
+    length: int, adapter: AdapterRef | None, lookahead: int, held: list[int]
+) -> None:
+    one = encoder_decoder(lookahead=lookahead)
+    tokens = prompt(length + (adapter.length if adapter else 0))
+    one.submit([ask(1, tokens, 6, adapter=adapter)], 0.0)
+    assert [len(step(one).seqs[0].block_table) for _ in held] == held
+    work(one)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_equal_short_inputs_are_encoded_once(length: int) -> None:
+    one = encoder_decoder(prefill_tokens=64)
+    one.submit([ask(n, prompt(length), 2) for n in range(2)], 0.0)
+    assert work(one) == [{0: length}, {0: 1, 1: 1}, {1: 1}]
+
+
+def test_equal_inputs_are_encoded_once() -> None:
+    """Those that come together wait for the step that encodes the first; the last block, half full, is shared too."""
+    one = encoder_decoder(prefill_tokens=64)
+    equal, others = prompt(10), [[*prompt(9), 5], prompt(9), [5, *prompt(10)[1:]]]
+    asked = [*(ask(n, equal, 3) for n in range(3)), *(ask(n, tokens, 3) for n, tokens in enumerate(others, 3))]
+    one.submit([*asked, ask(6, equal, 3, salt=b"a")], 0.0)
+    first = step(one)
+    assert dict(zip(ids(first.seqs), first.num_scheduled_tokens, strict=True)) == {0: 10, 3: 10, 4: 9, 5: 10, 6: 10}
+    assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.PREFIX_CACHE
+    second = step(one)
+    assert (ids(second.seqs), second.has_prefill) == ([*range(7)], False)
+    assert len({tuple(seq.block_table[:3]) for seq in second.seqs[:3]}) == 1
+    assert pool_of(one).num_used == 5 * 3 + 7
+    counters = one.take_counters()
+    assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (6 * 10 + 9, 2 * 9)
+    work(one)
+    assert [computed(one, ask(n, tokens)) for n, tokens in enumerate([equal, *others], 10)] == [1, 1, 1, 1]
+    assert computed(one, ask(15, prompt(8))) == 8  # a beginning is of no use
+
+
+@pytest.mark.parametrize(
+    ("tokens", "details", "prefix_cache"),
+    [
+        (prompt(1), LogprobOptions(), True),  # it would have no computed token
+        (prompt(10), LogprobOptions(input_tokens=True), True),
+        (prompt(10), LogprobOptions(), False),
+    ],
+)
+def test_which_inputs_are_always_encoded(tokens: list[int], details: LogprobOptions, prefix_cache: bool) -> None:
+    one = encoder_decoder(prefix_cache=prefix_cache, prefill_tokens=64)
+    for number in range(3):
+        one.submit([ask(number, tokens, 2, details=details)], 0.0)
+    assert work(one) == [dict.fromkeys(range(3), len(tokens)), dict.fromkeys(range(3), 1)]
+    assert one.take_counters().prefix_cache_hits == 0
+
+
+@pytest.mark.parametrize(("blocks", "again"), [(9, 0), (8, 8)])  # eight are not enough for the older one and an input
+def test_a_preempted_sequence_finds_its_input_as_long_as_nobody_needs_the_place(blocks: int, again: int) -> None:
+    one = encoder_decoder(blocks, prefill_tokens=64)
+    one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
+    while not (lost := preempted(plan := step(one))):
+        pass
+    (seq,) = lost
+    assert (seq.id, seq.num_computed_tokens, seq.num_generated_tokens) == (1, 0, 8)
+    while seq not in plan.seqs:
+        plan = step(one)
+    assert plan.num_scheduled_tokens[-1] == again + 8 + (not again)  # the output, and the start token if not encoded
+
+
+def test_what_is_left_of_an_input_is_replaced_when_it_is_encoded_again() -> None:
+    """Else its blocks would be evicted one after the other while it is in use."""
+    one = encoder_decoder(8, prefill_tokens=64)
+    for number, (length, new) in enumerate([(12, 1), (8, 16)]):  # the second takes the first one's last block
+        assert computed(one, ask(number, prompt(length, 1000 * number), new)) == length + new - 1
+    one.submit([ask(2, prompt(12, 0), 15)], 0.0)
+    assert [step(one).num_scheduled_tokens for _ in range(5)] == [[12], [1], [1], [1], [1]]
+    one.submit([ask(3, prompt(12, 0))], 0.0)
+    assert step(one).num_scheduled_tokens == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+@pytest.mark.parametrize("decoder_length", [0, 1, 3])
+def test_a_request_of_the_maximal_length_runs_to_its_end(size: int, blocks: int, decoder_length: int) -> None:
+    """However input and output share the tokens; one token more would not fit in all cases."""
+    one = encoder_decoder(blocks, block_size=size)
+    adapter = soft_prompt(0, decoder_length)
+    most = one._limits.max_request_tokens
+    for length in range(adapter.length + 1, most):
+        one.submit([ask(length, prompt(length), most - length, adapter=adapter)], 0.0)
+        assert len(work(one)) == most - length
+    assert one._block_manager is not None
+    needed = [
+        one._block_manager.blocks_for(Sequence(ask(0, prompt(length)), 0.0), most) for length in range(1, most + 1)
+    ]
+    assert max(needed) == blocks + 1
+
+
+def test_a_prompt_of_an_encoder_decoder_is_computed_whole() -> None:
+    """Those that join are about as many as one step computes; the others may still overtake one another."""
+    one = encoder_decoder()
+    one.submit([ask(n, prompt(length, 100 * n), 9) for n, length in enumerate([20, 5, 3, 30, 2])], 0.0)
+    steps = []
+    for _ in range(4):
+        plan = step(one)
+        steps.append((dict(zip(ids(plan.seqs), plan.num_scheduled_tokens, strict=True)), len(one.running)))
+    assert steps == [({0: 20}, 1), ({0: 1, 1: 5}, 3), ({0: 1, 1: 1, 2: 3}, 4), ({0: 1, 1: 1, 2: 1, 3: 30}, 4)]
+    assert not one.state(0.0, max_seqs=0).chunked_prefill

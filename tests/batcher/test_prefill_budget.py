@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.prefill_budget import split_budget
+from tgis.batcher.prefill_budget import split_budget, split_whole
 from tgis.batcher.sequence import Sequence
 from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
 from tgis.engines.fake import StepModel
@@ -96,13 +96,24 @@ def test_short_requests_do_not_wait_for_several_long_prompts() -> None:
     assert sorted(outcome.times("ttft"))[19] < 0.2
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12), st.integers(1, 60))
-def test_the_budget_is_split_without_waste(seqs: list[tuple[int, bool]], budget: int) -> None:
-    sequences = [Sequence(request(n, length), 0.0) for n, (length, _) in enumerate(seqs)]
-    for seq, (_, decoding) in zip(sequences, seqs, strict=True):
-        if decoding:
-            seq.num_computed_tokens = len(seq.tokens)
-            seq.tokens.append(7)
+def _sequence(number: int, length: int, decoding: bool) -> Sequence:
+    seq = Sequence(request(number, length), 0.0)
+    if decoding:
+        seq.num_computed_tokens = len(seq.tokens)
+        seq.tokens.append(7)
+    return seq
+
+
+SEQS = st.lists(
+    st.builds(_sequence, st.integers(), st.integers(1, 50), st.booleans()),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda seq: seq.id,
+)
+
+
+@given(SEQS, st.integers(1, 60))
+def test_the_budget_is_split_without_waste(sequences: list[Sequence], budget: int) -> None:
     split = {seq.id: tokens for seq, tokens in split_budget(sequences, budget)}
     prefilling = [seq for seq in sequences if not seq.decoding]
     assert all(split[seq.id] == 1 for seq in sequences if seq.decoding)
@@ -112,6 +123,22 @@ def test_the_budget_is_split_without_waste(seqs: list[tuple[int, bool]], budget:
     assert all(1 <= split.get(seq.id, 1) <= seq.num_uncomputed_tokens for seq in prefilling)
     if prefilling:
         assert split[prefilling[0].id] >= min(prefilling[0].num_uncomputed_tokens, (budget + 1) // 2)
+
+
+@given(SEQS, st.integers(1, 60))
+def test_whole_prompts_are_the_oldest_and_the_shortest_others(sequences: list[Sequence], budget: int) -> None:
+    split = split_whole(sequences, budget)
+    assert all(count == seq.num_uncomputed_tokens for seq, count in split)
+    chosen = [seq for seq, _ in split]
+    assert [seq for seq in sequences if seq in chosen] == chosen
+    assert all(seq in chosen for seq in sequences if seq.decoding)
+    oldest, *others = [seq for seq in sequences if not seq.decoding] or [None]
+    assert oldest is None or oldest in chosen
+    left = budget - sum(count for seq, count in split if not seq.decoding)
+    assert left >= 0 or not set(others) & set(chosen)
+    for seq in set(others) - set(chosen):
+        assert seq.num_uncomputed_tokens > left
+        assert all(other.num_uncomputed_tokens <= seq.num_uncomputed_tokens for other in set(others) & set(chosen))
 
 
 @pytest.mark.parametrize("before", [1, 8, 32])
