@@ -88,6 +88,7 @@ def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
         ["--clients", "8"],
         ["--engine", "flat", "--trace", "bimodal", "--max-batch-size", "8"],
         ["--engine", "chunked", "--trace", "bimodal", "--max-batch-size", "8"],
+        ["--engine", "encoder-decoder", "--trace", "bimodal", "--prefill-tokens", "100"],
     ],
 )
 def test_the_command_writes_a_table_and_json(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,17 @@
-"""The engine core with the fake engine: whose masks are abandoned, and the size of messages about input tokens."""
+"""The engine core with the fake engine: whose masks are abandoned, the size of messages about input tokens, limits."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
+import msgspec
 import pytest
 from batches import EOS, engine_options, limits
 
 from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
+from tgis.engine_core.main import batch_limits
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import Cancel, FromEngine, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
@@ -96,3 +98,16 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
         assert sum(part.num_tokens for part in mine) == len(tokens)
         assert [len(one.top_logprobs) for one in logprobs] == [top_n] * len(tokens)
         assert not top_n or [one.top_logprobs[0][0] for one in logprobs] == tokens
+
+
+@pytest.mark.parametrize(
+    ("encoder_decoder", "block_size", "whole", "longest"),
+    [(False, 0, False, 1600), (True, 0, False, 1600), (False, 16, False, 1600), (True, 16, True, 1585)],
+)
+def test_an_encoder_decoder_with_blocks_rounds_two_parts_of_a_request(
+    encoder_decoder: bool, block_size: int, whole: bool, longest: int, tmp_path: Path
+) -> None:
+    options = engine_options(make_fake_model(tmp_path), 4, threads=1)
+    changes = {"encoder_decoder": encoder_decoder, "block_size": block_size, "token_capacity": 1600}
+    bounds = batch_limits(options, msgspec.structs.replace(FakeEngine(options).info, padded=False, **changes))
+    assert (bounds.encoder_decoder, bounds.max_request_tokens) == (whole, longest)

@@ -47,7 +47,8 @@ def _parser(prog: str) -> Parser:
     batch.add_argument("--weight-limit", type=int, default=1 << 40, help="context tokens (default: no limit)")
     batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
     batch.add_argument("--max-prefill-gap-ms", type=int, default=250, help="of chunked (default: 250)")
-    batch.add_argument("--engine", choices=["padded", "flat", "chunked"], default="padded", help="default: padded")
+    engines = ["padded", "flat", "chunked", "encoder-decoder"]  # the last one has KV blocks, too
+    batch.add_argument("--engine", choices=engines, default="padded", help="default: padded")
     times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
     for part in _PARTS:
         default = 1000 * getattr(SMOLLM2_TWO_CORES, f"{part}_seconds")
@@ -62,7 +63,8 @@ def _limits(options: Namespace) -> BatchLimits:
         prefill_tokens=options.prefill_tokens,
         max_prefill_padding=options.max_prefill_padding,
         padded=options.engine == "padded",
-        block_size=16 if options.engine == "chunked" else 0,
+        block_size=_block_size(options),
+        encoder_decoder=options.engine == "encoder-decoder",
         max_waiting_tokens=options.max_waiting_tokens,
         max_prefill_gap_ms=options.max_prefill_gap_ms,
     )
@@ -70,7 +72,11 @@ def _limits(options: Namespace) -> BatchLimits:
 
 def _model(options: Namespace) -> StepModel:
     times = {f"{part}_seconds": getattr(options, f"{part}_ms") / 1000 for part in _PARTS}
-    return StepModel(padded=options.engine == "padded", block_size=16 if options.engine == "chunked" else 0, **times)
+    return StepModel(padded=options.engine == "padded", block_size=_block_size(options), **times)
+
+
+def _block_size(options: Namespace) -> int:
+    return 0 if options.engine in ("padded", "flat") else 16
 
 
 def _jobs(options: Namespace) -> Iterable[TraceRequest]:

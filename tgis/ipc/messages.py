@@ -61,7 +61,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_batch_size: int
     token_capacity: int  # tokens of context that fit into memory
     max_prefill_tokens: int  # more in one step only make it slower
-    block_size: int = 0  # tokens of a KV block; engines with blocks do chunked prefill, mixed with decodes
+    block_size: int = 0  # tokens of a KV block; with blocks, prefills are mixed with decodes, in chunks or whole
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
