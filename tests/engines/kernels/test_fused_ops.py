@@ -27,6 +27,8 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5 import modeling_t5
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
+from transformers.models.umt5.modeling_umt5 import UMT5DenseGatedActDense
 
 from tgis.engines.kernels.cpu import fused_ops
 from tgis.engines.kernels.cpu.fused_ops import (
@@ -60,7 +62,10 @@ NORMS: list[Any] = [
     (NemotronLayerNorm1P, NormFormula(1e-6, offset=1.0, centered=True)),
     (lambda size, _: OlmoLayerNorm(size), NormFormula(1e-5, centered=True)),
 ]
-GATED_MLPS = [modeling_llama.LlamaMLP, modeling_qwen3.Qwen3MLP, modeling_olmo2.Olmo2MLP]
+GATED_MLPS = [
+    *(modeling_llama.LlamaMLP, modeling_qwen3.Qwen3MLP, modeling_olmo2.Olmo2MLP),
+    *(lambda config, kind=kind: kind(t5_config(config)) for kind in (T5DenseGatedActDense, UMT5DenseGatedActDense)),
+]
 HALVES = [modeling_llama, modeling_qwen3, modeling_olmo2, modeling_gpt_neox]  # rotate one half with the other
 OTHERS = [modeling_helium, modeling_gptj]  # rotate neighbours
 
@@ -105,6 +110,11 @@ class Sharp(nn.Module):  # type: ignore[misc]
 
 def mlp_config(activation: str) -> modeling_llama.LlamaConfig:
     return modeling_llama.LlamaConfig(hidden_size=32, intermediate_size=70, hidden_act=activation)
+
+
+def t5_config(config: modeling_llama.LlamaConfig) -> modeling_t5.T5Config:
+    kind = {"feed_forward_proj": f"gated-{config.hidden_act}", "dropout_rate": 0.0}
+    return modeling_t5.T5Config(d_model=config.hidden_size, d_ff=config.intermediate_size, **kind)
 
 
 def error(expected: Tensor, found: Tensor) -> float:
@@ -186,6 +196,7 @@ def test_gated_mlps_of_transformers_are_replaced(
         *[(each, "gelu") for each in (ACT2FN["gelu"], ACT2FN["gelu_python"], nn.GELU())],
         *[(ACT2FN[name], name) for name in ("silu", "relu", "relu2")],
         (nn.ReLU(inplace=True), "relu"),
+        (nn.Tanh(), "tanh"),
     ],
 )
 def test_activations_of_transformers_are_replaced(
@@ -254,6 +265,38 @@ def test_a_fused_model_gives_its_logits_and_leaves_others_alone(
     assert fuse(fused, best_kernels) >= 4 * layers + 1  # two norms, an attention and an MLP a layer, and a norm
     assert torch.allclose(fused(ids).logits, expected, atol=1e-5)
     assert torch.equal(plain(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "T5Gemma"])
+def test_logits_are_capped_where_the_models_code_does(best_kernels: CpuKernels, name: str) -> None:
+    config = make_config(name)
+    text = config.get_text_config(decoder=True)
+    text.final_logit_softcapping = None
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_config(config).eval()
+    ids = torch.randint(3, 60, (2, 9))
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+    text.final_logit_softcapping = cap = float(model(**inputs).logits.abs().max()) / 3
+    expected = model(**inputs).logits
+    fuse(model, best_kernels)
+    assert text.final_logit_softcapping is None
+    assert torch.allclose(model(**inputs).logits, expected, atol=1e-5 * cap)
+
+
+def test_logits_that_are_made_in_another_way_stay(best_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(make_config("Gemma2")).eval()
+    plain = type(model).forward
+
+    def forward(module: nn.Module, **inputs: Any) -> Any:
+        output = plain(module, **inputs)
+        output.logits = output.logits * 2
+        return output
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    expected = model(input_ids=torch.ones(1, 3).long()).logits
+    fuse(model, best_kernels)
+    assert model.config.final_logit_softcapping == 30
+    assert torch.allclose(model(input_ids=torch.ones(1, 3).long()).logits, expected, atol=1e-5)
 
 
 def test_a_norm_of_another_dtype_is_the_models_own(best_kernels: CpuKernels) -> None:

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 
 _TOLERANCE = 1e-5  # relative to the largest number of a row
+_GATED_MLPS = ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo")  # the projections; the second ones are T5's
+_SOFTCAP = "final_logit_softcapping"  # in configurations
 _APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of that function
 
@@ -34,13 +36,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elemen
     "gelu": gelu,
     "relu": relu,
     "relu2": lambda x: relu(x).square(),
+    "tanh": torch.tanh,
 }
 
 _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
-    """Replace norms, activations and rotary embeddings of a CPU model in place; how many modules were changed."""
+    """Replace norms, activations, rotary embeddings and soft caps of logits in a CPU model; how many were replaced."""
     if kernels is None or model.dtype not in DTYPES:
         return 0
     count = 0
@@ -54,7 +57,7 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
     for module in attentions:
         plain = module.forward.__globals__[_APPLY_ROTARY]
         module.forward = _with_global(module.forward, _APPLY_ROTARY, partial(rotary.apply_or_fall_back, plain))
-    return count + len(attentions)
+    return count + len(attentions) + _replace_softcap(model, kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +144,33 @@ class Activation(nn.Module):  # type: ignore[misc]
 
 
 class GatedMlp(Activation):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it."""
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it, whose names it keeps."""
 
     def __init__(self, plain: nn.Module, activation: str, kernels: CpuKernels) -> None:
         super().__init__(plain, activation, kernels)
-        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
+        self._names = _gated_projections(plain)
+        for name in self._names:
+            setattr(self, name, getattr(plain, name))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         if x.dtype not in DTYPES:
             return self._plain(x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate_proj, up_proj, down_proj = (getattr(self, name) for name in self._names)
+        gate, up = gate_proj(x), up_proj(x)
         assert gate.shape == up.shape, (gate.shape, up.shape)
         assert up.stride(-1) == 1
-        return self.down_proj(self._run(gate, up))
+        return down_proj(self._run(gate, up))
+
+
+class SoftCap(Activation):
+    """cap * tanh(x / cap), as a hook of the layer that gives x."""
+
+    def __init__(self, cap: float, kernels: CpuKernels) -> None:
+        super().__init__(nn.Tanh(), "tanh", kernels)
+        self._cap = cap
+
+    def __call__(self, _layer: nn.Module, _inputs: object, x: Tensor) -> Tensor:
+        return self.forward(x / self._cap) * self._cap
 
 
 class RotaryEmbedding:
@@ -287,26 +304,68 @@ def _numbers_of_all_sizes() -> Tensor:  # [64, 8], each row of one size
 
 def _as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:
     """A replacement for the module, if that is a gated MLP."""
-    names = {name for name, _ in module.named_children()}
-    if not {"gate_proj", "up_proj", "down_proj"} <= names or "forward" in vars(module):
+    if not _gated_projections(module) or "forward" in vars(module):
         return None
     found = (name for name, function in ACTIVATIONS.items() if _computes_gated_mlp(module, function))
     activation = next(found, None)
     return None if activation is None else GatedMlp(module, activation, kernels)
 
 
+def _gated_projections(module: nn.Module) -> tuple[str, ...]:
+    """The names of the projections of what may be a gated MLP; empty if it is none."""
+    return next((names for names in _GATED_MLPS if module._modules.keys() >= {*names}), ())
+
+
 def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor]) -> bool:
     """Compare with the formula for small projections, and small and large numbers."""
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (partial(linear, weight=weight) for weight in torch.randn(3, 8, 8, generator=generator))
+    for each in (gate, up, down):
+        vars(each).update(each.keywords)  # T5 looks at the weight
     x = _numbers_of_all_sizes()
     probe = copy.copy(module)
-    probe._modules = {**module._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
+    probe._modules = module._modules | dict(zip(_gated_projections(module), (gate, up, down), strict=True))
     try:
         found = probe(x)
     except (AttributeError, TypeError, RuntimeError):
         return False
     return isinstance(found, Tensor) and _rows_close(down(activation(gate(x)) * up(x)), found)
+
+
+def _replace_softcap(model: PreTrainedModel, kernels: CpuKernels) -> int:
+    """Let a hook cap logits in place of the model's own code; how many modules were changed."""
+    config = model.config.get_text_config(decoder=True)
+    cap = getattr(config, _SOFTCAP, None)
+    if not cap or not _computes_logits(model, lambda x: cap * torch.tanh(x / cap)):
+        return 0
+    setattr(config, _SOFTCAP, None)
+    if not _computes_logits(model, lambda x: x):
+        setattr(config, _SOFTCAP, cap)
+        return 0
+    model.get_output_embeddings().register_forward_hook(SoftCap(cap, kernels))
+    return 1
+
+
+class _ModelOutput:
+    """What a model without its head gives, as far as logits depend on it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, _: str) -> None: ...
+
+
+def _computes_logits(model: PreTrainedModel, formula: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the model makes logits by this formula from what its last layer gives."""
+    x = _numbers_of_all_sizes()[None]
+    probe, body = copy.copy(model), copy.copy(model.base_model)
+    body.forward = lambda **_: _ModelOutput(x)
+    probe._modules = model._modules | {model.base_model_prefix: body, "lm_head": lambda hidden: hidden}
+    try:
+        found = probe().logits
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+    return _rows_close(formula(x), found)
 
 
 def _applies_rotary(module: nn.Module) -> bool:

@@ -113,13 +113,22 @@ static inline f32_vec gelu(f32_vec x) {
     return x * (f32_vec)((negative & (u32_vec)tail) | (~negative & (u32_vec)(1.0f - tail)));
 }
 
+/* tanh(x), also where x is so small that 1 - e^(-2x) has few digits. */
+static inline f32_vec tanh_precise(f32_vec x) {
+    const f32_vec s = x * x;
+    const u32_vec is_small = (u32_vec)(s < 0.09f);
+    const f32_vec sum = -0.33333333f + s * (0.13333333f + s * (-0.05396825f + s * 0.02186949f));
+    return (f32_vec)((is_small & (u32_vec)(x + x * s * sum)) | (~is_small & (u32_vec)tanh_f32(x)));
+}
+
 static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of fused_ops.py */
     switch (kind) {
     case 0: return silu(x);
     case 1: return gelu_tanh(x);
     case 2: return gelu(x);
     case 3: return max_vec((f32_vec){0}, x);
-    default: x = max_vec((f32_vec){0}, x); return x * x;
+    case 4: x = max_vec((f32_vec){0}, x); return x * x;
+    default: return tanh_precise(x);
     }
 }
 
