@@ -290,7 +290,9 @@ class _Memory:
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # all there are, by address
         self._constants: dict[tuple[object, ...], Tensor] = {}  # by what they are
         self._taken: list[NDArray[np.uint8]] = []  # in the last recording, in order
+        self._used: list[Tensor] = []  # constants, likewise
         self._repeated: deque[NDArray[np.uint8]] | None = None
+        self._reused: deque[Tensor] = deque()
 
     def __contains__(self, x: Tensor) -> bool:
         return _address(x) in self._blocks
@@ -315,23 +317,27 @@ class _Memory:
     def start(self) -> None:
         """A recording begins."""
         if self._repeated is None:
-            self._taken = []
+            self._taken, self._used = [], []
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Tensors get the memory of the last recording, one after the other."""
-        self._repeated = deque(self._taken)
+        """Tensors get the memory of the last recording, one after the other, and so do constants."""
+        self._repeated, self._reused = deque(self._taken), deque(self._used)
         try:
             yield
         finally:
             self._repeated = None
 
     def constant(self, x: Tensor) -> Tensor:
-        """A tensor of the same numbers, which is the same in all recordings."""
-        key = x.dtype, x.shape, x.flatten().view(torch.uint8).numpy().tobytes()
-        if self._repeated is not None and key not in self._constants:
+        """A tensor of the same numbers, which is the same in all recordings; for smaller sizes the beginning of one."""
+        if self._repeated is None:
+            key = x.dtype, x.shape, x.flatten().view(torch.uint8).numpy().tobytes()
+            self._used.append(self._constants.setdefault(key, x))
+            return self._used[-1]
+        known = self._reused.popleft().flatten()[: x.numel()] if self._reused else x[:0]
+        if known.dtype != x.dtype or not torch.equal(known, x.flatten()):
             raise Unsupported("a pass has other constants for other sizes")
-        return self._constants.setdefault(key, x)
+        return known.view(x.shape)
 
     def copied(self, x: Tensor) -> Tensor:
         return self.empty(x).copy_(x)
