@@ -106,10 +106,10 @@ def make_model(shape: Shape, directory: Path) -> None:
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
-    _tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
+    byte_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
 
 
-def _tokenizer(size: int) -> Tokenizer:
+def byte_tokenizer(size: int) -> Tokenizer:
     """A byte-level BPE padded with tokens that no merge produces: every text is encoded as bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [chr(ord("a") + n) for n in range(26)]

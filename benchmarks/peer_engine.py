@@ -1,9 +1,10 @@
-"""An engine in process under a closed loop: the worker of `benchmarks.peers_cpu`, run by the Python of each engine.
+"""An engine in process under a closed loop: the worker of `benchmarks.peer_process`, run by the Python of each engine.
 
-`peer_engine.py openvino MODEL` needs only openvino-genai and a GGUF file in F16 or an IR; `peer_engine.py tgis
-CHECKOUT OPTION...` is the engine of `tgis serve OPTION...`, with the batcher and without front end. It prints "ready"
-once it is; then each line of JSON that it reads is a load, and each that it writes is what was measured, with times in
-seconds after the start of the load.
+`peer_engine.py openvino MODEL` needs only openvino-genai and a GGUF file in F16 or an IR; `peer_engine.py ctranslate2
+MODEL THREADS` only ctranslate2, and a model by `benchmarks/convert_to_ctranslate2.py`; `peer_engine.py tgis CHECKOUT
+OPTION...` is the engine of `tgis serve OPTION...`, with the batcher and without front end. It prints "ready" once it
+is; then each line of JSON that it reads is a load, and each that it writes is what was measured, with times in seconds
+after the start of the load.
 """
 
 import argparse
@@ -59,6 +60,28 @@ class OpenVino:
                     del self._handles[request]
 
 
+class CTranslate2:
+    """A Translator, greedy: a step is one call with all requests that wait. Tokens are numbers in its vocabulary."""
+
+    def __init__(self, model: str, threads: str) -> None:
+        import ctranslate2  # type: ignore[import-not-found]  # noqa: PLC0415 - only in its own environment
+
+        self._translator = ctranslate2.Translator(model, inter_threads=1, intra_threads=int(threads))
+        self._waiting: list[tuple[int, list[str], int]] = []
+
+    def add(self, request: int, tokens: list[int], output_tokens: int) -> None:
+        self._waiting.append((request, [str(token) for token in tokens], output_tokens))
+
+    def step(self) -> NewTokens:
+        requests, inputs, lengths = zip(*self._waiting, strict=True)
+        (length,) = set(lengths)
+        exact = {"min_decoding_length": length, "max_decoding_length": length}
+        self._waiting = []
+        results = self._translator.translate_batch([*inputs], beam_size=1, **exact)
+        for request, result in zip(requests, results, strict=True):
+            yield request, [int(token) for token in result.hypotheses[0]]
+
+
 class Tgis:
     """The engine of a server with these options, and its batcher."""
 
@@ -70,11 +93,15 @@ class Tgis:
         from tgis.batcher.batcher import Batcher  # noqa: PLC0415
         from tgis.engine_core.main import batch_limits  # noqa: PLC0415
         from tgis.engines import load_engine  # noqa: PLC0415
+        from tgis.errors import StartError  # noqa: PLC0415
         from tgis.ipc.request import Request, SamplingParams  # noqa: PLC0415
         from tgis.server import prepare  # noqa: PLC0415
 
         options_of_engine = prepare(config).engine_options()
-        self._engine, _ = load_engine(options_of_engine, sys.exit, lambda _: None)
+        try:
+            self._engine, _ = load_engine(options_of_engine, sys.exit, lambda _: None)
+        except StartError as error:
+            sys.exit(str(error))
         self._engine.warm_up()
         limits = batch_limits(options_of_engine, self._engine.info)
         self._batcher = Batcher(limits, options_of_engine.eos_ids)
@@ -125,15 +152,15 @@ def run_load(engine: Engine, first_id: int, load: dict[str, Any]) -> dict[str, A
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", choices=("openvino", "tgis"))
-    parser.add_argument("given", nargs=argparse.REMAINDER, metavar="MODEL or CHECKOUT OPTION...")
+    parser.add_argument("engine", choices=("ctranslate2", "openvino", "tgis"))
+    parser.add_argument("given", nargs=argparse.REMAINDER, metavar="MODEL... or CHECKOUT OPTION...")
     args = parser.parse_args(arguments)
     engine: Engine
     if args.engine == "tgis":
         sys.path[0] = args.given[0]  # not the folder of this file
         engine = Tgis(args.given[1:])
     else:
-        engine = OpenVino(args.given[0])
+        engine = {"ctranslate2": CTranslate2, "openvino": OpenVino}[args.engine](*args.given)
     gc.freeze()
     print("ready", flush=True)
     first_id = 1

@@ -35,14 +35,14 @@ import grpc.aio
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.serving import Server, cpu_name, free_ports, running_server
+from benchmarks.peer_process import Measured, engine_process, timed
+from benchmarks.serving import Server, cpu_name, free_ports, git_revision, running_server
 from demo.fetch import ensure
 from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import record_message
 from tgis.bench.http_client import connect
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.bench.measure import cpu_seconds
-from tgis.bench.summary import summarize
 from tgis.bench.workload import BenchRequest, Vocabulary
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -80,15 +80,6 @@ LOADS = {
     "shared": Load(8, 24, 1060, 64, shared_tokens=1000),
 }
 _WARM_UP = (Load(32, 32, 130, 16), Load(2, 2, 1500, 4))
-
-
-@dataclass(slots=True)
-class Measured:
-    """A load on one system; CPU seconds by part."""
-
-    records: list[RequestRecord]
-    cpu: dict[str, float]
-    texts: list[str] | None = None  # where there are tokens to compare
 
 
 Run = Callable[[Load, list[str]], Measured]
@@ -147,49 +138,25 @@ def _drive(
 
 
 @contextlib.contextmanager
-def _in_process(command: list[str], tokenizer: Tokenizer) -> Iterator[System]:
-    started = time.monotonic()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        while (line := process.stdout.readline()) != "ready\n":  # libraries may print, too
-            assert line, f"{' '.join(command)} does not start"
+def _in_process(tokenizer: Tokenizer, python: str, *arguments: str) -> Iterator[System]:
+    with engine_process(python, *arguments) as engine:
 
         def run(load: Load, prompts: list[str]) -> Measured:
             ids = [tokenizer.encode(prompt).ids for prompt in prompts]
-            order = {"streams": load.streams, "output_tokens": load.output_tokens, "prompts": ids}
-            print(json.dumps(order), file=process.stdin, flush=True)
-            answer = json.loads(process.stdout.readline())
-            records = [
-                RequestRecord(
-                    requested_tokens=load.output_tokens,
-                    sent_at=times["scheduled_at"],
-                    input_tokens=len(tokens),
-                    output_tokens=len(output),
-                    status="OK",
-                    **times,
-                )
-                for tokens, output, times in zip(ids, answer["outputs"], answer["requests"], strict=True)
-            ]
-            texts = [tokenizer.decode(output) for output in answer["outputs"]]
-            return Measured(records, {"engine": answer["cpu_seconds"]}, texts)
+            measured, outputs = engine.run(load.streams, load.output_tokens, ids)
+            measured.texts = [tokenizer.decode(output) for output in outputs]
+            return measured
 
-        yield System(process.pid, time.monotonic() - started, run)
-        process.stdin.close()
+        yield System(engine.pid, engine.start_seconds, run)
 
 
 def _engine(args: argparse.Namespace, tokenizer: Tokenizer) -> contextlib.AbstractContextManager[System]:
     options = ["--model-name", str(args.model), "--cache-dir", str(args.cache), *args.options]
-    return _in_process([sys.executable, _worker(), "tgis", str(_HERE), *options], tokenizer)
+    return _in_process(tokenizer, sys.executable, "tgis", str(_HERE), *options)
 
 
 def _openvino(args: argparse.Namespace, tokenizer: Tokenizer) -> contextlib.AbstractContextManager[System]:
-    return _in_process([args.openvino_python, _worker(), "openvino", str(args.openvino_model)], tokenizer)
-
-
-def _worker() -> str:
-    return str(Path(__file__).with_name("peer_engine.py"))
+    return _in_process(tokenizer, args.openvino_python, "openvino", str(args.openvino_model))
 
 
 @contextlib.contextmanager
@@ -283,23 +250,12 @@ def measure_round(args: argparse.Namespace, tokenizer: Tokenizer, number: int) -
 
 
 def _measure(system: System, load: Load, seed: str) -> tuple[dict[str, Any], list[str] | None]:
-    prompts, before = load.prompts(seed), _machine_seconds()
-    measured = system.run(load, prompts)
-    busy, stolen = (now - then for now, then in zip(_machine_seconds(), before, strict=True))
-    summary = summarize(measured.records, measured.cpu.get("client", 0.0))
-    assert summary.ok == load.requests, summary
+    prompts = load.prompts(seed)
+    measured, figures = timed(lambda: system.run(load, prompts))
+    assert len(measured.records) == load.requests, len(measured.records)
     lengths = {(record.input_tokens, record.output_tokens) for record in measured.records}
     assert lengths == {(load.input_tokens, load.output_tokens)}, f"other lengths than asked for: {lengths}"
-    names = ("output_tokens_per_s", "duration_s", "ttft_ms", "tpot_ms", "max_gap_ms")
-    figures = {name: asdict(summary)[name] for name in names} | {"cpu_s": measured.cpu}
-    taken = (busy + stolen - sum(measured.cpu.values())) / summary.duration_s
-    return figures | {"taken_cores": taken, "stolen_cores": stolen / summary.duration_s}, measured.texts
-
-
-def _machine_seconds() -> tuple[float, float]:
-    """CPU seconds that all processes of this machine have used, and that other VMs have taken from it."""
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    return (user + nice + system + irq + softirq) / 100, steal / 100
+    return figures, measured.texts
 
 
 def _line(figures: dict[str, Any]) -> str:
@@ -388,9 +344,7 @@ def main(arguments: list[str]) -> int:
     report = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rounds": []}
     for _ in range(args.rounds):
         report["rounds"].append(measure_round(args, tokenizer, len(report["rounds"])))
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        revision = subprocess.run(command, check=True, cwd=_HERE, capture_output=True, text=True)
-        report |= {"cpu": cpu_name(), "cores": usable_cores(), "revision": revision.stdout.strip()}
+        report |= {"cpu": cpu_name(), "cores": usable_cores(), "revision": git_revision()}
         report |= {"loads": {name: asdict(load) for name, load in LOADS.items()}}
         report["rows"] = summarize_rounds(report["rounds"], report["cores"])
         if args.json:

@@ -116,6 +116,12 @@ def cpu_name() -> str:
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.machine())
 
 
+def git_revision() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:

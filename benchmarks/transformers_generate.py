@@ -27,10 +27,10 @@ class Timing:
 
 
 def load(path: str, dtype: str, device: str) -> torch.nn.Module:
-    """Load a model from a local directory, with SDPA."""
+    """Load a model from a local directory, with SDPA where it has that."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model = family.from_pretrained(path, local_files_only=True, dtype=getattr(torch, dtype))
     return model.to(device).eval()
 
 
