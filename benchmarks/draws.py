@@ -65,7 +65,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 Case = tuple[str, str, str]  # model, engine, dtype
 CASES: list[Case] = [
     (family, engine, dtype)
-    for family, engine in (("Llama", "tgis_native"), ("Llama", "hf_transformers"), ("Marian", "hf_transformers"))
+    for family, engine in (
+        ("Llama", "tgis_native"),
+        ("Llama", "hf_transformers"),
+        ("Marian", "hf_transformers"),
+        ("Marian", "tgis_native"),
+    )
     for dtype in ("float32", "bfloat16")
 ]
 SAMPLING = (

@@ -1,8 +1,10 @@
 """Many architectures: which engine runs them, and that rows which join and leave at random get what they get alone."""
 
+import dataclasses
 import random
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from tiny_models import (
     VOCAB_SIZE,
     check_best,
     generate_all,
+    greedy_requests,
     make_config,
     make_model,
+    run_steps,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
@@ -39,7 +43,7 @@ from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.request import Request
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 NEW_TOKENS = 12
 
@@ -74,7 +78,7 @@ MESSAGES = {  # for each reason in the table
     "a mask of its own: the logits do not agree": "does not give the model's own (attention|logits)",
     "attention of its own": "0 of 2 layers use replaceable attention",
     "differences of two attentions: the logits do not agree": "does not give the model's own (attention|logits)",
-    "encoder-decoder": "is an encoder-decoder",
+    "cross-attention of its own": "the cross-attention of .* has no hook",
     "keeps more than a KV cache": "keep more than a KV cache",
     "sees padding": "sees padding",
     "shares experts among rows": "shares experts among rows",
@@ -112,7 +116,35 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
             PagedEngine(options)
         return
     bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
-    check(directory, PagedEngine(options), bounds)
+    encodes = make_config(name).is_encoder_decoder
+    check(directory, PagedEngine(options), dataclasses.replace(bounds, encoder_decoder=encodes))
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if TABLE[class_name(name)][0] == "tgis_native"])
+def test_drawn_tokens_and_logprobs_are_those_of_single_padded_rows(name: str, tmp_path: Path) -> None:
+    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    paged = {"padded": False, "block_size": 16, "max_batch_size": 6, "encoder_decoder": True}
+    expected, expected_logprobs = drawn(PaddedEngine(options), limits(200, max_batch_size=1))
+    found, found_logprobs = drawn(PagedEngine(options), limits(200, prefill_tokens=40, **paged))
+    assert found == expected
+    for number, numbers in expected_logprobs.items():
+        assert found_logprobs[number] == pytest.approx(numbers, abs=1e-4)
+
+
+def drawn(engine: Engine, bounds: BatchLimits) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
+    """Tokens drawn for requests that come at random steps, and their logprobs and ranks, by request."""
+    engine.warm_up()
+    rng, tokens, logprobs = random.Random(1), defaultdict(list), defaultdict(list)
+    details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
+    requests = [
+        Request(one.id, one.tokens, NEW_TOKENS, False, SamplingParams(temperature=1.0, seed=one.id), details)
+        for one in greedy_requests(8, NEW_TOKENS, rng)
+    ]
+    for plan, result, _ in run_steps(engine, bounds, requests, rng):
+        for seq, new, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
+            tokens[seq.id] += new
+            logprobs[seq.id] += [number for each in facts for number in (each.logprob, each.rank)]
+    return tokens, logprobs
 
 
 def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:

@@ -29,7 +29,7 @@ STORE = AdapterStoreOptions("/store", 1 << 20, 16)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One that tgis_native can run, and one that it cannot."""
-    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("Llama", "T5")}
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("Llama", "LongT5", "T5")}
 
 
 def load(model: Path, **changes: Any) -> Engine:
@@ -39,7 +39,7 @@ def load(model: Path, **changes: Any) -> Engine:
 @pytest.mark.parametrize(
     ("model", "engine", "warning"),
     [
-        ("T5", "tgis_native", "the engine is hf_transformers, not tgis_native: {path} is an encoder-decoder"),
+        ("LongT5", "tgis_native", "the engine is hf_transformers, not tgis_native: the cross-attention of LongT5"),
         ("Llama", "hf_optimum_ort", "the engine is hf_transformers, not hf_optimum_ort: {path} has no ONNX graphs"),
     ],
 )
@@ -74,7 +74,7 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(first) == 1
 
 
-@pytest.mark.parametrize(("model", "padded"), [("Llama", False), ("T5", True)])
+@pytest.mark.parametrize(("model", "padded"), [("Llama", False), ("T5", False), ("LongT5", True)])
 def test_auto_takes_the_best_that_can_run_the_model(
     models: dict[str, Path], model: str, padded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,11 +84,11 @@ def test_auto_takes_the_best_that_can_run_the_model(
 
 @pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
 def test_only_tgis_native_compiles(models: dict[str, Path], engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    load(models["T5"], engine=engine, compile=True)
+    load(models["LongT5"], engine=engine, compile=True)
     said = "PT2_COMPILE has no effect: the engine hf_transformers does not compile"
     assert said in caplog.messages
     with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}$"):
-        load(models["T5"], engine=engine, compile=True, strict=True)
+        load(models["LongT5"], engine=engine, compile=True, strict=True)
 
 
 @pytest.mark.parametrize("auto_map", [{}, {"auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}}])

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class EngineSetup:
 def make_setup(kind: str, model: Path) -> EngineSetup:
     engine = ENGINES[kind](engine_options(model, 16, threads=1))
     engine.warm_up()
-    return EngineSetup(engine, BOUNDS[kind])
+    encodes = kind == "paged" and engine.info.encoder_decoder
+    return EngineSetup(engine, replace(BOUNDS[kind], encoder_decoder=encodes))
 
 
 @dataclass(frozen=True)

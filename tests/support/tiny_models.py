@@ -197,9 +197,30 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "BlenderbotSmall": BART_LIKE,
     "PLBart": BART_LIKE,
     "Mvp": BART_LIKE,
-    "T5Gemma": {"encoder": GEMMA_LIKE, "decoder": GEMMA_LIKE, "tie_word_embeddings": False},
+    "T5Gemma": {"encoder": GEMMA_LIKE | {"sliding_window": 256}, "decoder": GEMMA_LIKE, "tie_word_embeddings": False},
 }
 
+_STARTED = TOKEN_IDS | {"decoder_start_token_id": DECODER_START}
+_BART_OF_512 = _STARTED | {
+    "d_model": 96,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 160,
+    "decoder_ffn_dim": 160,
+    "max_position_embeddings": 512,
+}
+# small, since their scores are not scaled
+_T5_OF_16 = _STARTED | {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+WIDE_ENCODER_DECODERS: dict[str, PreTrainedConfig] = {  # with heads that fit CPU kernels
+    "T5": transformers.T5Config(**_T5_OF_16),
+    "FLAN-T5": transformers.T5Config(**_T5_OF_16, feed_forward_proj="gated-gelu"),
+    "UMT5": transformers.UMT5Config(**_T5_OF_16),
+    "BART": transformers.BartConfig(**_BART_OF_512),
+    "M2M100": transformers.M2M100Config(**_BART_OF_512),
+    "Marian": transformers.MarianConfig(**_BART_OF_512),
+}
 
 # tests expect these to be refused
 LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
@@ -222,9 +243,11 @@ def make_config(name: str) -> PreTrainedConfig:
 def make_wide_config(name: str) -> PreTrainedConfig:
     """The same with heads of 16, for which there are CPU kernels."""
     config = make_config(name)
-    for size in ("hidden_size", "head_dim", "word_embed_proj_dim"):
-        if getattr(config, size, None):
-            setattr(config, size, 2 * getattr(config, size))
+    parts = config, getattr(config, "encoder", None), getattr(config, "decoder", None)
+    for part in parts:
+        for size in ("hidden_size", "head_dim", "word_embed_proj_dim", "cross_attention_hidden_size"):
+            if getattr(part, size, None):
+                setattr(part, size, 2 * getattr(part, size))
     return config
 
 

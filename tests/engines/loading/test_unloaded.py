@@ -98,7 +98,7 @@ def test_ranks_share_weights_and_kv_cache(tmp_path: Path) -> None:
     ("name", "wanted", "engine"),
     [
         ("JetMoe", "auto", "tgis_native"),
-        ("T5Gemma", "auto", "hf_transformers"),
+        ("T5Gemma", "auto", "tgis_native"),
         ("Llama", "hf_optimum_ort", "hf_optimum_ort"),
     ],
 )

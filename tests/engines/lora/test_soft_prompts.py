@@ -185,15 +185,16 @@ def soft_prompt_of(adapted: Any) -> SoftPrompt:
 ENCODER_DECODERS = ["T5", "Bart", "M2M100", "Marian", "Pegasus", "T5Gemma"]
 
 
+@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_prompts_of_the_encoder_the_decoder_and_both(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one batch; the decoder's prompts are computed in chunks, and some inputs contain the padding token."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 6)
     model = make_model(name, tmp_path)
     reference = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32).eval()
-    setup, rng = make_setup("padded", model), random.Random(2)
+    setup, rng = make_setup(kind, model), random.Random(2)
     draw = torch.Generator().manual_seed(1)
     first, second, third = (torch.randn((rows, 32), generator=draw) for rows in (4, 2, 7))
     prompts = [
@@ -220,7 +221,7 @@ def test_prompts_of_the_encoder_the_decoder_and_both(
 def seen(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> torch.Tensor:
     """The logits of one forward pass with the prompts before the embeddings, [1 + output, V]."""
     encoder, decoder = model.get_encoder(), model.get_decoder()
-    given: dict[str, torch.Tensor] = {"input_ids": torch.tensor([tokens])}
+    given: dict[str, torch.Tensor] = {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, len(tokens))}
     if prompt is not None and prompt.encoder is not None:
         rest = encoder.get_input_embeddings()(torch.tensor(tokens))
         given = {"inputs_embeds": torch.cat([prompt.encoder, rest])[None]}
@@ -230,6 +231,7 @@ def seen(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[
         given["decoder_inputs_embeds"] = torch.cat([prompt.decoder, rest])[None]
     else:
         given["decoder_input_ids"] = outputs[None]
+        given["decoder_attention_mask"] = torch.ones(1, len(outputs))
     with torch.no_grad():
         logits: torch.Tensor = model(**given).logits[0, -1 - len(output) :].float()
     return logits

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import OWN_ATTENTION, VOCAB_SIZE, make_model_from_config, run_steps
+from tiny_models import OWN_ATTENTION, VOCAB_SIZE, WIDE_ENCODER_DECODERS, make_model_from_config, run_steps
 from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
@@ -34,6 +34,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "GPT2": GPT2Config(**SHAPE),
     "GPTNeoX": GPTNeoXConfig(**SHAPE),
     **OWN_ATTENTION,
+    **WIDE_ENCODER_DECODERS,
 }
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
@@ -42,6 +43,7 @@ Outcome = tuple[list[int], list[TokenLogprobs]]
 
 CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto"), ("GPT2", "bfloat16", "auto")]
 CASES += [("BLOOM", "bfloat16", "auto"), ("MPT", "float32", "auto"), ("Falcon RW", "float32", "auto")]
+CASES += [("T5", "bfloat16", "auto"), ("Marian", "float32", "auto")]
 CASES += [
     pytest.param((name, dtype, "auto"), marks=pytest.mark.slow)
     for name in CONFIGS
@@ -81,7 +83,14 @@ def outcomes(
     engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random
 ) -> list[Outcome]:
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
-    bounds = limits(blocks * 16, padded=False, block_size=16, prefill_tokens=chunk, max_batch_size=ROWS)
+    bounds = limits(
+        blocks * 16,
+        padded=False,
+        block_size=16,
+        prefill_tokens=chunk,
+        max_batch_size=ROWS,
+        encoder_decoder=engine.info.encoder_decoder,
+    )
     found: dict[int, Outcome] = {request.id: ([], []) for request in together}
     for plan, result, _ in run_steps(engine, bounds, together, rng):
         for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):

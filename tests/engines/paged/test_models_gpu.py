@@ -8,10 +8,27 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from batches import engine_options
-from tiny_models import OWN_ATTENTION, VOCAB_SIZE, make_model_from_config
+from batches import engine_options, limits
+from tiny_models import (
+    DECODER_START,
+    OWN_ATTENTION,
+    VOCAB_SIZE,
+    WIDE_ENCODER_DECODERS,
+    check_best,
+    generate_all,
+    greedy_requests,
+    make_model_from_config,
+)
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.paged.engine import PagedEngine
@@ -62,6 +79,27 @@ def test_logits_are_those_of_transformers(
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).float().eval()
     expected = reference(torch.tensor([tokens])).logits[0]
     assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["FLAN-T5", "Marian"])
+def test_encoder_decoders_generate_what_transformers_does(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inputs that come at random steps, with few blocks and cached inputs."""
+    model, draw = make_model_from_config(WIDE_ENCODER_DECODERS[name], tmp_path), random.Random(1)
+    engine = PagedEngine(engine_options(model, 6, threads=2))
+    bounds = limits(
+        160, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=64, encoder_decoder=True
+    )
+    requests = greedy_requests(12, 12, draw)
+    generated = generate_all(engine, bounds, requests, draw)
+    reference = AutoModelForSeq2SeqLM.from_pretrained(model, dtype=torch.float32).eval()
+    for request, tokens in zip(requests, generated, strict=True):
+        outputs = torch.tensor([[DECODER_START, *tokens]])
+        logits = reference(input_ids=torch.tensor([request.tokens]), decoder_input_ids=outputs).logits[0]
+        check_best(logits[:-1], tokens)
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
 
 
 def logits_of_chunks(engine: PagedEngine, tokens: list[int]) -> Tensor:

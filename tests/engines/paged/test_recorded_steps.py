@@ -33,6 +33,7 @@ ROWS = 4
 REPLAYED = ["Llama", "Mistral", "Gemma", "Gemma2", "Qwen2", "Qwen3", "Phi", "Phi3", "Granite", "StableLm", "GPTNeoX"]
 REPLAYED += ["OPT", "OPT, galactica", "OPT, 350m", "GPT2", "GPTBigCode", "GPTBigCode, many heads", "Starcoder2"]
 REPLAYED += ["Nemotron", "Persimmon", "BioGpt", "Arcee", "BitNet"]
+REPLAYED += ["T5", "T5, flan", "UMT5", "Bart", "Marian", "M2M100", "Pegasus", "Blenderbot", "T5Gemma"]
 
 
 @pytest.fixture(autouse=True)

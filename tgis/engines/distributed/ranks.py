@@ -35,7 +35,7 @@ class SeqInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def of(cls, seq: Sequence, count: int) -> Self:
         """The input for the next `count` tokens of a sequence."""
         start = seq.num_computed_tokens
-        spans = flat_spans([(seq, count)])
+        spans = flat_spans([(seq, range(start, start + count))])
         soft_prompt = [token.numpy().tobytes() for span in spans for token in span.embeddings.cpu().view(torch.uint8)]
         tokens = seq.tokens[start : start + count]
         return cls(seq.id, tokens, start, seq.block_table, seq.wants_prompt_logprobs, soft_prompt)

@@ -13,7 +13,6 @@ from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
-from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
 
@@ -27,27 +26,27 @@ _BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # of a block
 class UnloadedModel:
     """The model that a start would load; `caches` are empty where the KV cache is unknown."""
 
-    def __init__(self, options: EngineOptions, *, decoder_only: bool = False) -> None:
-        """StartError if the model is too big, Unsupported if it is an encoder-decoder that must not be one."""
+    def __init__(self, options: EngineOptions) -> None:
+        """StartError if the model is too big."""
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
         _, self.config, _, found = look_at_model(options, self.device)
-        if decoder_only and self.config.is_encoder_decoder:
-            raise Unsupported(f"{options.model_path} is an encoder-decoder")
-        self._model: PreTrainedModel = found[0] if found else None
+        self.model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device
-        self.caches = _kv_bytes(self._model) if found else []
+        self.caches = _kv_bytes(self.model) if found else []
 
-    def step_bytes(self, tokens: int, *, logits: int, logprobs: int) -> int:
+    def step_bytes(self, tokens: int, *, logits: int, logprobs: int, pairs: bool = True) -> int:
         """Bytes that the largest step takes beside the KV cache: it computes so many tokens, the `logits` of so many of
-        them, and samples for a full batch. One has the prompt logprobs of `logprobs` tokens.
+        them, and samples for a full batch. One has the prompt logprobs of `logprobs` tokens. Biases of positions are
+        computed for `pairs` of tokens.
         """
-        head = self._model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings().weight
         vocab_size, scores = head.shape[0], head.shape[0] * self.max_batch_size
-        shapes = {name: weight.shape for name, weight in self._model.named_parameters() if weight.dim() > 1}
+        shapes = {name: weight.shape for name, weight in self.model.named_parameters() if weight.dim() > 1}
         width: int = max(max(shape[-2:]) for shape in shapes.values() if vocab_size not in shape)
-        heads = max((shape[1] for name, shape in shapes.items() if name.endswith(_POSITION_BIAS)), default=0)
+        biases = [shape[1] for name, shape in shapes.items() if pairs and name.endswith(_POSITION_BIAS)]
+        heads = max(biases, default=0)
         hidden = (tokens * width * _HIDDEN_COPIES + tokens**2 * heads * _BIAS_COPIES) * head.itemsize
         sampling = scores * _SCORE_BYTES + min(scores * _BLOCK_SCORE_BYTES, _BLOCK_BYTES[self.device.type])
         step: int = _STEP_BYTES + hidden + max(sampling, logits * vocab_size * head.itemsize)

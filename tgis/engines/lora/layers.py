@@ -68,6 +68,10 @@ class LoraLayers:
             self._update_bank(used)
         return self._bank.first_columns(adapters) if used else []
 
+    def columns(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
+        """The same for some of those that were placed last."""
+        return self._bank.first_columns(adapters) if any(adapters) else []
+
     def placed(self, first_columns: Tensor) -> PlacedAdapters | None:
         """The adapters of a pass from the result of `place` on the device."""
         return PlacedAdapters(first_columns, self._bank.version) if len(first_columns) else None
@@ -149,7 +153,7 @@ class LoraLayers:
     def _delta(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The sum [..., out] that adapters add to a layer's output for `x` [..., in], whose parts are consecutive."""
         gemms = self._gemms.get(module)
-        if gemms is None:
+        if gemms is None or not x.numel():
             return None
         down, up = gemms
         foreign = self._foreign_columns

@@ -52,11 +52,18 @@ def padded_spans(prompts: list[Tensor | None], lengths: list[int], start: int, s
             yield PromptSpan(row, begin - start, prompt[begin - padding : end - padding])
 
 
-def flat_spans(scheduled: Iterable[tuple[Sequence, int]]) -> Iterator[PromptSpan]:
-    """Spans of a batch without padding, of sequences and their scheduled tokens."""
+def flat_spans(work: Iterable[tuple[Sequence, range]]) -> Iterator[PromptSpan]:
+    """Spans of a batch without padding, of sequences and the positions of their decoder that are computed."""
     start = 0
-    for seq, num_tokens in scheduled:
-        end = min(seq.num_computed_tokens + num_tokens, seq.request.soft_prompt_length)
-        if seq.num_computed_tokens < end:
-            yield PromptSpan(0, start, seq.adapter.decoder[seq.num_computed_tokens : end])
-        start += num_tokens
+    for seq, positions in work:
+        prompt = decoder_prompt(seq)
+        if prompt is not None and positions.start < len(prompt):
+            yield PromptSpan(0, start, prompt[positions.start : positions.stop])
+        start += len(positions)
+
+
+def encoder_input(seq: Sequence) -> list[int]:
+    """Placeholders of the encoder's soft prompt, then the input."""
+    prompt = encoder_prompt(seq)
+    virtual = 0 if prompt is None else len(prompt)
+    return seq.tokens[seq.request.soft_prompt_length - virtual : seq.prompt_length]

@@ -24,7 +24,7 @@ from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
-from tgis.engines.padded.seq2seq_lm import EncoderDecoder
+from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
@@ -161,11 +161,11 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         ids = right_aligned(outputs).to(self._device)
         logits = self._decoder.run(past, ids, EncoderOutputs(mask, states, cross_past))[:, -1]
         self._join(past, cross_past)
-        return self._prefilled(seqs, logits)
+        return self.prefilled(seqs, logits)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         logits = super().decode(last_tokens)
-        self._constrain(logits, [])
+        self.constrain(logits, [])
         return logits
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

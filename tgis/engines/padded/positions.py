@@ -7,12 +7,12 @@ A model whose rows would disturb each other, or whose positions cannot be set, i
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgis.engines.loading.positions import position_embeddings
 from tgis.errors import Unsupported
 
 
@@ -22,24 +22,6 @@ class Positions:
 
     max_positions: int  # tokens that the input, and the output, may have
     forward_arguments: Callable[[Tensor], dict[str, Tensor]]  # from positions [rows, columns] of the next pass
-
-
-class PositionEmbeddings(nn.Module):  # type: ignore[misc]
-    """Replaces the position embeddings of a decoder; `positions` [rows, columns] are those of the next pass."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table = table  # [positions, H]
-        self.positions = torch.empty((0, 0), dtype=torch.int64)
-
-    def forward_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """Set the positions of the next pass; returns no arguments."""
-        self.positions = positions
-        return {}
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        """The embeddings [rows, columns, H]; the arguments differ between architectures and are ignored."""
-        return self.table[self.positions]
 
 
 def check_row_independence(model: PreTrainedModel) -> None:
@@ -66,7 +48,7 @@ def find_positions(model: PreTrainedModel, max_positions: int) -> Positions:
         return Positions(max_positions, lambda positions: {"decoder_position_ids": positions})
     if hasattr(decoder, "embed_positions") and hasattr(model.config, "max_position_embeddings"):
         max_positions = min(max_positions, model.config.max_position_embeddings)
-        decoder.embed_positions = PositionEmbeddings(_position_embeddings(model, max_positions))
+        decoder.embed_positions = position_embeddings(model, decoder, max_positions)
         return Positions(max_positions, decoder.embed_positions.forward_arguments)
     if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
         return Positions(max_positions, lambda _: {})  # relative to the newest token, whose column all rows share
@@ -75,25 +57,3 @@ def find_positions(model: PreTrainedModel, max_positions: int) -> Positions:
 
 def _unsupported(model: PreTrainedModel, reason: str) -> Unsupported:
     return Unsupported(f"models of type {model.config.model_type} are not supported: their decoder {reason}")
-
-
-class _StopForward(Exception):
-    """Ends a pass early, with the output that is wanted."""
-
-
-def _position_embeddings(model: PreTrainedModel, count: int) -> Tensor:
-    """Embeddings of the decoder's first positions, [count, H], taken from a pass over `count` tokens."""
-
-    def stop(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        raise _StopForward(output)
-
-    hook = model.get_decoder().embed_positions.register_forward_hook(stop)
-    token = 1 if model.config.pad_token_id == 0 else 0  # some models give padding no position
-    ids = torch.full((1, count), token, device=model.device)
-    try:
-        model.base_model(input_ids=ids[:, :1], decoder_input_ids=ids, use_cache=False)
-    except _StopForward as stopped:
-        output: Tensor = stopped.args[0]
-    finally:
-        hook.remove()
-    return output.reshape(count, -1)

@@ -77,8 +77,10 @@ class AsyncDecoder:
             self._in_flight = None
 
     def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep]) -> None:
+        if self.launch_next is None:
+            return
         seqs = self._continuing(plan)
-        if self.launch_next is None or not seqs:
+        if not seqs:
             return
         if self._cooldown:
             self._cooldown -= 1

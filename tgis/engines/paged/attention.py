@@ -103,6 +103,12 @@ class PagedAttention:
         self.cache = PagedKVCache(0, block_size)
         self.windows: set[int | None] = set()  # of layers that have called
         self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
+        # Of an encoder-decoder: the modules of its encoder, whose keys and values are kept for one layer only, and the
+        # modules of its decoder that attend to what the encoder gives.
+        self.encoder_modules: frozenset[nn.Module] = frozenset()
+        self.cross_modules: frozenset[nn.Module] = frozenset()
+        self.encoder_cache = PagedKVCache(0, block_size)
+        self.encoder_windows: set[int | None] = set()  # of layers that have called; all see the whole input
         self.operator: Callable[..., Tensor] = self._attend_in_layer  # replaced by a custom operator for torch.compile
         AttentionInterface.register(name, self)
 
@@ -126,11 +132,28 @@ class PagedAttention:
         return self.operator(module, query, key, value, *params), None
 
     def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
+        batch = self.batch
+        assert batch is not None
+        if module in self.encoder_modules:
+            scaling, window, *others = params
+            self.encoder_windows.add(window)
+            kv_cache = self.encoder_cache.layer(0, key, value)
+            return self._attend(batch, query, key, value, kv_cache, scaling, None, *others, causal=False)
+        kv_cache = self.cache.layer(module.layer_idx, key, value)
+        if module in self.cross_modules:
+            assert batch.cross is not None
+            return self._attend(batch.cross, query, key, value, kv_cache, *params)
         self.modules[module.layer_idx] = module
-        return self.attend(query, key, value, self.cache.layer(module.layer_idx, key, value), *params)
+        return self.attend(query, key, value, kv_cache, *params)
 
-    def attend(
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
+        """The output [1, T, H, E] of the batch in a layer with this KV cache."""
+        assert self.batch is not None
+        return self._attend(self.batch, query, key, value, kv_cache, *params)
+
+    def _attend(
         self,
+        batch: FlatBatch,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -141,24 +164,27 @@ class PagedAttention:
         sinks: Tensor | None,
         bias: Tensor | None,
         bias_origin: int | None,
+        *,
+        causal: bool = True,
     ) -> Tensor:
-        """The output [1, T, H, E] in a layer with this KV cache."""
-        batch = self.batch
-        assert batch is not None
+        """The output [1, T, H, E] of a batch; in cross-attention there may be no keys, or no queries."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         self.windows.add(window)
-        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks, bias, bias_origin)
+        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks, bias, bias_origin, causal)
         if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
-            self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
+            if len(k):
+                self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
             return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
         self.runs_cpu_kernel = False
         fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
         run = partial(self._self_test.run, kind)
-        run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
+        if len(k):
+            run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
         decodes = q[: batch.num_decodes], kv_cache, params
         outputs = [run(fast.decode, plain.decode, torch.clone, batch, *decodes)] if batch.num_decodes else []
         outputs += run(fast.prefill, plain.prefill, torch.cat, batch, q, k, v, kv_cache, params) if batch.chunks else []
+        outputs = outputs or [q.new_empty(0, q.shape[1], v.shape[2])]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 

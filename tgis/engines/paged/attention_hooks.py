@@ -5,6 +5,7 @@ that computes attention, or a `forward` that does so inline. The self-check comp
 without its hook.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -26,12 +27,21 @@ _Output = tuple[Tensor, None]
 
 class _Hook(NamedTuple):
     method: str  # of the module's class, which is replaced by
-    function: Callable[..., _Output]
+    function: Callable[..., tuple[Tensor | None, ...]]
     params: Callable[[nn.Module], _Params]
     bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for so many positions
 
 
-def hooked_modules(model: PreTrainedModel) -> list[nn.Module]:
+def cross_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's modules that attend to the encoded input; Unsupported if they have no hook."""
+    modules = model.get_decoder().named_modules()
+    found = [module for name, module in modules if name.rpartition(".")[2] in _CROSS_ATTENTION]
+    if not found or type(found[0]).__name__ not in _HOOKS:
+        raise Unsupported(f"the cross-attention of {type(model).__name__} has no hook")
+    return found
+
+
+def hooked_modules(model: nn.Module) -> list[nn.Module]:
     """The attention modules that need a hook."""
     return [module for module in model.modules() if type(module).__name__ in _HOOKS]
 
@@ -54,6 +64,8 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
     if hook.function is _mpt:  # which converts the mask that it expects
         no_mask = torch.zeros(1, dtype=torch.bool)
         AttentionMaskInterface.register(attention.name, lambda **_: no_mask)
+    if hasattr(plain, "compute_bias"):
+        _set_relative_biases(model, attention, num_positions)
 
 
 def repeats_of_keys(config: PreTrainedConfig) -> int:
@@ -109,6 +121,41 @@ def _mpt(module: nn.Module, hidden_states: Tensor, **_: Any) -> _Output:
     return module.out_proj(module.attend(q, k, v).flatten(2)), None
 
 
+def _t5(
+    module: nn.Module,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    encoded = key_value_states if encoder_hidden_states is None else encoder_hidden_states
+    states = hidden_states if encoded is None else encoded
+    size = module.key_value_proj_dim
+    q, k, v = _heads(module.q(hidden_states), size), _heads(module.k(states), size), _heads(module.v(states), size)
+    return module.o(module.attend(q, k, v).flatten(2)), *module.no_others
+
+
+def _bart(module: nn.Module, hidden_states: Tensor, key_value_states: Tensor | None = None, **_: Any) -> _Output:
+    states = hidden_states if key_value_states is None else key_value_states
+    return module.out_proj(_attend_projected(module, hidden_states, states)), None
+
+
+def _t5gemma_cross(
+    module: nn.Module, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor, **__: Any
+) -> _Output:
+    return module.o_proj(_attend_projected(module, hidden_states, encoder_hidden_states)), None
+
+
+def _attend_projected(module: nn.Module, hidden_states: Tensor, states: Tensor) -> Tensor:
+    projected = module.q_proj(hidden_states), module.k_proj(states), module.v_proj(states)
+    return module.attend(*(_heads(each, module.head_dim) for each in projected)).flatten(2)
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    """[1, heads, tokens, size] of [1, tokens, heads * size], which may have no tokens."""
+    return x.unflatten(2, (x.shape[2] // size, size)).transpose(1, 2)
+
+
 def _split(fused: Tensor, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values that are fused by KV head: its queries, its key, its value."""
     heads = fused.unflatten(2, (kv_heads, -1, size))  # [1, T, K, G + 2, D]
@@ -129,6 +176,34 @@ def _gpt_neo_params(module: nn.Module) -> _Params:
 def _falcon_params(module: nn.Module) -> _Params:
     module.apply_rotary = module.forward.__globals__["apply_rotary_pos_emb"]  # a CPU kernel may have taken its place
     return {"scaling": module.inv_norm_factor}
+
+
+def _t5gemma_params(module: nn.Module) -> _Params:
+    return {"scaling": module.scaling, "softcap": module.attn_logit_softcapping}
+
+
+def _t5_params(module: nn.Module) -> _Params:
+    shares_bias = "position_bias" in inspect.signature(type(module).forward).parameters
+    module.no_others = (None, None) if shares_bias else (None,)  # that follow the output
+    return {"scaling": 1.0}
+
+
+def _set_relative_biases(model: PreTrainedModel, attention: PagedAttention, num_positions: int) -> None:
+    """Give self-attention T5's biases by distance; those of a layer that has none are those of the layer before."""
+    for part in (model.get_encoder(), model.get_decoder()):
+        bias: _Params = {}
+        for module in hooked_modules(part):
+            if module.has_relative_attention_bias:
+                bias = _relative_bias(module, num_positions)
+            if module not in attention.cross_modules:
+                module.attention_params |= bias
+
+
+def _relative_bias(module: nn.Module, num_positions: int) -> _Params:
+    """The biases of one query for all keys around it, or for those before it in a decoder."""
+    before = num_positions - 1
+    row = module.compute_bias(1, num_positions + (0 if module.is_decoder else before), past_seen_tokens=before)
+    return {"bias_table": pad(_exact(row[0, :, 0]), (0, BIAS_PADDING)), "bias_origin": before}
 
 
 def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
@@ -159,6 +234,8 @@ def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     return {"bias_table": pad(bias.squeeze(1), (0, BIAS_PADDING)), "bias_origin": num_positions - 1}
 
 
+_CROSS_ATTENTION = ("cross_attn", "EncDecAttention", "encoder_attn")  # names of modules
+_LIKE_BART = ("Bart", "MBart", "Marian", "M2M100", "Pegasus", "Blenderbot", "BlenderbotSmall", "PLBart")
 _HOOKS = {
     "GPTJAttention": _Hook("_attn", _method, _gptj_params),
     "GPTNeoSelfAttention": _Hook("_attn", _method, _gpt_neo_params),
@@ -171,4 +248,9 @@ _HOOKS = {
     ),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
     "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),
+    "T5GemmaCrossAttention": _Hook("forward", _t5gemma_cross, _t5gemma_params),
+    **dict.fromkeys(
+        (f"{name}Attention" for name in _LIKE_BART), _Hook("forward", _bart, lambda module: {"scaling": module.scaling})
+    ),
+    **dict.fromkeys(("T5Attention", "MT5Attention", "UMT5Attention"), _Hook("forward", _t5, _t5_params)),
 }

@@ -3,6 +3,7 @@ tensors from which replayed steps read theirs.
 """
 
 from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -25,7 +26,7 @@ _NO_METADATA = np.empty(0, np.int64)
 
 StepKey = tuple[int, int | None]  # of a replayed step: rows, and the version of their adapters' bank; None: no adapters
 _Step = TypeVar("_Step")
-_Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
+Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
 
 
 @dataclass
@@ -45,7 +46,15 @@ class FlatBatch:
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
     decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
+    encoder: "FlatBatch | None" = None  # inputs to encode before this pass
+    cross: "FlatBatch | None" = None  # of cross-attention: slots of the inputs, or one decode for each token
     paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
+
+    @classmethod
+    def decodes(cls, block_tables: Tensor, seq_lens: Tensor) -> "FlatBatch":
+        """What attention needs of sequences with one query each, whose keys and values are in the cache."""
+        nothing = seq_lens[:0]
+        return cls(nothing, nothing, nothing, block_tables, seq_lens, [], nothing, [])
 
     @property
     def num_decodes(self) -> int:
@@ -99,6 +108,8 @@ class _BlockTables:
 class BatchBuilder:
     """Makes the batches of an engine."""
 
+    _has_prompt_logprobs = True
+
     def __init__(self, block_size: int, device: torch.device, lora: LoraLayers) -> None:
         self._block_size = block_size
         self._device = device
@@ -111,17 +122,18 @@ class BatchBuilder:
         """The batch of a plan, and the slices of `logits_indices` for prompt logprobs, by request id. The logits of the
         sampled sequences come first, in the plan's order.
         """
-        work = sorted(zip(plan.seqs, plan.num_scheduled_tokens, strict=True), key=lambda item: item[1] > 1)
-        ends = dict(zip((seq.id for seq, _ in work), accumulate(count for _, count in work), strict=True))
+        scheduled = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        work = [(seq, self._positions(seq, seq.num_computed_tokens, count)) for seq, count in scheduled]
+        work.sort(key=lambda item: len(item[1]) > 1)
+        ends = dict(zip((seq.id for seq, _ in work), accumulate(len(own) for _, own in work), strict=True))
         logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
         prompt_slices = {}
-        for seq, count in work:
+        for seq, own in work if self._has_prompt_logprobs else ():
             if seq.wants_prompt_logprobs:
-                prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + count)
-                logits_indices += range(ends[seq.id] - count, ends[seq.id])
-        positions = [(seq, range(seq.num_computed_tokens, seq.num_computed_tokens + count)) for seq, count in work]
-        input_ids = [token for seq, own in positions for token in seq.tokens[own.start : own.stop]]
-        batch = self._build(positions, input_ids, logits_indices, step_metadata)
+                prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + len(own))
+                logits_indices += range(ends[seq.id] - len(own), ends[seq.id])
+        input_ids = [token for seq, own in work for token in self._tokens(seq, own)]
+        batch = self._build(work, input_ids, logits_indices, step_metadata)
         batch.spans = list(flat_spans(work))
         return batch, prompt_slices
 
@@ -131,13 +143,25 @@ class BatchBuilder:
         """The batch that decodes one more token than the host knows: that of each sequence is in `tokens` on the
         device, at its index.
         """
-        positions = [(seq, range(len(seq.tokens), len(seq.tokens) + 1)) for seq in seqs]
-        batch = self._build(positions, token_indices, list(range(len(seqs))), step_metadata)
+        work = [(seq, self._positions(seq, len(seq.tokens), 1)) for seq in seqs]
+        batch = self._build(work, token_indices, list(range(len(seqs))), step_metadata)
         batch.input_ids = tokens[batch.input_ids]
         return batch
 
+    def _positions(self, _seq: Sequence, start: int, count: int) -> range:
+        """The positions of the decoder that are computed with `count` tokens from `start` on."""
+        return range(start, start + count)
+
+    def _tokens(self, seq: Sequence, positions: range) -> list[int]:
+        """The decoder's tokens at these positions."""
+        return seq.tokens[positions.start : positions.stop]
+
+    def _block_table(self, seq: Sequence) -> list[int]:
+        """The blocks of the decoder's tokens."""
+        return seq.block_table
+
     def _build(
-        self, work: _Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.int64]
+        self, work: Work, input_ids: list[int], logits_indices: list[int], step_metadata: NDArray[np.int64]
     ) -> FlatBatch:
         """The batch without the spans of soft prompts."""
         size = self._block_size
@@ -147,13 +171,13 @@ class BatchBuilder:
         parts: list[Part] = [
             input_ids,
             [p for _, positions in work for p in positions],
-            [seq.block_table[p // size] * size + p % size for seq, positions in work for p in positions],
-            self._tables.rows([seq.block_table for seq, _ in decodes], max_blocks),
+            [slot for seq, positions in work for slot in slots(self._block_table(seq), positions, size)],
+            self._tables.rows([self._block_table(seq) for seq, _ in decodes], max_blocks),
             [seq_len for _, seq_len in decodes],
             logits_indices,
             step_metadata,
-            self._lora.place(_adapters(work)),
-            *(seq.block_table[: -(-positions.stop // size)] for seq, positions in prefills),
+            self._lora.place(adapters_of(work)),
+            *(self._block_table(seq)[: -(-positions.stop // size)] for seq, positions in prefills),
         ]
         on_device = upload(parts, self._device)
         tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, adapters, *chunk_tables = on_device
@@ -170,7 +194,12 @@ class BatchBuilder:
         )
 
 
-def _adapters(work: _Work) -> list[LoraAdapter | None]:
+def slots(block_table: SequenceOf[int], positions: range, block_size: int) -> list[int]:
+    """The slots of the KV cache, counted in tokens, in which the keys and values of these positions are."""
+    return [block_table[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def adapters_of(work: Work) -> list[LoraAdapter | None]:
     """The LoRA adapter of each token; empty if no sequence has one."""
     adapters = [lora_of(seq) for seq, _ in work]
     if not any(adapters):
@@ -181,17 +210,22 @@ def _adapters(work: _Work) -> list[LoraAdapter | None]:
 class StaticInputs:
     """The static tensors from which replayed steps, captured as CUDA graphs or recorded, read their batch.
 
+    With cross-attention they have the blocks and the lengths of the encoded inputs, too.
+
     Every token is a row, like a sequence that decodes: the tokens of a prompt share its block table, and each sees one
     more.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, *, cross_attention: bool = False) -> None:
         """Make room for `max_rows` tokens of sequences of up to `max_blocks` blocks."""
         columns = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)]
         block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
         self._max_rows = max_rows
         self._buffers = *columns, block_tables
         self._indices = torch.arange(max_rows, device=device)
+        self.cross = None
+        if cross_attention:
+            self.cross = FlatBatch.decodes(torch.zeros_like(block_tables), torch.zeros_like(columns[0]))
 
     def fit(self, batch: FlatBatch) -> bool:
         """Whether the batch has no more tokens than there are rows, and no soft prompts."""
@@ -204,6 +238,7 @@ class StaticInputs:
             *(input_ids, positions, slot_mapping, tables, seq_lens, [], self._indices[:size], []),
             all_logits=True,
             adapters=None if adapter_version is None else PlacedAdapters(adapters, adapter_version),
+            cross=self.cross and FlatBatch.decodes(self.cross.block_tables[:size], self.cross.seq_lens[:size]),
         )
 
     def copy_from(self, batch: FlatBatch) -> None:
@@ -217,12 +252,18 @@ class StaticInputs:
         block_tables[:num_decodes, :width].copy_(batch.block_tables)
         for chunk in batch.chunks:
             block_tables[chunk.tokens, : len(chunk.block_table)].copy_(chunk.block_table)
+        if self.cross and batch.cross:
+            num_tokens, width = batch.cross.block_tables.shape
+            self.cross.block_tables[:num_tokens, :width].copy_(batch.cross.block_tables)
+            self.cross.seq_lens[:num_tokens].copy_(batch.cross.seq_lens)
 
     def pad(self, first: int, last: int, slot: int) -> None:
         """Make rows `first` to `last` sequences of length 0, whose keys and values go to a slot that nobody reads."""
         _, _, slot_mapping, seq_lens, *_ = self._buffers
         slot_mapping[first:last].fill_(slot)
         seq_lens[first:last].zero_()
+        if self.cross:
+            self.cross.seq_lens[first:last].zero_()
 
 
 def without_stale(steps: dict[StepKey, _Step], adapter_version: int | None) -> dict[StepKey, _Step]:

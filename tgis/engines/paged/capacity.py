@@ -27,12 +27,13 @@ class KVBudget:
     max_batch_size: int
     block_size: int = BLOCK_SIZE
     to_load: int = 0  # bytes of weights that are not loaded yet
+    extra_blocks: int = 0  # of a sequence, beyond those of its tokens in one row
 
     def num_blocks(self, block_bytes: int, measure: Measure) -> int:
         """The number of blocks that fit into memory, but no more than the largest batch can fill. StartError for none,
         or if the options want more.
         """
-        longest = -(-self.options.max_sequence_length // self.block_size)
+        longest = -(-self.options.max_sequence_length // self.block_size) + self.extra_blocks
         blocks = self.max_batch_size * longest
         if self.options.kv_cache_bytes is not None:
             blocks = min(blocks, self.options.kv_cache_bytes // self.options.num_shards // block_bytes)

@@ -74,13 +74,20 @@ class DecodeGraphs:
     """Captured steps by number of rows; empty until `capture`."""
 
     def __init__(
-        self, forward: Callable[[FlatBatch], Tensor], max_batch_size: int, max_blocks: int, scratch_slot: int
+        self,
+        forward: Callable[[FlatBatch], Tensor],
+        max_batch_size: int,
+        max_blocks: int,
+        scratch_slot: int,
+        *,
+        cross_attention: bool = False,
     ) -> None:
         """Sequences have up to `max_blocks` blocks; `scratch_slot` is the cache slot that nobody reads."""
         self._forward = forward
         self._scratch_slot = scratch_slot
         self._max_batch_size = max_batch_size
         self._max_blocks = max_blocks
+        self._cross_attention = cross_attention
         self._capture_sizes: list[int] = []
         self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         self._inputs: StaticInputs | None = None
@@ -91,7 +98,9 @@ class DecodeGraphs:
         """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model cannot
         be captured.
         """
-        inputs = self._inputs = StaticInputs(self._max_batch_size, self._max_blocks, device)
+        inputs = self._inputs = StaticInputs(
+            self._max_batch_size, self._max_blocks, device, cross_attention=self._cross_attention
+        )
         sizes = capture_sizes(self._max_batch_size)
         started = time.monotonic()
         log.info("capturing decode steps of 1 to %d sequences", self._max_batch_size)

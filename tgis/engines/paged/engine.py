@@ -16,7 +16,15 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
 from tgis.engines.kernels.cuda.self_test import fallback_reason
-from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_device, select_kernels
+from tgis.engines.loading.loader import (
+    load_causal_lm,
+    load_config,
+    load_model,
+    max_positions,
+    model_info,
+    select_device,
+    select_kernels,
+)
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import LoraLayers
@@ -28,14 +36,22 @@ from tgis.engines.memory.available import (
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
-from tgis.engines.paged.attention_hooks import repeats_of_keys
+from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
+from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
 from tgis.engines.paged.recorded_steps import RecordedSteps
-from tgis.engines.paged.self_check import dummy_adapter, dummy_sequence, verify_attention, verify_steps
+from tgis.engines.paged.self_check import (
+    dummy_adapter,
+    dummy_sequence,
+    verify_attention,
+    verify_encoder_decoder,
+    verify_steps,
+)
 from tgis.engines.sampling.draws import select_ops
+from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.errors import Unsupported
@@ -52,15 +68,22 @@ _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need. StartError if it would find no room, Unsupported for an encoder-decoder."""
-    unloaded = UnloadedModel(options, decoder_only=True)
+    """What a start will need. StartError if it would find no room, Unsupported for an encoder-decoder without hooks."""
+    unloaded = UnloadedModel(options)
+    if unloaded.config.is_encoder_decoder and unloaded.model is not None:
+        cross_attention_modules(unloaded.model)
     if not unloaded.caches:
         return unknown_memory("tgis_native", options)
     device, rows = unloaded.device, unloaded.max_batch_size
     tokens = min(_PREFILL_TOKENS[device.type], rows * options.max_sequence_length)
-    step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
+    encodes = len(unloaded.caches) > 1
+    if encodes:  # inputs are whole
+        step = unloaded.step_bytes(max(tokens, options.max_sequence_length), logits=rows, logprobs=0, pairs=False)
+    else:
+        step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
     each = sum(unloaded.caches[0]) // options.num_shards // repeats_of_keys(unloaded.config)
-    budget = KVBudget(options, device, rows, to_load=unloaded.weights)
+    extra = EXTRA_BLOCKS if encodes else 0
+    budget = KVBudget(options, device, rows, to_load=unloaded.weights, extra_blocks=extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
     return unloaded.table("tgis_native", room, (room, each, 0), step)
 
@@ -87,26 +110,48 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
-        self._model, self._arguments = load_causal_lm(options, self._device)
+        encodes, self._arguments = load_config(options).is_encoder_decoder, frozenset[str]()
+        if encodes:
+            self._model = load_model(options, self._device)
+        else:
+            self._model, self._arguments = load_causal_lm(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
-        self._embed_tokens = self._model.get_input_embeddings()
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
         ops = select_ops(self._device, self._kernels)
         vocab_size = model_info(self._model).vocab_size
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, _token_history, ops)
-        self._prompt_logprobs = PromptLogprobs()
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
+        self._encoder: PagedEncoder | None = None
+        self._outputs: EncoderDecoder | None = None
+        history = _token_history
+        if encodes:
+            self._max_blocks += EXTRA_BLOCKS
+            self._outputs = EncoderDecoder(self._model.generation_config, vocab_size, self._device)
+            self._encoder = PagedEncoder(self._model, self._attention, self._lora, options.max_sequence_length)
+            inputs = self._outputs, self._encoder.positions_of
+            self._batch_builder = EncoderDecoderBatches(block_size, self._device, self._lora, *inputs)
+            history = self._outputs.token_history
+        decoder = self._model.get_decoder() if self._encoder else self._model
+        self._embed_tokens = decoder.get_input_embeddings()
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history, ops)
+        self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
-            async_decode = self._device.type == "cuda" and options.num_shards == 1
+            async_decode = self._device.type == "cuda" and options.num_shards == 1 and not self._encoder
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
-        verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
+        if self._outputs and self._encoder:
+            steps = self._batch_builder.build, self.compute_logits
+            start, length = self._outputs.decoder_start_token_id, options.max_sequence_length
+            verify_encoder_decoder(self._model, self._attention, *steps, start, self._encoder.install, length)
+        else:
+            verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
         self.info = self._describe(lookahead=int(async_decode))
 
     def _describe(self, lookahead: int) -> EngineInfo:
+        embed_tokens = self._encoder.embed_tokens if self._encoder else self._embed_tokens
+        has_embeds = self._encoder or "inputs_embeds" in self._arguments
         return model_info(self._model).engine_info(
             "tgis_native",
             self._options,
@@ -116,8 +161,9 @@ class PagedEngine:
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
-            max_positions=max_positions(self._model),
-            embedding_size=self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0,
+            max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
+            decoder_start_token_id=self._outputs.decoder_start_token_id if self._outputs else None,
+            embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=self._lora.targets,
         )
 
@@ -126,7 +172,8 @@ class PagedEngine:
         """Allocate the KV cache from the memory that the largest step leaves; compile and capture what can be."""
         bytes_per_block = self._attention.cache.bytes_per_block
         measure = partial(profile, self, self._options, self._device)
-        budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size)
+        extra = EXTRA_BLOCKS if self._encoder else 0
+        budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
         num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
         self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size)
@@ -139,7 +186,10 @@ class PagedEngine:
         )
         capacity = num_blocks * self._block_size
         self.info = msgspec.structs.replace(
-            self.info, token_capacity=capacity, max_request_tokens=capacity, kv_cache_bytes=num_blocks * bytes_per_block
+            self.info,
+            token_capacity=capacity,
+            max_request_tokens=(num_blocks - 1) * self._block_size + 1 if self._encoder else capacity,
+            kv_cache_bytes=num_blocks * bytes_per_block,
         )
         started = time.monotonic()
         eager_logits = self._dummy_logits()
@@ -147,14 +197,16 @@ class PagedEngine:
         log.info("warm after %.1f s", time.monotonic() - started)
         on_cuda = self._device.type == "cuda"
         wanted = self._options.compile
-        if (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
+        if self._encoder and wanted:
+            warn(self._options, "PT2_COMPILE has no effect: encoder-decoders are not compiled")
+        elif (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
             self._compile(eager_logits)
         if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
         if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
             self._tabulate_angles(eager_logits)
             sizes = self.info.max_batch_size, self._max_blocks, self.info.max_prefill_tokens
-            self._graphs = RecordedSteps(self._forward, self._kernels, *sizes)
+            self._graphs = RecordedSteps(self._forward, self._kernels, *sizes, cross_attention=bool(self._encoder))
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
         self.clear_cache()
@@ -183,7 +235,8 @@ class PagedEngine:
         """The logits of a prefill and of a decode, [2, V]. The prefill has 13 tokens: a compiler assumes that sizes
         which are equal now, such as the number of tokens and the size of a head, are always equal.
         """
-        seq = dummy_sequence(list(range(1, 15)), self._block_size)
+        extra = EXTRA_BLOCKS if self._encoder else 0
+        seq = dummy_sequence(list(range(1, 14)), self._block_size, output=[14], extra_blocks=extra)
         seq.adapter = adapter
         logits = []
         for count in (13, 1):
@@ -233,7 +286,11 @@ class PagedEngine:
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
         info = self.info
-        graphs = DecodeGraphs(self._forward, info.max_batch_size, self._max_blocks, scratch_slot=info.token_capacity)
+        graphs = DecodeGraphs(
+            *(self._forward, info.max_batch_size, self._max_blocks),
+            scratch_slot=info.token_capacity,
+            cross_attention=bool(self._encoder),
+        )
         self._graphs = graphs
         try:
             with torch.inference_mode():
@@ -247,7 +304,10 @@ class PagedEngine:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
-            return self._decoder.step(plan)
+            result = self._decoder.step(plan)
+        if self._outputs:
+            result.prompt_logprobs |= self._outputs.prompt_logprobs(plan.sampled)
+        return result
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute_logits(self, plan: StepPlan) -> tuple[torch.Tensor, dict[int, slice]]:
@@ -271,7 +331,10 @@ class PagedEngine:
         return self._attention.cache.nbytes
 
     def find_peak(self, runner: DummyRunner) -> int:
-        return runner.paged_peak(self._options.max_sequence_length, self._attention.cache.num_blocks)
+        blocks, longest = self._attention.cache.num_blocks, self._options.max_sequence_length
+        if self._encoder:
+            return runner.encoder_peak(min(longest, self._encoder.max_positions), blocks)
+        return runner.paged_peak(longest, blocks)
 
     def close(self) -> None:
         """Do nothing: the process ends next."""
@@ -282,7 +345,12 @@ class PagedEngine:
         batch, prompt_slices = self._batch_builder.build(plan, step_metadata)
         logits = self._run_model(batch)
         prompt_chunks = self._prompt_logprobs.start(plan, prompt_slices, logits)
-        return InFlightStep(self._sample(batch, logits[: len(plan.sampled)]), prompt_chunks)
+        logits = logits[: len(plan.sampled)]
+        if self._outputs:
+            self._outputs.constrain(
+                logits, [row for row, seq in enumerate(plan.sampled) if not seq.num_generated_tokens]
+            )
+        return InFlightStep(self._sample(batch, logits), prompt_chunks)
 
     def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
         """Queue the step after one whose tokens are still on the device."""
@@ -297,6 +365,8 @@ class PagedEngine:
         return self._sampler.sample(logits, newest, batch.step_metadata)
 
     def _run_model(self, batch: FlatBatch) -> torch.Tensor:
+        if self._encoder and batch.encoder:
+            self._encoder.encode(batch.encoder)
         replayed = self._graphs.run(batch) if self._graphs else None
         return self._forward(batch) if replayed is None else replayed
 
@@ -306,11 +376,14 @@ class PagedEngine:
         input_ids = batch.input_ids[None]
         embeds = embed_with_prompts(self._embed_tokens, input_ids, batch.spans)
         arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
-        selects = "logits_to_keep" in self._arguments
-        if selects and not batch.all_logits:
-            arguments["logits_to_keep"] = batch.logits_indices
-        # Compiled graphs guard the storage offset of a view, which differs from step to step.
-        arguments["position_ids"] = (batch.positions.clone() if self._compiled else batch.positions)[None]
+        selects = self._encoder is not None or "logits_to_keep" in self._arguments
+        if self._encoder:
+            arguments = self._encoder.decoder_arguments(batch, arguments)
+        else:
+            if selects and not batch.all_logits:
+                arguments["logits_to_keep"] = batch.logits_indices
+            # Compiled graphs guard the storage offset of a view, which differs from step to step.
+            arguments["position_ids"] = (batch.positions.clone() if self._compiled else batch.positions)[None]
 
         def forward() -> torch.Tensor:
             logits: torch.Tensor = self._model(use_cache=False, **arguments).logits[0]

@@ -38,12 +38,15 @@ class RecordedSteps:
         max_batch_size: int,
         max_blocks: int,
         max_prefill_tokens: int,
+        *,
+        cross_attention: bool = False,
     ) -> None:
         """Sequences have up to `max_blocks` blocks, steps up to `max_prefill_tokens` tokens of prompts."""
         self._forward = forward
         self._recorder = Recorder(kernels)
-        self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"))
+        self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"), cross_attention=cross_attention)
         self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
+        self._cross_sequences = self._inputs.cross.cpu_sequences if self._inputs.cross else None
         self._steps: dict[StepKey, _RecordedStep] = {}
         self._enabled = True
         tokens = max_prefill_tokens + max_batch_size
@@ -52,12 +55,14 @@ class RecordedSteps:
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, until the next call; None if it has to run eagerly."""
         if batch.chunks:
-            return self._prefill.run(batch)
+            return None if batch.cross else self._prefill.run(batch)
         is_decode = len(batch.logits_indices) == batch.num_decodes
         if not self._enabled or not is_decode or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens
+        if self._cross_sequences is not None and batch.cross:
+            self._cross_sequences[: batch.num_decodes, 2] = batch.cross.seq_lens
         try:
             logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
         except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
@@ -70,6 +75,8 @@ class RecordedSteps:
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)
         batch.cpu_sequences = self._sequences[:count]
+        if self._cross_sequences is not None and batch.cross:
+            batch.cross.cpu_sequences = self._cross_sequences[:count]
         step = self._steps.get((count, adapters))
         if step is None:
             if adapters is not None:

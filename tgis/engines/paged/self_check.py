@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hook_errors, hooked_modules, install_hooks
+from tgis.engines.paged.batch import FlatBatch
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
@@ -59,6 +60,73 @@ def verify_attention(
     _verify_windows(model, attention, max_sequence_length)
 
 
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def verify_encoder_decoder(
+    model: PreTrainedModel,
+    attention: PagedAttention,
+    build: Callable[[StepPlan], tuple[FlatBatch, dict[int, slice]]],
+    compute_logits: ComputeLogits,
+    start_token: int,
+    install: Callable[[], None],
+    max_length: int,
+) -> None:
+    """The same for an encoder-decoder, by `install`: a prefill of an input and some of its output, then decodes."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.get_output_embeddings().out_features, (2, _NUM_TOKENS), generator=draw)
+    tokens[0, 1] = padding = model.config.pad_token_id or 0  # which may have no position
+    tokens[1].masked_fill_(tokens[1] == padding, padding + 1)  # an output has none
+    tokens = tokens.tolist()
+    seq = dummy_sequence(tokens[0], attention.cache.block_size, output=tokens[1], extra_blocks=2)
+    calls: list[tuple[Callable[[], Tensor], nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, states: tuple[Tensor, ...], arguments: dict[str, Any], output: Tensor) -> None:
+        def repeat() -> Tensor:
+            query, key, value = states
+            params = arguments | getattr(module, "attention_params", {})
+            return attention(module, query, key, value, None, **params)[0]
+
+        calls.append((repeat, module, output))
+
+    _record_attention(model, note)
+    own_input, own_output = (torch.tensor([ids], device=model.device) for ids in (tokens[0], [start_token, *tokens[1]]))
+    masks = {"attention_mask": torch.ones_like(own_input), "decoder_attention_mask": torch.ones_like(own_output)}
+    expected = model(input_ids=own_input, decoder_input_ids=own_output, **masks, use_cache=False).logits[0]
+    model.set_attn_implementation(attention.name)
+    with hook_errors(model):
+        install()
+        attention.cache = PagedKVCache(len(seq.block_table), attention.cache.block_size)
+        found = []
+        for count in (_NUM_TOKENS + 17, 1, 1):  # the last of these tokens gets logits
+            found.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
+            seq.num_computed_tokens += count
+    if any(window is not None and window < max_length for window in attention.encoder_windows):
+        raise Unsupported("layers of the encoder see a window of the input")
+    _compare_attention(attention, seq, build, calls, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE))
+    tolerance = _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
+    failure = "paged attention does not give the model's own logits"
+    _compare(torch.cat(found), expected[17 : 17 + len(found)], tolerance, failure)
+
+
+def _compare_attention(
+    attention: PagedAttention,
+    seq: Sequence,
+    build: Callable[[StepPlan], tuple[FlatBatch, dict[int, slice]]],
+    calls: list[tuple[Callable[[], Tensor], nn.Module, Tensor]],
+    tolerance: float,
+) -> None:
+    """Unsupported unless each of these calls of attention, repeated in one step of the sequence, gives its output."""
+    seq.num_computed_tokens = 0
+    batch, _ = build(StepPlan([seq], [len(seq.tokens)], [seq], has_prefill=True))
+    assert batch.encoder
+    assert batch.encoder.cross
+    assert batch.cross
+    batch.cross.slot_mapping = batch.encoder.cross.slot_mapping  # the calls have keys and queries
+    for index, (repeat, module, output) in enumerate(calls):
+        attention.batch = batch.encoder if module in attention.encoder_modules else batch
+        failure = f"paged attention does not give the model's own attention in call {index}"
+        _compare(repeat(), output, tolerance, failure)
+
+
 def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
     """Raise Unsupported unless the logits of steps that are computed in another way agree with those of eager ones."""
     full_precision = dtype in _TOLERANCE  # in which parts of the models are computed in float32 nevertheless
@@ -66,11 +134,19 @@ def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) ->
     _compare(found, eager, tolerance, f"{kind} steps do not give the logits of eager ones")
 
 
-def dummy_sequence(tokens: list[int], block_size: int, *, prompt_logprobs: bool = False) -> Sequence:
+def dummy_sequence(
+    tokens: list[int],
+    block_size: int,
+    *,
+    prompt_logprobs: bool = False,
+    output: list[int] | None = None,
+    extra_blocks: int = 0,
+) -> Sequence:
     """A sequence that belongs to no request and uses the first blocks."""
     options = LogprobOptions(input_tokens=prompt_logprobs)
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
-    seq.block_table = list(range(-(-len(tokens) // block_size)))
+    seq.tokens += output or []
+    seq.block_table = list(range(-(-len(seq.tokens) // block_size) + extra_blocks))
     return seq
 
 
@@ -97,22 +173,14 @@ def _own_logits(
     model: PreTrainedModel, tokens: list[int], attention: PagedAttention
 ) -> tuple[Tensor, list[_AttentionCall]]:
     """The logits with the model's own attention, and its calls where `attention` can replace it."""
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
     calls: list[_AttentionCall] = []
 
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own = AttentionInterface().get_interface(implementation, eager)
-        output, weights = own(module, query, key, value, attention_mask, **arguments)
-
+    def note(module: nn.Module, states: tuple[Tensor, ...], arguments: dict[str, Any], output: Tensor) -> None:
         def repeat(chunk: slice) -> Tensor:
-            q, k, v = (states[:, :, chunk] for states in (query, key, value))
-            return attention(module, q, k, v, None, **arguments)[0]
+            query, key, value = (each[:, :, chunk] for each in states)
+            return attention(module, query, key, value, None, **arguments)[0]
 
         calls.append(_AttentionCall(repeat, output))
-        return output, weights
 
     def record_module(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any], _: object) -> None:
         """BLOOM adds what follows the hidden states to the output, beside which errors would look small."""
@@ -128,14 +196,34 @@ def _own_logits(
 
         calls.append(_AttentionCall(repeat, module.forward(*args, **arguments)[0]))
 
-    AttentionInterface.register(_RECORDED, record)
-    AttentionMaskInterface.register(_RECORDED, AttentionMaskInterface()[implementation])
-    model.set_attn_implementation(_RECORDED)
+    _record_attention(model, note)
     hooks = [module.register_forward_hook(record_module, with_kwargs=True) for module in hooked_modules(model)]
     logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
     for hook in hooks:
         hook.remove()
     return logits, calls
+
+
+def _record_attention(
+    model: PreTrainedModel, note: Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any], Tensor], None]
+) -> None:
+    """Make the model call `note` with each call of its own attention function: queries, keys and values, other
+    arguments and the output.
+    """
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = AttentionInterface().get_interface(implementation, eager)
+        output, weights = own(module, query, key, value, attention_mask, **arguments)
+        note(module, (query, key, value), arguments, output)
+        return output, weights
+
+    AttentionInterface.register(_RECORDED, record)
+    AttentionMaskInterface.register(_RECORDED, AttentionMaskInterface()[implementation])
+    model.set_attn_implementation(_RECORDED)
 
 
 def _paged_logits(

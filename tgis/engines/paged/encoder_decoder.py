@@ -1,0 +1,200 @@
+"""Encoder-decoders in pages.
+
+An input is encoded once, as a whole, beside others and without padding. The first blocks of its sequence hold what the
+decoder's cross-attention takes from it, the blocks that follow the decoder's own keys and values. A step computes
+the decoder's tokens as one of a decoder-only model does; each token is a query of its own to the encoded input.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.host_memory import Part, upload
+from tgis.engines.kernels.attention_inputs import PrefillChunk
+from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
+from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import PromptSpan, embed_with_prompts, encoder_input, encoder_prompt
+from tgis.engines.paged.attention import PagedAttention, PagedKVCache
+from tgis.engines.paged.attention_hooks import cross_attention_modules, install_hooks
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch, Work, adapters_of, slots
+from tgis.engines.sampling.encoder_decoder import EncoderDecoder
+
+_ENCODER_STATES = ("encoder_hidden_states", "key_value_states")  # arguments of their forward
+_NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
+EXTRA_BLOCKS = 1  # of a sequence, beyond those of its tokens in one row
+
+
+class EncoderDecoderBatches(BatchBuilder):
+    """Makes the batches of the decoder, with those of the encoder and of cross-attention."""
+
+    _has_prompt_logprobs = False
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        lora: LoraLayers,
+        outputs: EncoderDecoder,
+        positions_of: Callable[[list[int]], Iterable[int]],
+    ) -> None:
+        """`positions_of` tells the positions of an input without a soft prompt."""
+        super().__init__(block_size, device, lora)
+        self._outputs, self._positions_of = outputs, positions_of
+
+    def build(self, plan: StepPlan, *step_metadata: NDArray[np.int64]) -> tuple[FlatBatch, dict[int, slice]]:
+        batch, prompt_slices = super().build(plan, *step_metadata)
+        new = [seq for seq in plan.seqs if not seq.num_computed_tokens]
+        batch.encoder = self._encoder(new) if new else None
+        return batch, prompt_slices
+
+    def _positions(self, seq: Sequence, start: int, count: int) -> range:
+        return range(self._decoder_length(seq, start), self._decoder_length(seq, start + count))
+
+    def _decoder_length(self, seq: Sequence, num_tokens: int) -> int:
+        """Positions of the decoder that belong to so many tokens of a sequence: with its input go a soft prompt and the
+        start token.
+        """
+        return num_tokens - _offset(seq) if num_tokens >= seq.prompt_length else 0
+
+    def _tokens(self, seq: Sequence, positions: range) -> list[int]:
+        start, stop = positions.start + _offset(seq), positions.stop + _offset(seq)
+        if start >= seq.prompt_length:
+            return seq.tokens[start:stop]
+        return self._outputs.decoder_input(seq)[positions.start : positions.stop]
+
+    def _block_table(self, seq: Sequence) -> list[int]:
+        return seq.block_table[self._num_encoder_blocks(seq) :]
+
+    def _num_encoder_blocks(self, seq: Sequence) -> int:
+        return -(-seq.request.input_positions // self._block_size)
+
+    def _build(self, work: Work, *others: Any) -> FlatBatch:
+        batch = super()._build(work, *others)
+        counts = [self._num_encoder_blocks(seq) for seq, _ in work]
+        tables = np.zeros((len(work), max(counts)), np.int64)
+        for row, count, (seq, _) in zip(tables, counts, work, strict=True):
+            row[:count] = seq.block_table[:count]
+        repeats = [len(own) for _, own in work]
+        lengths = np.repeat([seq.request.input_positions for seq, _ in work], repeats)
+        batch.cross = FlatBatch.decodes(*upload([tables.repeat(repeats, 0), lengths], self._device))
+        return batch
+
+    def _encoder(self, seqs: list[Sequence]) -> FlatBatch:
+        """The inputs of these sequences; their blocks are those of the encoder's own cache."""
+        size, inputs = self._block_size, [encoder_input(seq) for seq in seqs]
+        blocks = [range(*ends) for ends in pairwise([0, *accumulate(map(self._num_encoder_blocks, seqs))])]
+        starts = list(accumulate(map(len, inputs), initial=0))
+        work: Work = [(seq, range(len(own))) for seq, own in zip(seqs, inputs, strict=True)]
+        parts: list[Part] = [
+            [token for own in inputs for token in own],
+            [position for seq, _ in work for position in self._input_positions(seq)],
+            [slot for table, (_, own) in zip(blocks, work, strict=True) for slot in slots(table, own, size)],
+            [slot for seq, own in work for slot in slots(seq.block_table, own, size)],
+            self._lora.columns(adapters_of(work)),
+            *blocks,
+        ]
+        ids, positions, own_slots, cross_slots, adapters, *tables = upload(parts, self._device)
+        places = [slice(*ends) for ends in pairwise(starts)]
+        nothing = ids[:0]
+        cross = FlatBatch.decodes(nothing[:, None], nothing)
+        cross.slot_mapping = cross_slots
+        return FlatBatch(
+            *(ids, positions, own_slots, nothing[:, None], nothing),
+            chunks=[PrefillChunk(place, 0, table) for place, table in zip(places, tables, strict=True)],
+            logits_indices=nothing,
+            spans=list(_spans(seqs, starts)),
+            adapters=self._lora.placed(adapters),
+            cross=cross,
+        )
+
+    def _input_positions(self, seq: Sequence) -> Iterable[int]:
+        tokens = encoder_input(seq)
+        return self._positions_of(tokens) if encoder_prompt(seq) is None else range(len(tokens))
+
+
+def _offset(seq: Sequence) -> int:
+    """What an index of the sequence's tokens is ahead of the decoder's position of the same token."""
+    return seq.prompt_length - seq.request.decoder_length - 1
+
+
+def _spans(seqs: list[Sequence], starts: list[int]) -> list[PromptSpan]:
+    prompts = zip(starts, map(encoder_prompt, seqs), strict=False)
+    return [PromptSpan(0, start, prompt) for start, prompt in prompts if prompt is not None]
+
+
+class PagedEncoder:
+    """The encoder of a model, and what its decoder takes from it."""
+
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers, max_length: int) -> None:
+        """Unsupported unless it is known how the model attends and how it counts positions."""
+        self._model, self._encoder = model, model.get_encoder()
+        self._cross_attention = cross_attention_modules(model)
+        self._attention, self._lora = attention, lora
+        attention.cross_modules = frozenset(self._cross_attention)
+        attention.encoder_modules = frozenset(self._encoder.modules())
+        self.embed_tokens = self._encoder.get_input_embeddings()
+        names = inspect.signature(self._cross_attention[0].forward).parameters
+        (self._states_name,) = (name for name in _ENCODER_STATES if name in names)
+        self.max_positions = max_length
+        self._embeddings: list[PositionEmbeddings] = []  # of encoder and decoder
+        if hasattr(self._encoder, "embed_positions"):
+            self.max_positions = min(max_length, model.config.max_position_embeddings)
+            parts = self._encoder, model.get_decoder()
+            self._embeddings = [position_embeddings(model, part, self.max_positions) for part in parts]
+        self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
+        self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
+
+    def positions_of(self, tokens: list[int]) -> Iterable[int]:
+        """The positions of an input."""
+        return self._embeddings[0].positions_of(tokens) if self._embeddings else range(len(tokens))
+
+    def install(self) -> None:
+        """Make the model attend to pages, and place each token where its batch says, for good."""
+        install_hooks(self._model, self._attention, self.max_positions + 1)
+        for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
+            part.embed_positions = embeddings
+        self._model.get_output_embeddings().register_forward_pre_hook(self._select_logits)
+
+    def _select_logits(self, _head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        """Compute the logits that are wanted only: of a requeued output those of its last token."""
+        batch = self._attention.batch
+        assert batch is not None
+        return args if batch.all_logits else (args[0][:, batch.logits_indices],)
+
+    def encode(self, batch: FlatBatch) -> None:
+        """Write the keys and values of the inputs for the decoder."""
+        attention = self._attention
+        num_blocks = sum(len(chunk.block_table) for chunk in batch.chunks)
+        if num_blocks > attention.encoder_cache.num_blocks:
+            attention.encoder_cache = PagedKVCache(num_blocks, attention.cache.block_size)
+        attention.batch, positions = batch, batch.positions[None]
+        arguments: dict[str, Any] = (
+            {"position_ids": positions, "attention_mask": _NO_MASKS} if self._takes_positions else {}
+        )
+        for embeddings in self._embeddings[:1]:
+            embeddings.positions = positions
+        embeds = embed_with_prompts(self.embed_tokens, batch.input_ids[None], batch.spans)
+        arguments |= {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds}
+        with self._lora.using(batch.adapters):
+            states = self._encoder(**arguments).last_hidden_state
+            for module in self._cross_attention:
+                module(states[:, :0], attention_mask=None, **{self._states_name: states})
+
+    def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
+        """Those of a pass of the model for its decoder, whose input is in `arguments`."""
+        positions = batch.positions[None]
+        for embeddings in self._embeddings[1:]:
+            embeddings.positions = positions
+        found = {f"decoder_{name}": value for name, value in arguments.items()}
+        if self._takes_positions:
+            found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
+        return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
