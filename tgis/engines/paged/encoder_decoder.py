@@ -6,7 +6,7 @@ the decoder's tokens as one of a decoder-only model does; each token is a query 
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,17 +20,93 @@ from transformers.modeling_outputs import BaseModelOutput
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import Part, upload
 from tgis.engines.kernels.attention_inputs import PrefillChunk
+from tgis.engines.loading.loader import model_info
 from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import PromptSpan, embed_with_prompts, encoder_input, encoder_prompt
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, install_hooks
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch, Work, adapters_of, slots
+from tgis.engines.paged.self_check import MIN_POSITIONS
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
+from tgis.errors import Unsupported
 
 _ENCODER_STATES = ("encoder_hidden_states", "key_value_states")  # arguments of their forward
 _NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
 EXTRA_BLOCKS = 1  # of a sequence, beyond those of its tokens in one row
+
+
+class PagedEncoder:
+    """The encoder of a model, and what its decoder takes from it."""
+
+    def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers, max_length: int) -> None:
+        """Unsupported unless it is known how the model attends and how it counts positions."""
+        self._model, self._encoder = model, model.get_encoder()
+        self._cross_attention = cross_attention_modules(model)
+        self.outputs = EncoderDecoder(model.generation_config, model_info(model).vocab_size, model.device)
+        self._attention, self._lora = attention, lora
+        attention.cross_modules = frozenset(self._cross_attention)
+        attention.encoder_modules = frozenset(self._encoder.modules())
+        self.embed_tokens = self._encoder.get_input_embeddings()
+        names = inspect.signature(self._cross_attention[0].forward).parameters
+        (self._states_name,) = (name for name in _ENCODER_STATES if name in names)
+        self.max_positions, self._table_length = max_length, max(max_length, MIN_POSITIONS)
+        self._embeddings: list[PositionEmbeddings] = []  # of encoder and decoder
+        if hasattr(self._encoder, "embed_positions"):
+            own = model.config.max_position_embeddings
+            if own < MIN_POSITIONS:
+                raise Unsupported(f"{type(model).__name__} has {own} positions, the check needs {MIN_POSITIONS}")
+            self.max_positions, self._table_length = min(max_length, own), min(self._table_length, own)
+            parts = self._encoder, model.get_decoder()
+            self._embeddings = [position_embeddings(model, part, self._table_length) for part in parts]
+        self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
+        self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
+
+    def positions_of(self, tokens: list[int]) -> Iterable[int]:
+        """The positions of an input without a soft prompt."""
+        return self._embeddings[0].positions_of(tokens) if self._embeddings else range(len(tokens))
+
+    def install(self) -> None:
+        """Make the model attend to pages, and place each token where its batch says, for good."""
+        install_hooks(self._model, self._attention, self._table_length + 1)
+        for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
+            part.embed_positions = embeddings
+        self._model.get_output_embeddings().register_forward_pre_hook(self._select_logits)
+
+    def _select_logits(self, _head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        """Compute the logits that are wanted only: of a requeued output those of its last token."""
+        batch = self._attention.batch
+        assert batch is not None
+        return args if batch.all_logits else (args[0][:, batch.logits_indices],)
+
+    def encode(self, batch: FlatBatch) -> None:
+        """Write the keys and values of the inputs for the decoder."""
+        attention = self._attention
+        num_blocks = sum(len(chunk.block_table) for chunk in batch.chunks)
+        if num_blocks > attention.encoder_cache.num_blocks:
+            attention.encoder_cache = PagedKVCache(num_blocks, attention.cache.block_size)
+        attention.batch, positions = batch, batch.positions[None]
+        arguments: dict[str, Any] = (
+            {"position_ids": positions, "attention_mask": _NO_MASKS} if self._takes_positions else {}
+        )
+        for embeddings in self._embeddings[:1]:
+            embeddings.positions = positions
+        embeds = embed_with_prompts(self.embed_tokens, batch.input_ids[None], batch.spans)
+        arguments |= {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds}
+        with self._lora.using(batch.adapters):
+            states = self._encoder(**arguments).last_hidden_state
+            for module in self._cross_attention:
+                module(states[:, :0], attention_mask=None, **{self._states_name: states})
+
+    def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
+        """Those of a pass of the model for its decoder, whose input is in `arguments`."""
+        positions = batch.positions[None]
+        for embeddings in self._embeddings[1:]:
+            embeddings.positions = positions
+        found = {f"decoder_{name}": value for name, value in arguments.items()}
+        if self._takes_positions:
+            found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
+        return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
 
 
 class EncoderDecoderBatches(BatchBuilder):
@@ -38,17 +114,9 @@ class EncoderDecoderBatches(BatchBuilder):
 
     _has_prompt_logprobs = False
 
-    def __init__(
-        self,
-        block_size: int,
-        device: torch.device,
-        lora: LoraLayers,
-        outputs: EncoderDecoder,
-        positions_of: Callable[[list[int]], Iterable[int]],
-    ) -> None:
-        """`positions_of` tells the positions of an input without a soft prompt."""
+    def __init__(self, block_size: int, device: torch.device, lora: LoraLayers, encoder: PagedEncoder) -> None:
         super().__init__(block_size, device, lora)
-        self._outputs, self._positions_of = outputs, positions_of
+        self._model = encoder
 
     def build(self, plan: StepPlan, *step_metadata: NDArray[np.int64]) -> tuple[FlatBatch, dict[int, slice]]:
         batch, prompt_slices = super().build(plan, *step_metadata)
@@ -69,7 +137,7 @@ class EncoderDecoderBatches(BatchBuilder):
         start, stop = positions.start + _offset(seq), positions.stop + _offset(seq)
         if start >= seq.prompt_length:
             return seq.tokens[start:stop]
-        return self._outputs.decoder_input(seq)[positions.start : positions.stop]
+        return self._model.outputs.decoder_input(seq)[positions.start : positions.stop]
 
     def _block_table(self, seq: Sequence) -> list[int]:
         return seq.block_table[self._num_encoder_blocks(seq) :]
@@ -118,7 +186,7 @@ class EncoderDecoderBatches(BatchBuilder):
 
     def _input_positions(self, seq: Sequence) -> Iterable[int]:
         tokens = encoder_input(seq)
-        return self._positions_of(tokens) if encoder_prompt(seq) is None else range(len(tokens))
+        return self._model.positions_of(tokens) if encoder_prompt(seq) is None else range(len(tokens))
 
 
 def _offset(seq: Sequence) -> int:
@@ -129,72 +197,3 @@ def _offset(seq: Sequence) -> int:
 def _spans(seqs: list[Sequence], starts: list[int]) -> list[PromptSpan]:
     prompts = zip(starts, map(encoder_prompt, seqs), strict=False)
     return [PromptSpan(0, start, prompt) for start, prompt in prompts if prompt is not None]
-
-
-class PagedEncoder:
-    """The encoder of a model, and what its decoder takes from it."""
-
-    def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers, max_length: int) -> None:
-        """Unsupported unless it is known how the model attends and how it counts positions."""
-        self._model, self._encoder = model, model.get_encoder()
-        self._cross_attention = cross_attention_modules(model)
-        self._attention, self._lora = attention, lora
-        attention.cross_modules = frozenset(self._cross_attention)
-        attention.encoder_modules = frozenset(self._encoder.modules())
-        self.embed_tokens = self._encoder.get_input_embeddings()
-        names = inspect.signature(self._cross_attention[0].forward).parameters
-        (self._states_name,) = (name for name in _ENCODER_STATES if name in names)
-        self.max_positions = max_length
-        self._embeddings: list[PositionEmbeddings] = []  # of encoder and decoder
-        if hasattr(self._encoder, "embed_positions"):
-            self.max_positions = min(max_length, model.config.max_position_embeddings)
-            parts = self._encoder, model.get_decoder()
-            self._embeddings = [position_embeddings(model, part, self.max_positions) for part in parts]
-        self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
-        self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
-
-    def positions_of(self, tokens: list[int]) -> Iterable[int]:
-        """The positions of an input."""
-        return self._embeddings[0].positions_of(tokens) if self._embeddings else range(len(tokens))
-
-    def install(self) -> None:
-        """Make the model attend to pages, and place each token where its batch says, for good."""
-        install_hooks(self._model, self._attention, self.max_positions + 1)
-        for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
-            part.embed_positions = embeddings
-        self._model.get_output_embeddings().register_forward_pre_hook(self._select_logits)
-
-    def _select_logits(self, _head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        """Compute the logits that are wanted only: of a requeued output those of its last token."""
-        batch = self._attention.batch
-        assert batch is not None
-        return args if batch.all_logits else (args[0][:, batch.logits_indices],)
-
-    def encode(self, batch: FlatBatch) -> None:
-        """Write the keys and values of the inputs for the decoder."""
-        attention = self._attention
-        num_blocks = sum(len(chunk.block_table) for chunk in batch.chunks)
-        if num_blocks > attention.encoder_cache.num_blocks:
-            attention.encoder_cache = PagedKVCache(num_blocks, attention.cache.block_size)
-        attention.batch, positions = batch, batch.positions[None]
-        arguments: dict[str, Any] = (
-            {"position_ids": positions, "attention_mask": _NO_MASKS} if self._takes_positions else {}
-        )
-        for embeddings in self._embeddings[:1]:
-            embeddings.positions = positions
-        embeds = embed_with_prompts(self.embed_tokens, batch.input_ids[None], batch.spans)
-        arguments |= {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds}
-        with self._lora.using(batch.adapters):
-            states = self._encoder(**arguments).last_hidden_state
-            for module in self._cross_attention:
-                module(states[:, :0], attention_mask=None, **{self._states_name: states})
-
-    def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
-        """Those of a pass of the model for its decoder, whose input is in `arguments`."""
-        positions = batch.positions[None]
-        for embeddings in self._embeddings[1:]:
-            embeddings.positions = positions
-        found = {f"decoder_{name}": value for name, value in arguments.items()}
-        if self._takes_positions:
-            found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
-        return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}

@@ -51,7 +51,6 @@ from tgis.engines.paged.self_check import (
     verify_steps,
 )
 from tgis.engines.sampling.draws import select_ops
-from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.errors import Unsupported
@@ -122,15 +121,12 @@ class PagedEngine:
         vocab_size = model_info(self._model).vocab_size
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         self._encoder: PagedEncoder | None = None
-        self._outputs: EncoderDecoder | None = None
         history = _token_history
         if encodes:
             self._max_blocks += EXTRA_BLOCKS
-            self._outputs = EncoderDecoder(self._model.generation_config, vocab_size, self._device)
             self._encoder = PagedEncoder(self._model, self._attention, self._lora, options.max_sequence_length)
-            inputs = self._outputs, self._encoder.positions_of
-            self._batch_builder = EncoderDecoderBatches(block_size, self._device, self._lora, *inputs)
-            history = self._outputs.token_history
+            self._batch_builder = EncoderDecoderBatches(block_size, self._device, self._lora, self._encoder)
+            history = self._encoder.outputs.token_history
         decoder = self._model.get_decoder() if self._encoder else self._model
         self._embed_tokens = decoder.get_input_embeddings()
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history, ops)
@@ -141,9 +137,9 @@ class PagedEngine:
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
-        if self._outputs and self._encoder:
+        if self._encoder:
             steps = self._batch_builder.build, self.compute_logits
-            start, length = self._outputs.decoder_start_token_id, options.max_sequence_length
+            start, length = self._encoder.outputs.decoder_start_token_id, options.max_sequence_length
             verify_encoder_decoder(self._model, self._attention, *steps, start, self._encoder.install, length)
         else:
             verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
@@ -162,7 +158,7 @@ class PagedEngine:
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
             max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
-            decoder_start_token_id=self._outputs.decoder_start_token_id if self._outputs else None,
+            decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=self._lora.targets,
         )
@@ -305,8 +301,8 @@ class PagedEngine:
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
             result = self._decoder.step(plan)
-        if self._outputs:
-            result.prompt_logprobs |= self._outputs.prompt_logprobs(plan.sampled)
+        if self._encoder:
+            result.prompt_logprobs |= self._encoder.outputs.prompt_logprobs(plan.sampled)
         return result
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -346,10 +342,9 @@ class PagedEngine:
         logits = self._run_model(batch)
         prompt_chunks = self._prompt_logprobs.start(plan, prompt_slices, logits)
         logits = logits[: len(plan.sampled)]
-        if self._outputs:
-            self._outputs.constrain(
-                logits, [row for row, seq in enumerate(plan.sampled) if not seq.num_generated_tokens]
-            )
+        if self._encoder:
+            first_steps = [row for row, seq in enumerate(plan.sampled) if not seq.num_generated_tokens]
+            self._encoder.outputs.constrain(logits, first_steps)
         return InFlightStep(self._sample(batch, logits), prompt_chunks)
 
     def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:

@@ -25,6 +25,7 @@ from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _NUM_TOKENS = 40
+MIN_POSITIONS = _NUM_TOKENS + 1  # of an encoder-decoder
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
 _ADAPTER_RANK, _NUM_ADAPTED_LAYERS = 4, 10
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
