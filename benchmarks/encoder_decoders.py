@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import transformers_generate
 from benchmarks.cpu_steps import measure_machine
-from benchmarks.peer_process import EngineProcess, Measured, engine_process, timed
+from benchmarks.peer_process import MOST_TAKEN, EngineProcess, Measured, engine_process, timed
 from benchmarks.random_models import DECODERS, ENCODER_DECODERS, Load, step_weights
 from benchmarks.serving import git_revision
 from benchmarks.soak.memory import resident_bytes
@@ -172,7 +172,7 @@ def summarize_rounds(rounds: list[dict[str, Figures]], limits: dict[str, dict[st
 
 def _row(rounds: list[Figures], which: str, streams: int) -> dict[str, Any]:
     those = [each[which] for each in rounds if which in each]
-    loads = [each["loads"][str(streams)] for each in those]
+    loads = [load for (load,) in _undisturbed([(each["loads"][str(streams)],) for each in those])]
     return {
         "streams": streams,
         "system": which,
@@ -189,9 +189,14 @@ def _row(rounds: list[Figures], which: str, streams: int) -> dict[str, Any]:
 def _ratios(rounds: list[Figures], which: str, streams: str) -> Iterator[tuple[str, float]]:
     for other in SYSTEMS:
         both = [(each[which], each[other]) for each in rounds if which in each and other in each]
-        rates = [[figures["loads"][streams]["requests_per_s"] for figures in pair] for pair in both]
-        if rates and other != which:
-            yield other, statistics.median(ours / theirs for ours, theirs in rates)
+        loads = _undisturbed([tuple(figures["loads"][streams] for figures in pair) for pair in both])
+        if loads and other != which:
+            yield other, statistics.median(ours["requests_per_s"] / theirs["requests_per_s"] for ours, theirs in loads)
+
+
+def _undisturbed(rounds: list[tuple[dict[str, Any], ...]]) -> list[tuple[dict[str, Any], ...]]:
+    """The rounds in which others took little of the cores, or all if there are none."""
+    return [loads for loads in rounds if all(load["taken_cores"] <= MOST_TAKEN for load in loads)] or rounds
 
 
 def reading_limits(names: list[str], gb_s: float) -> dict[str, dict[str, float]]:

@@ -13,6 +13,7 @@ from tgis.bench.client import RequestRecord
 from tgis.bench.summary import summarize
 from tgis.errors import StartError
 
+MOST_TAKEN = 0.15  # cores, by others, on average while a load runs
 _FIGURES = ("requests_per_s", "output_tokens_per_s", "duration_s", "latency_ms", "ttft_ms", "tpot_ms", "max_gap_ms")
 
 

@@ -35,7 +35,7 @@ import grpc.aio
 import uvloop
 from tokenizers import Tokenizer
 
-from benchmarks.peer_process import Measured, engine_process, timed
+from benchmarks.peer_process import MOST_TAKEN, Measured, engine_process, timed
 from benchmarks.serving import Server, cpu_name, free_ports, git_revision, running_server
 from demo.fetch import ensure
 from tgis.bench.client import BenchSettings, RequestRecord
@@ -50,7 +50,6 @@ from tgis.utils.cpus import usable_cores
 
 _HERE = Path(__file__).parents[1]
 _START_SECONDS = 300.0
-_MOST_TAKEN = 0.15  # cores, by others, on average while a load runs
 SERVED, ENGINE, OPENVINO, VLLM = "tgis served", "tgis engine", "openvino", "vllm"
 
 
@@ -305,7 +304,7 @@ def summarize_rounds(rounds: list[dict[str, Any]], cores: int) -> list[dict[str,
 def _has(figures: dict[str, Any], name: str, load: str) -> bool:
     """Whether a round has the load on this system and on tgis served, both undisturbed."""
     loads = [figures.get(each, {}).get("loads", {}).get(load) for each in (name, SERVED)]
-    return all(found and found["taken_cores"] <= _MOST_TAKEN for found in loads)
+    return all(found and found["taken_cores"] <= MOST_TAKEN for found in loads)
 
 
 def print_rows(rows: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> None:
