@@ -195,8 +195,10 @@ def _ratios(rounds: list[Figures], which: str, streams: str) -> Iterator[tuple[s
 
 
 def _undisturbed(rounds: list[tuple[dict[str, Any], ...]]) -> list[tuple[dict[str, Any], ...]]:
-    """The rounds in which others took little of the cores, or all if there are none."""
-    return [loads for loads in rounds if all(load["taken_cores"] <= MOST_TAKEN for load in loads)] or rounds
+    """The rounds in which others took little of the cores; if there are none, that in which they took least."""
+    taken = [max(load["taken_cores"] for load in loads) for loads in rounds]
+    most = max(MOST_TAKEN, min(taken, default=0.0))
+    return [loads for loads, cores in zip(rounds, taken, strict=True) if cores <= most]
 
 
 def reading_limits(names: list[str], gb_s: float) -> dict[str, dict[str, float]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import encoder_decoders
-from benchmarks.encoder_decoders import CTRANSLATE2, NATIVE, REFERENCE, compare
+from benchmarks.encoder_decoders import CTRANSLATE2, NATIVE, REFERENCE, SYSTEMS, Figures, compare, summarize_rounds
 from benchmarks.peer_engine import CTranslate2, run_load
 from benchmarks.random_models import ENCODER_DECODERS, OPUS_MT, Load, Model, step_weights
 
@@ -38,6 +38,24 @@ def test_a_round_on_a_tiny_model(
     assert all(counts["same"] == 4 + 6 for counts in report["outputs"].values())
     (raw,) = json.loads((tmp_path / "raw.json").read_text())["rounds"]
     assert raw["tiny"][REFERENCE]["loads"].keys() == {"1", "3"}
+
+
+def test_disturbed_rounds_do_not_count_unless_there_is_no_other() -> None:
+    def a_round(ours: tuple[float, float], theirs: tuple[float, float]) -> Figures:
+        fixed = {"output_tokens_per_s": 1.0, "latency_ms": {"p50": 1.0}}
+        return {
+            name: {"peak_mb": 1.0, "loads": {"8": fixed | {"requests_per_s": rate, "taken_cores": taken}}}
+            for name, (rate, taken) in ((NATIVE, ours), (REFERENCE, theirs))
+        }
+
+    disturbed, another = a_round((4.0, 1.0), (1.0, 0.0)), a_round((4.0, 0.5), (2.0, 0.0))
+    rounds = {"none": [disturbed, another], "one": [disturbed, a_round((9.0, 0.1), (3.0, 0.0)), another]}
+    loads = Model("Bloom", {}, Load(1, 1, (8,)))
+    for name, (rate, ratio) in {"none": (4.0, 2.0), "one": (9.0, 3.0)}.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ENCODER_DECODERS, "any", loads)
+            row, _ = summarize_rounds([{"any": each} for each in rounds[name]], {"any": dict.fromkeys(SYSTEMS, 1.0)})
+        assert (row["rounds"], row["requests_per_s"], row["ratios"]) == (1, rate, {REFERENCE: ratio})
 
 
 def test_outputs_are_the_same_a_near_tie_or_different(monkeypatch: pytest.MonkeyPatch) -> None:
