@@ -28,6 +28,9 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "pt2_compile": (("true", True), ("1", True)),
     "num_shard": (("2", 2), ("64", 64)),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
+    "quantize": (("int8", "int8"), ("gptq_marlin", "gptq_marlin")),
+    "quantize_logits": (("true", True), ("1", True)),
+    "quantize_activations": (("none", "none"), ("int8", "int8")),
     "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
     "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
     "max_sequence_length": (("2", 2), ("4096", 4096)),
@@ -203,7 +206,7 @@ def test_booleans(text: str) -> None:
         ("STEP_TIMEOUT_SECONDS", "0", "must be a number above 0, at most 86400"),
         ("JSON_OUTPUT", "yes", "must be true or false"),
         ("BIND_ADDRESS", "example.org", "must be an IP address or localhost"),
-        ("DTYPE", "float8", "must be one of auto, float32, float16, bfloat16"),
+        ("DTYPE", "float8", "must be one of auto, float32, float16, bfloat16, int8"),
         ("DEPLOYMENT_FRAMEWORK", "vllm", "must be one of auto, tgis_native, hf_transformers, hf_optimum_ort, fake"),
         ("MODEL_NAME", "a\x00b", "must be printable text"),
         ("NUM_SHARD", "0", "must be a whole number from 1 to 64"),
@@ -268,7 +271,6 @@ def test_options_of_others_are_no_misspelt_ones(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "asking"),
     [
-        ("QUANTIZE", ["none"], "gptq"),
         ("TRUST_REMOTE_CODE", ["false", "0", "False"], "true"),
         ("SPECULATOR_NAME", [], "m"),
     ],
@@ -283,13 +285,33 @@ def test_options_without_effect_are_warnings(name: str, neutral: list[str], aski
 
 
 def test_strict_options_refuse_all_that_is_a_warning_otherwise() -> None:
-    flags = ("--quantize=gptq", "--dtype", "int8")
+    flags = ("--dtype", "int4")
     variables = {"RANK": "0", "TRUST_REMOTE_CODE": "true", "FLASH_ATTENTION": "true", "MAX_BATCHSIZE": "8"}
     variables["DEPLOYMENT_FRAMEWORK"] = "hf_optimum_ort"
     warnings = read(*flags, **variables).warnings
     assert refusal("--strict-options", *flags, **variables) == "STRICT_OPTIONS: " + "; ".join(warnings)
-    named = ("--quantize=", "--dtype=", "RANK", "TRUST_REMOTE_CODE=", "DEPLOYMENT_FRAMEWORK=", "MAX_BATCHSIZE is")
+    named = ("--dtype=", "RANK", "TRUST_REMOTE_CODE=", "DEPLOYMENT_FRAMEWORK=", "MAX_BATCHSIZE is")
     assert all(any(name in warning for warning in warnings) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"QUANTIZE": "int8"}, "int8"),
+        ({"DTYPE_STR": "int8"}, "int8"),
+        ({"DTYPE": "int8", "QUANTIZE": "bitsandbytes"}, "bitsandbytes"),
+        ({"QUANTIZE": "false"}, "none"),
+        ({"DTYPE": "int8", "QUANTIZE": "int4"}, "int4"),
+        ({"QUANTIZE": "int3"}, "QUANTIZE='int3' must be one of none, int8, int4, "),
+        ({"QUANTIZE_LOGITS": "true"}, "QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4"),
+    ],
+)
+def test_quantization(options: dict[str, str], expected: str) -> None:
+    if " " in expected:
+        assert refusal(**options).startswith(expected)
+    else:
+        config = read(**options)
+        assert (config.quantize, config.dtype, config.warnings) == (expected, "auto", ())
 
 
 def test_visible_devices_do_not_set_the_number_of_shards() -> None:
@@ -310,7 +332,7 @@ def test_ignored_options_are_one_warning() -> None:
         ("DEPLOYMENT_FRAMEWORK", "hf_custom_tp", "tgis_native"),
         ("DEPLOYMENT_FRAMEWORK", "ds_inference", "auto"),
         ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "auto"),
-        ("DTYPE_STR", "int8", "auto"),
+        ("DTYPE_STR", "int4", "auto"),
         ("DTYPE_STR", "double", "float32"),
         ("DTYPE_STR", "float8_e4m3fn", "auto"),
     ],

@@ -43,7 +43,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines": "batcher errors ipc",
     "engines/kernels": "engines errors utils",
     "engines/memory": "batcher engines errors ipc utils",
-    "engines/loading": "batcher engines/kernels engines/memory errors ipc utils",
+    "engines/loading": "batcher engines engines/kernels engines/memory errors ipc utils",
     "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels errors ipc",
     "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import OptionError, StartError
-from tgis.foreign_options import (
-    ADAPTER_DEFAULTS,
-    as_declared,
-    as_in_adapter,
-    foreign_options,
-    foreign_warnings,
-)
+from tgis.foreign_options import ADAPTER_DEFAULTS, as_declared, as_in_adapter, foreign_options, foreign_warnings
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
@@ -63,9 +57,11 @@ ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process
 
 ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake")
 DTYPE = choice(
-    "auto", "float32", "float16", "bfloat16",
+    "auto", "float32", "float16", "bfloat16", "int8",
     aliases={"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 )  # fmt: skip
+FORMATS = ("bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8")  # of weights
+QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
@@ -131,11 +127,17 @@ class Config:
         MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
-        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16", "auto",
+        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
         aliases=("dtype_str",), shown_default="bfloat16 if the device supports it",
         nearest_values={
             "float64": "float32", "double": "float32",
-            **dict.fromkeys(("int8", "int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
+            **dict.fromkeys(("int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
+    quantize: str = option(
+        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading, on CPUs; or the format of the files",
+        "none", vllm_names=("quantization",), short="-q")
+    quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: the weight of the logits, too, to int8", False)
+    quantize_activations: str = option(
+        MODEL, choice("auto", "none", "int8"), "with QUANTIZE: int8 or none; auto: int8", "auto")
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
@@ -336,6 +338,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
+    if values.get("dtype") == "int8":
+        values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
@@ -485,6 +489,8 @@ def _validate(config: Config) -> None:
         raise OptionError("API_KEY must be printable ASCII text")
     if config.num_shard > 1 and config.engine != "tgis_native":
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
+    if config.quantize == "none" and (config.quantize_logits or config.quantize_activations == "int8"):
+        raise OptionError("QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4")
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     if any(tls) and not all(tls[:2]):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

@@ -49,7 +49,8 @@ def _device(config: Config, info: EngineInfo) -> str:
     ranks = f", {config.num_shard} ranks" if config.num_shard > 1 else ""
     quota, cpus = cpu_quota(), len(os.sched_getaffinity(0))
     allowed = "no quota" if quota is None else f"quota {quota:g}"
-    return f"{info.device}, {info.dtype}{ranks}; {config.num_threads} threads on {cpus} CPUs, {allowed}"
+    weights = "" if info.quantize == "none" else f", weights in {info.quantize}"
+    return f"{info.device}, {info.dtype}{weights}{ranks}; {config.num_threads} threads on {cpus} CPUs, {allowed}"
 
 
 def _limits(config: Config, info: EngineInfo, sequence_length: int, new_tokens: int) -> str:

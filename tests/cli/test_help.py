@@ -112,7 +112,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["text-generation-launcher", "--quantize", "gptq", "--strict-options", "--model-name", "m"]
+        sys, "argv", ["text-generation-launcher", "--dtype-str", "int4", "--strict-options", "--model-name", "m"]
     )
     assert __main__.launcher() == 2
-    assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --quantize='gptq' has no effect")
+    assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --dtype-str='int4': using auto")

@@ -18,6 +18,7 @@ from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, Norm, NormFormula, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm, quantize, quantized_activations
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.sampling import draws
@@ -120,6 +121,18 @@ def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
     assert_close(CpuGemm(weight, kernels)(x, bias), expected, dtype)
 
 
+def run_quantized(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
+    inputs, outputs = draw.randint(1, 300), draw.randint(1, 200)
+    weight = quantize(torch.randn(outputs, inputs).div(inputs**0.5), draw.choice([4, 8]))
+    bias = torch.randn(outputs).to(dtype) if draw.random() < 0.5 else None
+    x = torch.randn(draw.choice([0, 1, draw.randint(2, 200)]), inputs).to(dtype)
+    for kind, effective in ((QuantizedGemm, quantized_activations(x)), (WidenedGemm, x.double())):
+        expected = nn.functional.linear(
+            effective, weight.dequantized().double(), None if bias is None else bias.double()
+        )
+        assert_close(kind(weight, kernels, dtype)(x, bias), expected, dtype)
+
+
 def run_gumbel_max(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     rows, vocab_size = draw.choice([0, 1, draw.randint(2, 9)]), draw.randint(1, 3000)
     values = (torch.randn(rows, vocab_size) * draw.choice([0.1, 3, 300])).to(dtype)
@@ -155,7 +168,17 @@ def overrun(kernels: CpuKernels) -> None:
     CpuAttention(kernels).write_kv_cache(k, k, cache, cache, torch.tensor([8]))
 
 
-RUNS = [run_attention, run_norm, run_rotary, run_gated_mlp, run_recording, run_gemm, run_gumbel_max, run_argmax]
+RUNS = [
+    run_attention,
+    run_norm,
+    run_rotary,
+    run_gated_mlp,
+    run_recording,
+    run_gemm,
+    run_quantized,
+    run_gumbel_max,
+    run_argmax,
+]
 
 
 def main() -> None:

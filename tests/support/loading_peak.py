@@ -23,8 +23,8 @@ def main(model: Path, dtype: str) -> int:
     seen = [idle]
 
     class Watched(PackedLinear):
-        def __init__(self, linear: torch.nn.Linear, gemm: Gemm) -> None:
-            super().__init__(linear, gemm)
+        def __init__(self, linear: torch.nn.Linear, gemm: Gemm, dtype: torch.dtype) -> None:
+            super().__init__(linear, gemm, dtype)
             seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
 
     with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):

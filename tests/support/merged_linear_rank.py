@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from tgis.engines.distributed import ranks
 from tgis.engines.kernels.cpu.library import load_kernels
-from tgis.engines.kernels.cpu.linear import pack_linears
+from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 
 store, rank, *models = sys.argv[1:]
@@ -25,5 +25,7 @@ for path in models:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=shards).eval()
     before = model(ids).logits
     merged = merge_linears(model, input_ids=ids[:, :2])
-    packed = pack_linears(model, load_kernels(CPU_ISA, CACHE_DIR)).total()
+    gemms = GemmSelector(load_kernels(CPU_ISA, CACHE_DIR))
+    pack_linears(model, gemms)
+    packed = gemms.counts.total()
     print(merged, packed, (model(ids).logits - before).abs().max().item())

@@ -44,6 +44,9 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     estimate_memory: str = "off"  # auto, manual or off
     cache_dir: str = ""  # of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
+    quantize: str = "none"  # int8, int4, or the name of a format
+    quantize_logits: bool = False
+    quantize_activations: str = "auto"  # none or int8
     verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
 
@@ -70,6 +73,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     input_vocab_size: int = 1 << 40  # ids of input tokens are below
     decoder_start_token_id: int | None = None  # of an encoder-decoder
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
+    quantize: str = "none"  # weights of linear layers
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA
 
     @property

@@ -41,7 +41,7 @@ from tgis.engines.kernels.cpu.fused_ops import (
     fuse,
 )
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.linear import pack_linears
+from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 LAYER_NORM = NormFormula(1e-6, centered=True)
@@ -317,7 +317,7 @@ def test_every_architecture_computes_in_bfloat16_what_it_did(
     plain, fused = (family.from_pretrained(path, dtype=torch.bfloat16).eval() for _ in range(2))
     ids = torch.randint(3, 60, (2, 9))
     arguments = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :4]} if config.is_encoder_decoder else {})
-    pack_linears(fused, best_kernels)
+    pack_linears(fused, GemmSelector(best_kernels))
     fuse(fused, best_kernels)
     expected = plain(**arguments, use_cache=False).logits.double()
     found = fused(**arguments, use_cache=False).logits.double()

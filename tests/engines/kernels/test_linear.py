@@ -136,7 +136,9 @@ def llama(dtype: torch.dtype) -> PreTrainedModel:
 def check_packed(kernels: CpuKernels | None, dtype: torch.dtype, layers: int) -> None:
     model, ids = llama(dtype), torch.tensor([[5, 9, 13]])
     expected = model(ids).logits
-    packed = pack_linears(model, kernels)
+    gemms = GemmSelector(kernels)
+    pack_linears(model, gemms)
+    packed = gemms.counts
     assert packed.total() == layers == sum(type(m) is PackedLinear for m in model.modules())
     assert set(packed) <= {"onednn" if kernels is None else kernels.isa}
     assert (model(ids).logits - expected).norm() < 10 * ERROR.get(dtype, 0) * expected.norm() + 1e-12

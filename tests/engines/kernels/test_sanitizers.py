@@ -54,7 +54,7 @@ def test_random_shapes_stay_in_bounds_and_give_what_pytorch_gives(library: tuple
     done = run(library, RUNS)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = ast.literal_eval(done.stdout)
-    kinds = ("attention", "norm", "rotary", "gated_mlp", "recording", "gemm", "gumbel_max", "argmax")
+    kinds = ("attention", "norm", "rotary", "gated_mlp", "recording", "gemm", "quantized", "gumbel_max", "argmax")
     assert counts.keys() == {f"run_{kind}" for kind in kinds}
     assert min(counts.values()) > RUNS / 30
 

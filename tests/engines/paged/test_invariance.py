@@ -51,17 +51,24 @@ CASES += [
     if (name, dtype, "auto") not in CASES
 ]
 CASES += [("Llama", "bfloat16", "avx2"), ("Llama", "float32", "avx2")]
+QUANTIZED: dict[str, Any] = {
+    "int8": {"quantize": "int8", "quantize_logits": True},
+    "int4": {"quantize": "int4"},
+    "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
+}
+CASES += [("Llama", "bfloat16", "auto", kind) for kind in QUANTIZED] + [("GPT2", "float32", "avx2", "int8")]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
-    name, dtype, isa = request.param
+    name, dtype, isa, *kind = request.param
     if isa == resolve_isa("auto", cpu_flags()):
         pytest.skip(f"{isa} is the best of this CPU, which the other cases use")
     isa = CPU_ISA if isa == "auto" else isa
     kernels_of(isa)
     path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
     options = msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype, cpu_isa=isa)
+    options = msgspec.structs.replace(options, **QUANTIZED[kind[0]] if kind else {})
     engine = PagedEngine(options)
     engine.warm_up()
     return engine

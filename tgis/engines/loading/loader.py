@@ -26,11 +26,12 @@ from transformers.quantizers import AutoHfQuantizer
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
-from tgis.engines.kernels.cpu.linear import pack_linears
+from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
+from tgis.engines.quantization import Quantization, resolve_quantization
 from tgis.errors import StartError, TgisError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -61,6 +62,7 @@ class LoadedModelInfo:
             model_class=self.model_class,
             device=str(device),
             dtype=str(self.dtype).removeprefix("torch."),
+            quantize={"bitsandbytes": "int8"}.get(options.quantize, options.quantize),
             vocab_size=self.vocab_size,
             input_vocab_size=self.input_vocab_size,
             encoder_decoder=self.encoder_decoder,
@@ -151,47 +153,74 @@ def input_vocab_size(model: PreTrainedModel) -> int:
 
 def look_at_model(
     options: EngineOptions, device: torch.device
-) -> tuple[Any, PreTrainedConfig, torch.dtype, SizedModel | None]:
-    """The class of transformers that loads the model, its configuration, dtype and size; StartError if too big."""
+) -> tuple[Any, PreTrainedConfig, torch.dtype, Quantization | None, SizedModel | None]:
+    """The class of transformers that loads the model, its configuration, dtype, how it is quantized, and its size;
+    StartError if too big.
+    """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     config = load_config(options)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
         dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
-        log.info("loading %s as %s on %s", options.model_path, str(dtype).removeprefix("torch."), device)
-        return auto_class, config, dtype, check_model_fits(auto_class, options, config, dtype, device)
+        quantization = resolve_quantization(options, config, dtype, device)
+        weights = f", linear layers quantized to {quantization}" if quantization else ""
+        log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
+        size = check_model_fits(auto_class, options, config, dtype, device, quantization)
+        return auto_class, config, dtype, quantization, size
 
 
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
-    auto_class, config, dtype, _ = look_at_model(options, device)
+    auto_class, config, dtype, quantization, _ = look_at_model(options, device)
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        model = _from_pretrained(auto_class, options, config, dtype).eval().to(device)
+        model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype).eval().to(device)
         _check_finite(model, options.model_path)
-        _optimize(model, config, options, device)
+        _optimize(model, config, options, device, quantization)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 
 
-def _optimize(model: PreTrainedModel, config: PreTrainedConfig, options: EngineOptions, device: torch.device) -> None:
-    """Freeze the frequencies of rotary embeddings, and make layers faster."""
+def _optimize(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    options: EngineOptions,
+    device: torch.device,
+    quantization: Quantization | None,
+) -> None:
+    """Freeze the frequencies of rotary embeddings, quantize what is to be quantized, and make layers faster."""
     for module in model.modules():
         if type(module).__name__ == "FalconLinear":  # which rounds before it adds the bias, and is no other operation
             module.__class__ = torch.nn.Linear
     longest = options.max_sequence_length
     if fixed := freeze_frequencies(model, longest):
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
-    log.info("merged %d linear layers into wider ones", merge_linears(model, **_dummy_inputs(config, device)))
-    if device.type == "cpu":
-        kernels = select_kernels(options, device)
-        packed, fused = pack_linears(model, kernels), fuse(model, kernels)
-        by = ", ".join(f"{count} for {name}" for name, count in packed.items()) or "PyTorch multiplies"
-        log.info("packed %d linear layers (%s), fused the small operators of %d others", packed.total(), by, fused)
+    kernels = select_kernels(options, device)
+    gemms = GemmSelector(kernels, quantization) if device.type == "cpu" else None
+    merged = merge_linears(model, gemms and gemms.pack, **_dummy_inputs(config, device))
+    log.info("merged %d linear layers into wider ones", merged)
+    if gemms:
+        pack_linears(model, gemms)
+        if quantization:
+            _convert_others(model, quantization.dtype)
+        by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
+        fused = fuse(model, kernels)
+        log.info(
+            "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
+        )
+
+
+def _convert_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert what was not quantized from the dtype of the files, as if it had been loaded as `dtype`."""
+    loaded, kept = model.config.dtype, model._get_dtype_plan(dtype)  # names that stay in float32
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == loaded and not any(re.search(pattern, name) for pattern in kept):
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
@@ -200,7 +229,7 @@ def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, t
 
 
 def _from_pretrained(
-    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype
+    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype | str
 ) -> PreTrainedModel:
     path = options.model_path
     if getattr(config, "attn_logit_softcapping", None):

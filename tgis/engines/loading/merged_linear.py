@@ -3,6 +3,7 @@
 A pass of the model shows which layers they are, so that no architecture is named here.
 """
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -61,20 +62,28 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
         return self.merged.weight_slice(self._index)
 
 
-def merge_linears(model: PreTrainedModel, **inputs: Tensor) -> int:
-    """Replace layers in place and return their number. `inputs` are those of one pass of the model."""
+Pack = Callable[[nn.Linear, str], nn.Module | None]
+
+
+def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Tensor) -> int:
+    """Replace layers in place and return their number. `inputs` are those of one pass of the model.
+
+    What `pack` makes of a merged layer, if anything, takes its place before the next is merged.
+    """
     merged = 0
-    for parent, names in _mergeable_groups(model, inputs):
+    for path, parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
         product = MergedLinear(linears)
+        if pack and (packed := pack(product.linear, f"{path}.{names[0]}")):
+            product.linear = packed
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
             setattr(parent, name, MergedLinearSlice(product, index, linear))
         merged += len(names)
     return merged
 
 
-def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Module, list[str]]]:
-    """Modules, and the names of children that are called one after the other with the same input."""
+def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[str, nn.Module, list[str]]]:
+    """Modules with their paths, and the names of children that are called one after the other with the same input."""
     calls = _record_calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
@@ -86,7 +95,7 @@ def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
             if len(mine) > 1 and _same_kind(mine) and all(_mergeable(linear, styles[linear]) for linear in mine):
-                found.append((parent, [names[linear] for linear in mine]))
+                found.append((path, parent, [names[linear] for linear in mine]))
     return found
 
 

@@ -31,7 +31,7 @@ class UnloadedModel:
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
-        _, self.config, _, found = look_at_model(options, self.device)
+        _, self.config, _, _, found = look_at_model(options, self.device)
         self.model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device
         self.caches = _kv_bytes(self.model) if found else []

@@ -7,6 +7,7 @@ converted. Where the size is unknown, as with quantized models, nothing is refus
 import copy
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.memory.available import available_memory
+from tgis.engines.quantization import Quantization
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -25,11 +27,17 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
+_BESIDE = 4  # bytes for each number of a weight: as saved, merged with another, and codes before they are packed
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_model_fits(
-    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    auto_class: Any,
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
 ) -> SizedModel | None:
     """StartError if loading the model as `dtype` needs more memory than is available; None where that is unknown.
 
@@ -46,6 +54,8 @@ def check_model_fits(
     log.info("  %s of weights", format_bytes(weights))
     converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
     places = _needed_bytes(model, weights, converted, device)
+    if quantization:
+        places = {device: sum(_quantized_bytes(model, quantization))}
     for place, together in places.items():
         needed, free = together // options.num_shards, max(available_memory(place), 0)
         if needed > free:
@@ -66,6 +76,21 @@ def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.
     others = (module for module in model.modules() if type(module) is not nn.Linear)  # such as tied embeddings
     stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
     return {device: max(weights, packed + min(converted, sum(stay.values())))}
+
+
+def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]:
+    """Bytes of each weight, and what it takes to quantize the largest."""
+    head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}
+    quantized = {module.weight for module in linears if how.logits or module is not head}
+    for module in linears:
+        bits = 8 if module is head else how.bits
+        scales = 4 / module.in_features if bits == 8 else 4 / 32
+        yield int(module.weight.numel() * (bits / 8 + scales)) if module.weight in quantized else module.weight.nbytes
+    others = {
+        parameter for module in model.modules() if module not in linears for parameter in module.parameters(False)
+    }
+    yield sum(parameter.nbytes for parameter in others)
+    yield max((_BESIDE * weight.numel() for weight in quantized), default=0)
 
 
 def _converted_bytes(path: Path, dtype: torch.dtype) -> int:

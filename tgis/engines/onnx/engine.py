@@ -46,6 +46,10 @@ def describe_memory(options: EngineOptions) -> list[str]:
 def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:
     if device.type == "cuda" and not cuda_available():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
+    if options.quantize != "none":
+        raise StartError(
+            f"QUANTIZE={options.quantize} does not work with hf_optimum_ort, which runs graphs as they are"
+        )
     config = load_config(options)
     model = (OnnxSeq2SeqLM if config.is_encoder_decoder else OnnxCausalLM)(options, config, device)
     dtype = str(model.info.dtype).removeprefix("torch.")

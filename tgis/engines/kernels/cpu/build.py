@@ -11,13 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
-_SOURCES = ("argmax.c", "attention.c", "elementwise.c", "gemm.c", "gemm_amx.c", "gumbel_max.c", "replay.c")
+_SOURCES = (
+    "argmax.c",
+    "attention.c",
+    "elementwise.c",
+    "gemm.c",
+    "gemm_amx.c",
+    "gumbel_max.c",
+    "quantized_gemm.c",
+    "replay.c",
+)
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_X86_64 = {"generic": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+_X86_64 = {"generic": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16")}
 
 
 def isa_flags() -> dict[str, tuple[str, ...]]:

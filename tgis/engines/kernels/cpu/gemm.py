@@ -77,15 +77,17 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> "dict[str, partial[
     return made
 
 
-def is_right(make: MakeGemm, dtype: torch.dtype) -> bool:
-    """Whether a GEMM gives the result of float64 within rounding, and the same bits for each row alone."""
+def is_right(make: MakeGemm, dtype: torch.dtype, effective: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> bool:
+    """Whether a GEMM gives the result of float64 within rounding, and the same bits for each row alone; `effective`
+    tells what it multiplies in place of its input and weight.
+    """
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (
         torch.randn(*size, generator=generator).to(dtype) for size in ((70, 96), (70,), (40, 96))
     )  # fmt: skip
     gemm = make(weight)
     y = gemm(x, bias)
-    expected = linear(x.double(), weight.double(), bias.double())
+    expected = linear(*(each.double() for each in effective(x, weight)), bias.double())
     alone = torch.cat([gemm(row[None], bias) for row in x])
     return torch.equal(y, alone) and bool((y - expected).abs().max() < _TOLERANCE[dtype] * expected.abs().max())
 

@@ -36,7 +36,7 @@ DTYPES = tuple(_SUFFIXES)
 
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
+_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}  # no CPU has the second alone
 _AMX = frozenset({"amx_tile", "amx_bf16"})
 
 # The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.

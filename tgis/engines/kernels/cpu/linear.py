@@ -16,12 +16,15 @@ from transformers.pytorch_utils import Conv1D
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.quantized import PackedCodes, QuantizedGemms
+from tgis.engines.quantization import Quantization
 
 if TYPE_CHECKING:
     from functools import partial
 
 log = logging.getLogger(__name__)
 
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # of mixtures of experts: never quantized
 _MEASURED_ROWS = (1, 8, 32, 128)  # decodes, and prompts
 _REPEATS = 3
 _FLUSH_BYTES = 64 << 20  # read before each call: a step finds few of its weights in a cache
@@ -29,11 +32,12 @@ _FLUSH_BYTES = 64 << 20  # read before each call: a step finds few of its weight
 
 class GemmSelector:
     """The GEMM for each weight: ours if it is right on this CPU, else oneDNN's. Where two of ours are, with AVX512-BF16
-    and with AMX, the one that is faster for weights of this shape.
+    and with AMX, the one that is faster for weights of this shape. All others quantize what is to be quantized.
     """
 
-    def __init__(self, kernels: CpuKernels | None) -> None:
+    def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
         self._kernels = kernels
+        self._quantized = None if quantization is None else QuantizedGemms(kernels, quantization)
         self._memory = HugePages()
         self._right: dict[tuple[str, torch.dtype], bool] = {}
         self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
@@ -54,9 +58,25 @@ class GemmSelector:
             return OneDnnGemm(weight)
         return None
 
+    def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
+        """The layer with the packed weight."""
+        weight = linear.weight.detach()
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        quantized = self._quantized
+        if quantized is None:
+            gemm = self.gemm(weight)
+        elif _ROUTERS.isdisjoint(path.split(".")) and (quantized.how.logits or not is_head):
+            name, gemm = quantized.gemm(weight, 8 if is_head else quantized.how.bits)
+            self.counts[name] += 1
+            if isinstance(gemm, PackedCodes):
+                gemm.move_to(self._memory)
+        else:
+            gemm = self.gemm(weight.to(quantized.how.dtype))
+        return None if gemm is None else PackedLinear(linear, gemm, quantized.how.dtype if quantized else weight.dtype)
+
     def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
         if (name, dtype) not in self._right:
-            self._right[name, dtype] = is_right(make, dtype)
+            self._right[name, dtype] = is_right(make, dtype, lambda x, weight: (x, weight))
             if not self._right[name, dtype]:
                 log.warning("CPU kernels: linear layers by %s in %s are wrong on this CPU, and off", name, dtype)
         return self._right[name, dtype]
@@ -94,23 +114,24 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
 
     runs_cpu_kernel = True
 
-    def __init__(self, linear: nn.Linear, gemm: Gemm) -> None:
+    def __init__(self, linear: nn.Linear, gemm: Gemm, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.weight = linear.weight.detach().to("meta")  # some models ask for its dtype
+        self.weight = linear.weight.detach().to("meta", dtype)  # some models ask for its dtype
+        self.rounds_inputs: bool = getattr(gemm, "rounds_inputs", False)
         self._gemm = gemm
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return self._gemm(x, self.bias)
 
 
-def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[str]:
-    """Replace the plain linear layers of a CPU model in place; how many there are of each GEMM.
+def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:
+    """Replace the plain linear layers of a CPU model in place.
 
     A weight that is also an embedding stays where the embedding needs it.
     """
-    gemms = GemmSelector(kernels)
+    head = model.get_output_embeddings()
     found = [
         (f"{path}.{name}".lstrip("."), parent, name, child)
         for path, parent in model.named_modules()
@@ -119,17 +140,15 @@ def pack_linears(model: PreTrainedModel, kernels: CpuKernels | None) -> Counter[
     ]
     while found:  # frees each layer as soon as it is packed
         path, parent, name, child = found.pop()
+        is_head = child is head
         child = _transposed(child) if isinstance(child, Conv1D) else child
-        weight = child.weight.detach()
-        gemm = gemms.gemm(weight.to_local() if isinstance(weight, DTensor) else weight)
-        if gemm is None:
+        packed = gemms.pack(child, path, is_head=is_head)
+        if packed is None:
             continue
-        packed = PackedLinear(child, gemm)
         if isinstance(child.weight, DTensor):
             style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(path)]]
             style.install_forward(packed, child.weight.device_mesh)
         setattr(parent, name, packed)
-    return gemms.counts
 
 
 def _transposed(conv: Conv1D) -> nn.Linear:

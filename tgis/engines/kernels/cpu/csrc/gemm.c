@@ -3,7 +3,7 @@
    Sums are in float32, from the bias on in the order of k, the second of each pair before the first: what a row of x
    gives depends neither on the rows beside it nor, where multiply-adds are fused, on the instruction set. */
 
-#include "gemm.h"
+#include "codes.h"
 
 /* VECTORS of outputs are computed together for TILE_M rows: their sums fill most of the registers. */
 #if defined(__AVX512F__)
@@ -21,6 +21,8 @@
 
 /* Steps along k of a block. Where it is read several times, it has to stay in the L1 cache. */
 #define BLOCK_STEPS (WIDENS || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(scalar_t)) : 1 << 20)
+
+#define WIDENED_GROUPS 4 /* of a weight in codes, at a time: they stay in the L1 cache */
 
 /* One block of a product: sums [rows, TILE_N] += x [rows, steps * PAIR] * weights [steps, TILE_N, PAIR]. Meanwhile it
    fetches `next`, `next_step` bytes with each step. */
@@ -108,5 +110,46 @@ void EXPORT(gemm)(
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
         const int64_t first = unit % chunks * CHUNK_M;
         multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), unit / chunks);
+    }
+}
+
+/* Outputs of one tile for the rows [first, last), by a weight in codes: a block of it after the other is widened. */
+static void multiply_widened(const gemm_args *args, const packed_codes *packed, int64_t first, int64_t last, int64_t tile) {
+    const int64_t rows = last - first;
+    float sums[CHUNK_M][TILE_N];
+    load_bias(args, tile, sums[0]);
+    if (!packed->ranges) memset(sums[0], 0, sizeof sums[0]);
+    for (int64_t row = 1; row < rows; row++) memcpy(sums[row], sums[0], sizeof sums[0]);
+    for (int64_t start = 0; start < args->k; start += WIDENED_GROUPS * GROUP) {
+        scalar_t weights[WIDENED_GROUPS * GROUP * TILE_N];
+        for (int64_t i = start; i < min_i64(start + WIDENED_GROUPS * GROUP, args->k); i += GROUP)
+            widen_group(packed, tile, i / GROUP, weights + (i - start) * TILE_N);
+        const int64_t steps = min_i64(args->k - start, WIDENED_GROUPS * GROUP) / PAIR;
+        for (int64_t row = 0; row < rows; row += TILE_M)
+            multiply_block(
+                min_i64(rows - row, TILE_M), args->x + (first + row) * args->k + start, args->k, weights, steps, sums[row],
+                (const char *)weights, 0
+            );
+    }
+    float bias[TILE_N];
+    load_bias(args, tile, bias);
+    for (int64_t row = 0; row < rows; row++) {
+        for (int i = 0; !packed->ranges && i < TILE_N; i++) sums[row][i] = sums[row][i] * packed->scale[tile * TILE_N + i] + bias[i];
+        store_sums(args, first + row, tile, sums[row]);
+    }
+}
+
+/* `gemm` with the codes of quantized_gemm.c; k is a multiple of PAIR. */
+void EXPORT(widened_gemm)(
+    const scalar_t *x, const uint8_t *codes, const uint16_t *ranges, const float *scale, const scalar_t *bias, scalar_t *y,
+    int64_t m, int64_t k, int64_t n, int64_t threads
+) {
+    const gemm_args args = {x, NULL, bias, y, m, k, n};
+    const packed_codes packed = {codes, ranges, scale, (k + GROUP - 1) / GROUP};
+    const int64_t tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t unit = 0; unit < tiles * chunks; unit++) {
+        const int64_t first = unit % chunks * CHUNK_M;
+        multiply_widened(&args, &packed, first, min_i64(first + CHUNK_M, m), unit / chunks);
     }
 }

@@ -1,0 +1,115 @@
+"""QUANTIZE on models: each layer is what the definition says of its own weight, whatever merges it, and a start is
+refused where it cannot be.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options
+from cpu_kernels import CACHE_DIR, CPU_ISA
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.kernels.cpu.quantized import quantize, quantized_activations
+from tgis.engines.loading import loader
+from tgis.errors import StartError
+from tgis.ipc.messages import EngineOptions
+
+IDS = torch.tensor([[5, 9, 13, 7, 40]])
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def options(path: Path, **others: Any) -> EngineOptions:
+    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
+    return msgspec.structs.replace(engine_options(path, 8, threads=1), **given)
+
+
+def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :2]} if model.config.is_encoder_decoder else {})
+
+
+def plain(path: Path, name: str) -> PreTrainedModel:
+    return (AutoModelForSeq2SeqLM if name == "T5" else AutoModelForCausalLM).from_pretrained(path).eval()
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "T5"])
+@pytest.mark.parametrize(("asked", "logits"), [("int8", True), ("int4", False)])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_layers_of_a_model(name: str, asked: str, logits: bool, tmp_path: Path) -> None:
+    path = make_model(name, tmp_path)
+    own = plain(path, name)
+    head = own.get_output_embeddings()
+    model = loader.load_model(options(path, quantize=asked, quantize_logits=logits), CPU)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    weights = {}
+    for layer, module in own.named_modules():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            weights[layer] = (module.weight if isinstance(module, nn.Linear) else module.weight.T), module.bias
+            keep = lambda _module, args, output, layer=layer: seen.update({layer: (args[0], output)})  # noqa: E731
+            model.get_submodule(layer).register_forward_hook(keep)
+    model(**inputs_of(model))
+    assert seen.keys() == weights.keys()
+    for layer, (x, y) in seen.items():
+        weight, bias = weights[layer]
+        is_head = own.get_submodule(layer) is head
+        if is_head and not logits:
+            expected = nn.functional.linear(x.double(), weight.double())
+        else:
+            numbers = quantize(weight, 8 if is_head else int(asked[-1])).dequantized().double()
+            expected = nn.functional.linear(quantized_activations(x), numbers, None if bias is None else bias.double())
+        assert (y - expected).abs().max() < 1e-4 * expected.abs().max(), layer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
+    path = make_model("Llama", tmp_path)
+    own = plain(path, "Llama")
+    for layer, module in own.named_modules():
+        if isinstance(module, nn.Linear) and layer != "lm_head":
+            module.weight.copy_(quantize(module.weight, 4).dequantized())
+    model = loader.load_model(options(path, dtype=dtype, quantize="int4", quantize_activations="none"), CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {model.dtype} == {getattr(torch, dtype)}
+    expected = own.double()(IDS).logits
+    tolerance = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}[dtype]
+    assert (model(IDS).logits - expected).norm() < tolerance * expected.norm()
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "error"),
+    [
+        ("gptq", {}, "QUANTIZE=gptq, but the weights are plain: QUANTIZE=int4 quantizes them"),
+        ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are plain: QUANTIZE=int4 quantizes them"),
+        ("fp8", {}, "QUANTIZE=fp8, but the weights are plain: QUANTIZE=int8 quantizes them"),
+        ("int8", {"quant_method": "gptq", "bits": 4}, "QUANTIZE=int8, but the weights are quantized by 'gptq'"),
+        ("gptq_marlin", {"quant_method": "awq"}, "QUANTIZE=gptq_marlin, but the weights are quantized by 'awq'"),
+    ],
+)
+def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path) -> None:
+    path = make_model("Llama", tmp_path)
+    if config:
+        file = path / "config.json"
+        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+    with pytest.raises(StartError) as refusal:
+        loader.load_model(options(path, quantize=asked), CPU)
+    assert str(refusal.value) == error
+
+
+def test_gpus_and_corrupt_weights_are_refused(tmp_path: Path) -> None:
+    path = make_model("Llama", tmp_path)
+    for changed, device, where in (({}, CUDA, "cuda"), ({"num_shards": 2}, CPU, r"several ranks \(NUM_SHARD\)")):
+        with pytest.raises(StartError, match=f"^QUANTIZE=int8 works on one CPU only, not on {where}$"):
+            loader.look_at_model(options(path, quantize="int8", **changed), device)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][3, 5] = torch.inf
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite"):
+        loader.load_model(options(path, quantize="int4"), CPU)
