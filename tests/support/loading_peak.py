@@ -1,4 +1,5 @@
-"""Loads a model on the CPU and prints the peak bytes of memory that this took, mapped files excluded: MODEL DTYPE.
+"""Loads a model on the CPU and prints the peak bytes of memory that this took, mapped files excluded:
+MODEL DTYPE [QUANTIZE].
 
 Runs as its own process, so that nothing else is counted.
 """
@@ -17,8 +18,10 @@ from tgis.engines.loading.loader import load_causal_lm
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 
-def main(model: Path, dtype: str) -> int:
-    options = msgspec.structs.replace(engine_options(model, 8, threads=1), dtype=dtype)
+def main(model: Path, dtype: str, quantize: str = "none") -> int:
+    options = msgspec.structs.replace(
+        engine_options(model, 8, threads=1), dtype=dtype, quantize=quantize, quantize_logits=quantize != "none"
+    )
     idle = read_proc_bytes(PROCESS / "status", "RssAnon")
     seen = [idle]
 
@@ -33,4 +36,4 @@ def main(model: Path, dtype: str) -> int:
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1]), sys.argv[2]))
+    print(main(Path(sys.argv[1]), *sys.argv[2:]))

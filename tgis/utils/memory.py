@@ -8,9 +8,10 @@ from pathlib import Path
 _SMAPS = Path("/proc/self/smaps")
 
 
-def trim_heap() -> None:
+def trim_heap(*, collect: bool = True) -> None:
     """Give back what the allocator keeps for later."""
-    gc.collect()
+    if collect:
+        gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

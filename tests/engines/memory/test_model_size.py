@@ -15,7 +15,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tgis.config import LIBRARY_ENVIRONMENT
-from tgis.engines.loading.loader import load_causal_lm, load_config
+from tgis.engines.loading.loader import load_causal_lm, load_config, look_at_model
 from tgis.engines.memory import model_size
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -66,6 +66,20 @@ def test_loading_needs_the_predicted_memory(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # no weight is read
     with pytest.raises(StartError, match=r"^/.* is too big: loading its \d+ MiB of weights .* NUM_SHARD devices$"):
         load_causal_lm(options, CPU)
+
+
+@pytest.mark.parametrize(("asked", "bits"), [("int8", 8), ("int4", 5)])
+def test_quantizing_needs_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
+    head = 49152 * 576
+    result, largest = (LINEARS - head) * bits // 8 + head, 2 * head
+    peak = run_python("tests/support/loading_peak.py", smollm2_dir, "bfloat16", asked, **LIBRARY_ENVIRONMENT)
+    assert 0.9 * result < peak < 1.1 * (result + largest)
+    options = msgspec.structs.replace(
+        engine_options(smollm2_dir, 8, threads=1), dtype="bfloat16", quantize=asked, quantize_logits=True
+    )
+    *_, found = look_at_model(options, CPU)
+    assert found is not None
+    assert peak < found[1] < 2 * peak
 
 
 def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.LogCaptureFixture) -> None:

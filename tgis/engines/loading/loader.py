@@ -201,7 +201,7 @@ def _optimize(
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     kernels = select_kernels(options, device)
     gemms = GemmSelector(kernels, quantization) if device.type == "cpu" else None
-    merged = merge_linears(model, gemms and gemms.pack, **_dummy_inputs(config, device))
+    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(config, device))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
         pack_linears(model, gemms)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
-_BESIDE = 4  # bytes for each number of a weight: as saved, merged with another, and codes before they are packed
+_BESIDE = 2  # bytes for each number of a weight: as saved and merged with others, or codes before they are packed
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -87,7 +87,8 @@ def is_right(make: MakeGemm, dtype: torch.dtype, effective: Callable[[Tensor, Te
     )  # fmt: skip
     gemm = make(weight)
     y = gemm(x, bias)
-    expected = linear(*(each.double() for each in effective(x, weight)), bias.double())
+    numbers, by = effective(x, weight)
+    expected = linear(numbers.double(), by.double(), bias.double())
     alone = torch.cat([gemm(row[None], bias) for row in x])
     return torch.equal(y, alone) and bool((y - expected).abs().max() < _TOLERANCE[dtype] * expected.abs().max())
 

@@ -18,6 +18,7 @@ from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, i
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.quantized import PackedCodes, QuantizedGemms
 from tgis.engines.quantization import Quantization
+from tgis.utils.memory import trim_heap
 
 if TYPE_CHECKING:
     from functools import partial
@@ -70,6 +71,7 @@ class GemmSelector:
             self.counts[name] += 1
             if isinstance(gemm, PackedCodes):
                 gemm.move_to(self._memory)
+            trim_heap(collect=False)  # else the C library keeps several times the result
         else:
             gemm = self.gemm(weight.to(quantized.how.dtype))
         return None if gemm is None else PackedLinear(linear, gemm, quantized.how.dtype if quantized else weight.dtype)

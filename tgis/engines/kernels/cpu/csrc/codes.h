@@ -46,12 +46,14 @@ static inline u32_vec load_quad(const uint8_t *group, int bits, int quad, int64_
 
 /* The weights of a group as gemm.c has them, with 8 bits without their scale, and exact; with 4 bits rounded to
    scalar_t. */
-static inline void widen_group(const packed_codes *packed, int64_t tile, int64_t group, scalar_t *weights) {
-    const int bits = packed->ranges ? 4 : 8;
+static inline __attribute__((always_inline)) void widen_group(
+    const int bits, const packed_codes *packed, int64_t tile, int64_t group, scalar_t *weights
+) {
     const uint8_t *codes = codes_of_group(packed, bits, tile, group);
     for (int64_t first = 0; first < TILE_N; first += LANES) {
         f32_vec scale = {0}, offset = {0};
         if (bits == 4) scale = load_range(packed, tile, group, 0, first), offset = load_range(packed, tile, group, 1, first);
+#pragma GCC unroll 8
         for (int quad = 0; quad < GROUP / 4; quad++) {
             const u32_vec four = load_quad(codes, bits, quad, first);
             __builtin_prefetch(codes + (quad * TILE_N + first) * bits / 2 + CODES_AHEAD);
@@ -65,7 +67,7 @@ static inline void widen_group(const packed_codes *packed, int64_t tile, int64_t
             for (int i = 0; i < 4; i += PAIR) {
                 u32_vec stored = wide[i];
 #if BF16
-                for (int half = 0; half < 2; half++) wide[i + half] += 0x7fff + ((wide[i + half] >> 16) & 1); /* to even */
+                for (int half = 0; half < 2 && bits == 4; half++) wide[i + half] += 0x7fff + ((wide[i + half] >> 16) & 1); /* to even */
                 stored = wide[i] >> 16 | (wide[i + 1] & 0xffff0000);
 #endif
                 memcpy(weights + ((4 * quad + i) / PAIR * TILE_N + first) * PAIR, &stored, sizeof stored);

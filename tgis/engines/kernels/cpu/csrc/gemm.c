@@ -123,7 +123,8 @@ static void multiply_widened(const gemm_args *args, const packed_codes *packed, 
     for (int64_t start = 0; start < args->k; start += WIDENED_GROUPS * GROUP) {
         scalar_t weights[WIDENED_GROUPS * GROUP * TILE_N];
         for (int64_t i = start; i < min_i64(start + WIDENED_GROUPS * GROUP, args->k); i += GROUP)
-            widen_group(packed, tile, i / GROUP, weights + (i - start) * TILE_N);
+            if (packed->ranges) widen_group(4, packed, tile, i / GROUP, weights + (i - start) * TILE_N);
+            else widen_group(8, packed, tile, i / GROUP, weights + (i - start) * TILE_N);
         const int64_t steps = min_i64(args->k - start, WIDENED_GROUPS * GROUP) / PAIR;
         for (int64_t row = 0; row < rows; row += TILE_M)
             multiply_block(

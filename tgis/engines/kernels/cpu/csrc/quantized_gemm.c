@@ -69,6 +69,24 @@ static inline u32_vec max_u32(u32_vec a, u32_vec b) {
     return (larger & a) | (~larger & b);
 }
 
+static inline uint32_t reduce_max_u32(u32_vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32((__m512i)x);
+#else
+    for (int lane = 1; lane < LANES; lane++) x[0] = x[lane] > x[0] ? x[lane] : x[0];
+    return x[0];
+#endif
+}
+
+static inline uint32_t reduce_add_u32(u32_vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    for (int lane = 1; lane < LANES; lane++) x[0] += x[lane];
+    return x[0];
+#endif
+}
+
 static void quantize_row(const quantized_args *args, int64_t row) {
     for (int64_t group = 0; group < args->weight.groups; group++) {
         row_group *found = args->rows + row / TILE_M * args->weight.groups + group;
@@ -79,8 +97,7 @@ static void quantize_row(const quantized_args *args, int64_t row) {
             x[i] = at < args->k ? load_partial(args->x + row * args->k + at, args->k - at) : (f32_vec){0};
             largest = max_u32(largest, (u32_vec)x[i] & 0x7fffffff);
         }
-        uint32_t bits = 0;
-        for (int lane = 0; lane < LANES; lane++) bits = largest[lane] > bits ? largest[lane] : bits;
+        const uint32_t bits = reduce_max_u32(largest);
         float amax;
         memcpy(&amax, &bits, sizeof amax);
         const int is_zero = amax < TINY, is_finite = bits < 0x7f800000;
@@ -97,8 +114,7 @@ static void quantize_row(const quantized_args *args, int64_t row) {
 #endif
             memcpy(codes + i * LANES, &narrow, sizeof narrow);
         }
-        uint32_t total = 0;
-        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        uint32_t total = reduce_add_u32(sum);
         for (int quad = 0; quad < GROUP / 4; quad++) memcpy(found->codes[quad][row % TILE_M], codes + 4 * quad, sizeof *found->codes[0]);
         const float scale = found->scale[row % TILE_M] = is_zero ? 0.0f : amax / 127.0f;
         if (!is_finite) total = 0;
