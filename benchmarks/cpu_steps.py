@@ -33,6 +33,7 @@ from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
+from tgis.engines.kernels.cpu.quantized import QuantizedGemm, quantize
 from tgis.utils.cpus import usable_cores
 
 ROWS = (1, 8, 32, 128, 512)
@@ -93,8 +94,9 @@ def _multiply_add_g_s(kernels: CpuKernels | None, dtype: torch.dtype) -> float:
 
 def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, Times]:
     """Milliseconds of all linear layers by GEMM and number of rows: the best of runs that alternate between GEMMs."""
-    names = list(_gemms(weights[0], kernels))
-    layers = {name: [_gemms(weight, kernels)[name](weight) for weight in weights] for name in names}
+    makers = [_gemms(weight, kernels) | _quantized_gemms(kernels) for weight in weights]
+    names = list(makers[0])
+    layers = {name: [made[name](weight) for made, weight in zip(makers, weights, strict=True)] for name in names}
     found: dict[str, Times] = {name: {} for name in names}
     for rows in ROWS:
         inputs = {weight.shape[1]: torch.ones(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
@@ -112,6 +114,16 @@ def _multiply(layers: list[Gemm], inputs: list[Tensor]) -> None:
 def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
     onednn: dict[str, MakeGemm] = {"onednn": OneDnnGemm} if OneDnnGemm.supports(weight) else {}
     return our_gemms(weight, kernels) | onednn
+
+
+def _quantized_gemms(kernels: CpuKernels | None) -> dict[str, MakeGemm]:
+    """Those of QUANTIZE=int8 and int4."""
+
+    def make(bits: int, weight: Tensor) -> Gemm:
+        assert kernels is not None
+        return QuantizedGemm(quantize(weight, bits), kernels, weight.dtype)
+
+    return {f"int{bits}": partial(make, bits) for bits in (8, 4)} if kernels is not None else {}
 
 
 def _best_seconds(*runs: Callable[[], object]) -> list[float]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.kernels.cpu.quantized import quantize, quantized_activations
 from tgis.engines.loading import loader
+from tgis.engines.lora.layers import LoraLayers
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -55,6 +56,7 @@ def test_layers_of_a_model(name: str, asked: str, logits: bool, tmp_path: Path) 
             model.get_submodule(layer).register_forward_hook(keep)
     model(**inputs_of(model))
     assert seen.keys() == weights.keys()
+    assert LoraLayers(model, None, 1).targets == LoraLayers(own, None, 1).targets
     for layer, (x, y) in seen.items():
         weight, bias = weights[layer]
         is_head = own.get_submodule(layer) is head
