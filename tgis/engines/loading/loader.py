@@ -232,8 +232,8 @@ def _from_pretrained(
     auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype | str
 ) -> PreTrainedModel:
     path = options.model_path
-    if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # transformers 5.17 would choose SDPA, which leaves soft caps out
+    parts = (config, *(getattr(config, name) for name in config.sub_configs))
+    caps = any(getattr(part, "attn_logit_softcapping", None) for part in parts)
     model, loading = auto_class.from_pretrained(
         path,
         config=config,
@@ -241,6 +241,9 @@ def _from_pretrained(
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        attn_implementation="eager"
+        if caps
+        else None,  # transformers 5.17 would choose SDPA, which leaves soft caps out
         distributed_config=DistributedConfig(tp_size=options.num_shards),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # else an error that does not say which
