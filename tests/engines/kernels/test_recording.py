@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForSeq2SeqLM, PreTrainedMo
 from tgis.engines.kernels.cpu.fused_ops import Norm, NormFormula, fuse
 from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.linear import pack_linears
+from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import tabulate_angles
@@ -259,7 +259,7 @@ def without_attention(name: str) -> PreTrainedModel:
     config.scale_embedding = config.scale_decoder_outputs = True
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.bfloat16).eval()
     merge_linears(model, input_ids=ids, decoder_input_ids=ids)
-    pack_linears(model, kernels_of("auto"))
+    pack_linears(model, GemmSelector(kernels_of("auto")))
     fuse(model, kernels_of("auto"))
     tabulate_angles(model, 40)
     AttentionInterface.register("without masks", lambda *_, **__: None)

@@ -56,8 +56,7 @@ def verify_attention(
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"
         _compare(output, call.output, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE), failure)
-    rounds = any(getattr(module, "rounds_inputs", False) for module in model.modules())
-    tolerance = _HALF_LOGITS_TOLERANCE if rounds else _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
+    tolerance = _logits_tolerance(model)
     _compare(logits, expected, tolerance, "paged attention does not give the model's own logits")
     _verify_windows(model, attention, max_sequence_length)
 
@@ -104,7 +103,7 @@ def verify_encoder_decoder(
     if any(window is not None and window < max_length for window in attention.encoder_windows):
         raise Unsupported("layers of the encoder see a window of the input")
     _compare_attention(attention, seq, build, calls, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE))
-    tolerance = _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
+    tolerance = _logits_tolerance(model)
     failure = "paged attention does not give the model's own logits"
     _compare(torch.cat(found), expected[17 : 17 + len(found)], tolerance, failure)
 
@@ -127,6 +126,11 @@ def _compare_attention(
         attention.batch = batch.encoder if module in attention.encoder_modules else batch
         failure = f"paged attention does not give the model's own attention in call {index}"
         _compare(repeat(), output, tolerance, failure)
+
+
+def _logits_tolerance(model: PreTrainedModel) -> float:
+    rounds = any(getattr(module, "rounds_inputs", False) for module in model.modules())
+    return _HALF_LOGITS_TOLERANCE if rounds else _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
 
 
 def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
