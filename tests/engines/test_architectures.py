@@ -134,7 +134,9 @@ def test_drawn_tokens_and_logprobs_are_those_of_single_padded_rows(name: str, tm
 def drawn(engine: Engine, bounds: BatchLimits) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
     """Tokens drawn for requests that come at random steps, and their logprobs and ranks, by request."""
     engine.warm_up()
-    rng, tokens, logprobs = random.Random(1), defaultdict(list), defaultdict(list)
+    rng = random.Random(1)
+    tokens: dict[int, list[int]] = defaultdict(list)
+    logprobs: dict[int, list[float]] = defaultdict(list)
     details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
     requests = [
         Request(one.id, one.tokens, NEW_TOKENS, False, SamplingParams(temperature=1.0, seed=one.id), details)
