@@ -117,7 +117,7 @@ def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
 
 
 def _quantized_gemms(kernels: CpuKernels | None) -> dict[str, MakeGemm]:
-    """Those of QUANTIZE=int8 and int4."""
+    """GEMMs with weights quantized by QUANTIZE=int8 and int4."""
 
     def make(bits: int, weight: Tensor) -> Gemm:
         assert kernels is not None

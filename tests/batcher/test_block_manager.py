@@ -312,7 +312,7 @@ def test_equal_short_inputs_are_encoded_once(length: int) -> None:
 
 
 def test_equal_inputs_are_encoded_once() -> None:
-    """Those that come together wait for the step that encodes the first; the last block, half full, is shared too."""
+    """Equal inputs that come together wait for the step that encodes the first, and share its last block, half full."""
     one = encoder_decoder(prefill_tokens=64)
     equal, others = prompt(10), [[*prompt(9), 5], prompt(9), [5, *prompt(10)[1:]]]
     asked = [*(ask(n, equal, 3) for n in range(3)), *(ask(n, tokens, 3) for n, tokens in enumerate(others, 3))]
@@ -390,7 +390,7 @@ def test_a_request_of_the_maximal_length_runs_to_its_end(size: int, blocks: int,
 
 
 def test_a_prompt_of_an_encoder_decoder_is_computed_whole() -> None:
-    """Those that join are about as many as one step computes; the others may still overtake one another."""
+    """As many prompts join as about one step computes; the others may still overtake one another."""
     one = encoder_decoder()
     one.submit([ask(n, prompt(length, 100 * n), 9) for n, length in enumerate([20, 5, 3, 30, 2])], 0.0)
     steps = []

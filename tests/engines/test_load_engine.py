@@ -55,7 +55,7 @@ def test_a_model_that_the_engine_cannot_run_falls_back(
 
 
 def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention of MPT cannot be replaced, which is known once it has been loaded."""
+    """The attention of XGLM cannot be replaced, which is known once it has been loaded."""
     first: list[weakref.ref[Any]] = []
     load_model = loader.load_causal_lm
 

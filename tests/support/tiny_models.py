@@ -95,6 +95,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
+SHAPE_OF_512 = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}  # heads fit CPU kernels
 FALCON_OF_512 = TOKEN_IDS | {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
 GPTJ_OF_512 = TOKEN_IDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_ctx": 512, "rotary_dim": 8}
 OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface; heads fit CPU kernels
@@ -190,6 +200,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "Bart": BART_LIKE,
     "MBart": BART_LIKE,
     "Marian": BART_LIKE,
+    "Marian, two vocabularies": BART_LIKE | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 160},
     "M2M100": BART_LIKE,
     "Pegasus": BART_LIKE,
     "PegasusX": BART_LIKE | {"block_size": 8, "num_global_tokens": 4},
@@ -241,7 +252,7 @@ def make_config(name: str) -> PreTrainedConfig:
 
 
 def make_wide_config(name: str) -> PreTrainedConfig:
-    """The same with heads of 16, for which there are CPU kernels."""
+    """A configuration of this name with heads of 16, for which there are CPU kernels."""
     config = make_config(name)
     parts = config, getattr(config, "encoder", None), getattr(config, "decoder", None)
     for part in parts:

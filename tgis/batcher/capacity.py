@@ -67,10 +67,16 @@ class BatchLimits:
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens of a request that can run to its end, however input and output share them: each fills its blocks."""
-        if not self.encoder_decoder:
-            return self.token_capacity
-        return max((self.token_capacity // self.block_size - 1) * self.block_size + 1, 0)
+        """Tokens of the largest request that can run to its end."""
+        tokens = self.token_capacity
+        return encoder_decoder_room(tokens, self.block_size) if self.encoder_decoder else tokens
+
+
+def encoder_decoder_room(token_capacity: int, block_size: int) -> int:
+    """Tokens of the largest request that blocks of so many tokens hold, whatever part of them is input: input and
+    output share no block, and the last token of an output is not computed.
+    """
+    return max((token_capacity // block_size - 1) * block_size + 1, 0)
 
 
 def check_max_sequence_length(max_request_tokens: int, length: int) -> None:

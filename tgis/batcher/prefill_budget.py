@@ -87,8 +87,8 @@ def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]
 
 
 def split_whole(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """The same where all tokens of a prompt are computed in one step: those of the oldest, however many they are, and
-    of others while the budget lasts, the shortest first.
+    """The sequences of a step, in order, and the number of tokens of each, where a prompt is computed in one step: one
+    for decodes, all of the oldest prompt, and all of others while the budget lasts, the shortest first.
     """
     prefilling = [seq for seq in seqs if not seq.decoding]
     chosen = set(prefilling[:1])

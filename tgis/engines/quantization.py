@@ -10,8 +10,8 @@ from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
-_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # other names
-_NEAREST = {"fp8": "int8"}  # of what is left, int4
+_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's names of kernels for a format
+_NEAREST = {"fp8": "int8"}  # of all other formats int4
 
 
 @dataclass(frozen=True, slots=True)

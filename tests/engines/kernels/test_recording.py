@@ -276,7 +276,7 @@ def without_attention(name: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", sorted(ENCODER_DECODERS.keys() - {"LongT5", "PegasusX", "Mvp"}))
 def test_encoder_decoders_are_kernels_but_for_attention(name: str) -> None:
-    """Those that are left out attend in ways of their own."""
+    """The encoder-decoders that are left out attend in ways of their own."""
     model, recorder = without_attention(name), Recorder(kernels_of("auto"))
     ids, masks = torch.randint(3, 60, (2, 40)), {"full_attention": None, "sliding_attention": None}
     others = {"attention_mask": masks, "decoder_attention_mask": masks} if name == "T5Gemma" else {}

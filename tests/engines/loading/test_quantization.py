@@ -68,6 +68,22 @@ def test_layers_of_a_model(name: str, asked: str, logits: bool, tmp_path: Path) 
         assert (y - expected).abs().max() < 1e-4 * expected.abs().max(), layer
 
 
+@pytest.mark.parametrize("name", ["Llama", "T5", "Marian", "M2M100"])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_what_stays_has_the_dtype_that_it_is_loaded_with(name: str, tmp_path: Path) -> None:
+    """The files are in float32, and so are M2M100's positions until they are converted."""
+    path = make_model(name, tmp_path)
+    family = AutoModelForCausalLM if name == "Llama" else AutoModelForSeq2SeqLM
+    own = family.from_pretrained(path, dtype=torch.bfloat16)
+    model = loader.load_model(options(path, quantize="int8", dtype="bfloat16"), CPU)
+    expected = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    common = expected.keys() & found.keys()
+    assert len(common) > 1
+    assert {key: found[key].dtype for key in common} == {key: expected[key].dtype for key in common}
+    model(**inputs_of(model))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:

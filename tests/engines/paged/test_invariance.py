@@ -10,29 +10,26 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import OWN_ATTENTION, VOCAB_SIZE, WIDE_ENCODER_DECODERS, make_model_from_config, run_steps
+from tiny_models import (
+    OWN_ATTENTION,
+    SHAPE_OF_512,
+    VOCAB_SIZE,
+    WIDE_ENCODER_DECODERS,
+    make_model_from_config,
+    run_steps,
+)
 from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "Llama": LlamaConfig(**SHAPE),
-    "Qwen3": Qwen3Config(**SHAPE),
-    "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
-    "GPT2": GPT2Config(**SHAPE),
-    "GPTNeoX": GPTNeoXConfig(**SHAPE),
+    "Llama": LlamaConfig(**SHAPE_OF_512),
+    "Qwen3": Qwen3Config(**SHAPE_OF_512),
+    "Gemma2": Gemma2Config(**SHAPE_OF_512, sliding_window=40),
+    "GPT2": GPT2Config(**SHAPE_OF_512),
+    "GPTNeoX": GPTNeoXConfig(**SHAPE_OF_512),
     **OWN_ATTENTION,
     **WIDE_ENCODER_DECODERS,
 }

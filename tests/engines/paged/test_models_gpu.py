@@ -12,6 +12,7 @@ from batches import engine_options, limits
 from tiny_models import (
     DECODER_START,
     OWN_ATTENTION,
+    SHAPE_OF_512,
     VOCAB_SIZE,
     WIDE_ENCODER_DECODERS,
     check_best,
@@ -40,21 +41,11 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of libraries: versions differ on GPU machines
     pytest.mark.timeout(300),  # compilers run
 ]
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "Llama": LlamaConfig(**SHAPE),
-    "Gemma2": Gemma2Config(**SHAPE, sliding_window=40),
-    "GPT2": GPT2Config(**SHAPE),
-    "GptOss": GptOssConfig(**SHAPE, sliding_window=40, num_local_experts=2, num_experts_per_tok=2),
+    "Llama": LlamaConfig(**SHAPE_OF_512),
+    "Gemma2": Gemma2Config(**SHAPE_OF_512, sliding_window=40),
+    "GPT2": GPT2Config(**SHAPE_OF_512),
+    "GptOss": GptOssConfig(**SHAPE_OF_512, sliding_window=40, num_local_experts=2, num_experts_per_tok=2),
     **OWN_ATTENTION,
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # relative, in the Euclidean norm

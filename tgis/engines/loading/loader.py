@@ -173,13 +173,15 @@ def look_at_model(
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
-    auto_class, config, dtype, quantization, _ = look_at_model(options, device)
+    auto_class, config, dtype, quantization, size = look_at_model(options, device)
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype).eval().to(device)
         _check_finite(model, options.model_path)
+        if quantization and size:
+            _convert_buffers(model, like=size[0])
         _optimize(model, config, options, device, quantization)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
@@ -214,8 +216,15 @@ def _optimize(
         )
 
 
+def _convert_buffers(model: PreTrainedModel, like: PreTrainedModel) -> None:
+    """Give buffers the dtypes that they have in the other model."""
+    for name, other in like.named_buffers():
+        own = model.get_buffer(name)
+        own.data = own.data.to(other.dtype)
+
+
 def _convert_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert what was not quantized from the dtype of the files, as if it had been loaded as `dtype`."""
+    """Convert weights that were not quantized from the dtype of the files, as if they had been loaded as `dtype`."""
     loaded, kept = model.config.dtype, model._get_dtype_plan(dtype)  # names that stay in float32
     for name, parameter in model.named_parameters():
         if parameter.dtype == loaded and not any(re.search(pattern, name) for pattern in kept):
@@ -234,6 +243,7 @@ def _from_pretrained(
     path = options.model_path
     parts = (config, *(getattr(config, name) for name in config.sub_configs))
     caps = any(getattr(part, "attn_logit_softcapping", None) for part in parts)
+    attention = "eager" if caps else None  # transformers 5.17 would choose SDPA, which leaves soft caps out
     model, loading = auto_class.from_pretrained(
         path,
         config=config,
@@ -241,9 +251,7 @@ def _from_pretrained(
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
-        attn_implementation="eager"
-        if caps
-        else None,  # transformers 5.17 would choose SDPA, which leaves soft caps out
+        attn_implementation=attention,
         distributed_config=DistributedConfig(tp_size=options.num_shards),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # else an error that does not say which

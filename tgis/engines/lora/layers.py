@@ -69,7 +69,7 @@ class LoraLayers:
         return self._bank.first_columns(adapters) if used else []
 
     def columns(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
-        """The same for some of those that were placed last."""
+        """The first column of each of these adapters, which have all been placed last; nothing if all are None."""
         return self._bank.first_columns(adapters) if any(adapters) else []
 
     def placed(self, first_columns: Tensor) -> PlacedAdapters | None:

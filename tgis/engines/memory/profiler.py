@@ -173,7 +173,9 @@ class DummyRunner:
         return peak
 
     def encoder_peak(self, max_length: int, num_blocks: int) -> int:
-        """The same for an encoder-decoder, whose inputs are whole, as is the output of a sequence that is requeued."""
+        """Peak of the fullest step of a paged encoder-decoder: the longest input, or the longest output of a sequence
+        that is requeued, beside short inputs.
+        """
         info = self._engine.info
         others = info.max_batch_size - 1
         each = max(1, (info.max_prefill_tokens - max_length) // max(others, 1))

@@ -210,10 +210,8 @@ def adapters_of(work: Work) -> list[LoraAdapter | None]:
 class StaticInputs:
     """The static tensors from which replayed steps, captured as CUDA graphs or recorded, read their batch.
 
-    With cross-attention they have the blocks and the lengths of the encoded inputs, too.
-
     Every token is a row, like a sequence that decodes: the tokens of a prompt share its block table, and each sees one
-    more.
+    more. Cross-attention has the blocks and the lengths of the encoded inputs by row.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device, *, cross_attention: bool = False) -> None:

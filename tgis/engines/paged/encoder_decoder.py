@@ -99,7 +99,7 @@ class PagedEncoder:
                 module(states[:, :0], attention_mask=None, **{self._states_name: states})
 
     def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
-        """Those of a pass of the model for its decoder, whose input is in `arguments`."""
+        """The arguments of a pass of the model, from those that its decoder takes as input."""
         positions = batch.positions[None]
         for embeddings in self._embeddings[1:]:
             embeddings.positions = positions
@@ -164,7 +164,7 @@ class EncoderDecoderBatches(BatchBuilder):
         work: Work = [(seq, range(len(own))) for seq, own in zip(seqs, inputs, strict=True)]
         parts: list[Part] = [
             [token for own in inputs for token in own],
-            [position for seq, _ in work for position in self._input_positions(seq)],
+            [p for seq, own in zip(seqs, inputs, strict=True) for p in self._input_positions(seq, own)],
             [slot for table, (_, own) in zip(blocks, work, strict=True) for slot in slots(table, own, size)],
             [slot for seq, own in work for slot in slots(seq.block_table, own, size)],
             self._lora.columns(adapters_of(work)),
@@ -184,13 +184,12 @@ class EncoderDecoderBatches(BatchBuilder):
             cross=cross,
         )
 
-    def _input_positions(self, seq: Sequence) -> Iterable[int]:
-        tokens = encoder_input(seq)
+    def _input_positions(self, seq: Sequence, tokens: list[int]) -> Iterable[int]:
         return self._model.positions_of(tokens) if encoder_prompt(seq) is None else range(len(tokens))
 
 
 def _offset(seq: Sequence) -> int:
-    """What an index of the sequence's tokens is ahead of the decoder's position of the same token."""
+    """The difference of a token's index in its sequence and its position in the decoder."""
     return seq.prompt_length - seq.request.decoder_length - 1
 
 

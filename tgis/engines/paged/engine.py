@@ -12,7 +12,9 @@ from functools import partial
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
+from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
 from tgis.engines.kernels.cuda.self_test import fallback_reason
@@ -84,7 +86,8 @@ def describe_memory(options: EngineOptions) -> list[str]:
     extra = EXTRA_BLOCKS if encodes else 0
     budget = KVBudget(options, device, rows, to_load=unloaded.weights, extra_blocks=extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
-    return unloaded.table("tgis_native", room, (room, each, 0), step)
+    longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
+    return unloaded.table("tgis_native", longest, (room, each, 0), step)
 
 
 class PagedEngine:
@@ -109,11 +112,7 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
-        encodes, self._arguments = load_config(options).is_encoder_decoder, frozenset[str]()
-        if encodes:
-            self._model = load_model(options, self._device)
-        else:
-            self._model, self._arguments = load_causal_lm(options, self._device)
+        self._model, self._arguments = _load(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
@@ -122,7 +121,7 @@ class PagedEngine:
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         self._encoder: PagedEncoder | None = None
         history = _token_history
-        if encodes:
+        if self._model.config.is_encoder_decoder:
             self._max_blocks += EXTRA_BLOCKS
             self._encoder = PagedEncoder(self._model, self._attention, self._lora, options.max_sequence_length)
             self._batch_builder = EncoderDecoderBatches(block_size, self._device, self._lora, self._encoder)
@@ -137,13 +136,18 @@ class PagedEngine:
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
+        self._verify_attention()
+        self.info = self._describe(lookahead=int(async_decode))
+
+    def _verify_attention(self) -> None:
+        """Replace the model's attention, for good; Unsupported if that changes what the model gives."""
+        length = self._options.max_sequence_length
         if self._encoder:
             steps = self._batch_builder.build, self.compute_logits
-            start, length = self._encoder.outputs.decoder_start_token_id, options.max_sequence_length
-            verify_encoder_decoder(self._model, self._attention, *steps, start, self._encoder.install, length)
+            start, install = self._encoder.outputs.decoder_start_token_id, self._encoder.install
+            verify_encoder_decoder(self._model, self._attention, *steps, start, install, length)
         else:
-            verify_attention(self._model, self._attention, self.compute_logits, options.max_sequence_length)
-        self.info = self._describe(lookahead=int(async_decode))
+            verify_attention(self._model, self._attention, self.compute_logits, length)
 
     def _describe(self, lookahead: int) -> EngineInfo:
         embed_tokens = self._encoder.embed_tokens if self._encoder else self._embed_tokens
@@ -184,7 +188,7 @@ class PagedEngine:
         self.info = msgspec.structs.replace(
             self.info,
             token_capacity=capacity,
-            max_request_tokens=(num_blocks - 1) * self._block_size + 1 if self._encoder else capacity,
+            max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self._encoder else capacity,
             kv_cache_bytes=num_blocks * bytes_per_block,
         )
         started = time.monotonic()
@@ -387,6 +391,13 @@ class PagedEngine:
         with self._lora.using(batch.adapters):
             logits = self._compiled.run(forward) if self._compiled else forward()
         return logits if selects or batch.all_logits else logits[batch.logits_indices]
+
+
+def _load(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
+    """The model, and the names of the arguments that the forward of a decoder-only one takes."""
+    if load_config(options).is_encoder_decoder:
+        return load_model(options, device), frozenset()
+    return load_causal_lm(options, device)
 
 
 def _token_history(seq: Sequence) -> list[int]:

@@ -46,7 +46,8 @@ class RecordedSteps:
         self._recorder = Recorder(kernels)
         self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"), cross_attention=cross_attention)
         self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
-        self._cross_sequences = self._inputs.cross.cpu_sequences if self._inputs.cross else None
+        cross = self._inputs.cross
+        self._cross_sequences = cross.cpu_sequences if cross else torch.empty(0, 4)
         self._steps: dict[StepKey, _RecordedStep] = {}
         self._enabled = True
         tokens = max_prefill_tokens + max_batch_size
@@ -61,7 +62,7 @@ class RecordedSteps:
             return None
         self._inputs.copy_from(batch)
         self._sequences[: batch.num_decodes, 2] = batch.seq_lens
-        if self._cross_sequences is not None and batch.cross:
+        if batch.cross:
             self._cross_sequences[: batch.num_decodes, 2] = batch.cross.seq_lens
         try:
             logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
@@ -75,7 +76,7 @@ class RecordedSteps:
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)
         batch.cpu_sequences = self._sequences[:count]
-        if self._cross_sequences is not None and batch.cross:
+        if batch.cross:
             batch.cross.cpu_sequences = self._cross_sequences[:count]
         step = self._steps.get((count, adapters))
         if step is None:

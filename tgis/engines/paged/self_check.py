@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.loading.loader import input_vocab_size
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hook_errors, hooked_modules, install_hooks
 from tgis.engines.paged.batch import FlatBatch
@@ -26,6 +28,7 @@ from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _NUM_TOKENS = 40
 MIN_POSITIONS = _NUM_TOKENS + 1  # of an encoder-decoder
+_PREFILLED_OUTPUT = 17
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
 _ADAPTER_RANK, _NUM_ADAPTED_LAYERS = 4, 10
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
@@ -71,13 +74,15 @@ def verify_encoder_decoder(
     install: Callable[[], None],
     max_length: int,
 ) -> None:
-    """The same for an encoder-decoder, by `install`: a prefill of an input and some of its output, then decodes."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.get_output_embeddings().out_features, (2, _NUM_TOKENS), generator=draw)
-    tokens[0, 1] = padding = model.config.pad_token_id or 0  # which may have no position
-    tokens[1].masked_fill_(tokens[1] == padding, padding + 1)  # an output has none
-    tokens = tokens.tolist()
-    seq = dummy_sequence(tokens[0], attention.cache.block_size, output=tokens[1], extra_blocks=2)
+    """Let `install` replace the attention of an encoder-decoder, for good. Unsupported unless attention and logits stay
+    the same, for a prefill of an input with some of its output, and for decodes. Leaves a KV cache of these tokens.
+    """
+    draw, padding = torch.Generator().manual_seed(0), model.config.pad_token_id or 0
+    tokens = torch.randint(input_vocab_size(model), (_NUM_TOKENS,), generator=draw)
+    tokens[1] = padding  # which may have no position
+    output = torch.randint(model.get_output_embeddings().out_features, (_NUM_TOKENS,), generator=draw)
+    output = output.where(output != padding, int(not padding))  # models need no padding there
+    seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist(), extra_blocks=1)
     calls: list[tuple[Callable[[], Tensor], nn.Module, Tensor]] = []
 
     def note(module: nn.Module, states: tuple[Tensor, ...], arguments: dict[str, Any], output: Tensor) -> None:
@@ -89,7 +94,7 @@ def verify_encoder_decoder(
         calls.append((repeat, module, output))
 
     _record_attention(model, note)
-    own_input, own_output = (torch.tensor([ids], device=model.device) for ids in (tokens[0], [start_token, *tokens[1]]))
+    own_input, own_output = (ids[None].to(model.device) for ids in (tokens, pad(output, (1, 0), value=start_token)))
     masks = {"attention_mask": torch.ones_like(own_input), "decoder_attention_mask": torch.ones_like(own_output)}
     expected = model(input_ids=own_input, decoder_input_ids=own_output, **masks, use_cache=False).logits[0]
     model.set_attn_implementation(attention.name)
@@ -97,15 +102,16 @@ def verify_encoder_decoder(
         install()
         attention.cache = PagedKVCache(len(seq.block_table), attention.cache.block_size)
         found = []
-        for count in (_NUM_TOKENS + 17, 1, 1):  # the last of these tokens gets logits
+        for count in (_NUM_TOKENS + _PREFILLED_OUTPUT, 1, 1):  # the last of these tokens gets logits
             found.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
             seq.num_computed_tokens += count
     if any(window is not None and window < max_length for window in attention.encoder_windows):
         raise Unsupported("layers of the encoder see a window of the input")
     _compare_attention(attention, seq, build, calls, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE))
-    tolerance = _logits_tolerance(model)
+    own_logits = expected[_PREFILLED_OUTPUT : _PREFILLED_OUTPUT + len(found)]
     failure = "paged attention does not give the model's own logits"
-    _compare(torch.cat(found), expected[17 : 17 + len(found)], tolerance, failure)
+    _compare(torch.cat(found), own_logits, _logits_tolerance(model), failure)
+    _verify_windows(model, attention, max_length)
 
 
 def _compare_attention(
@@ -129,6 +135,7 @@ def _compare_attention(
 
 
 def _logits_tolerance(model: PreTrainedModel) -> float:
+    """Activations in 8 bits differ by a whole step where a number is at the edge of two."""
     rounds = any(getattr(module, "rounds_inputs", False) for module in model.modules())
     return _HALF_LOGITS_TOLERANCE if rounds else _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
 

@@ -43,8 +43,7 @@ class EncoderDecoder:
 
     def decoder_input(self, seq: Sequence) -> list[int]:
         """The decoder's soft prompt as zeros, the start token and the output."""
-        virtual = 0 if seq.adapter is None else seq.adapter.decoder_length
-        return [0] * virtual + self.token_history(seq)
+        return [0] * seq.request.decoder_length + self.token_history(seq)
 
     def constrain(self, logits: Tensor, first_step_rows: list[int]) -> None:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""

@@ -119,7 +119,7 @@ def _selects_tokens(states: Tensor, indices: list[Tensor | None]) -> bool:
 
 
 def _merged(layout: _Layout) -> _Layout:
-    """The same with fewer dimensions: those that lie one after the other in all tensors are one."""
+    """The layout with fewer dimensions: what lies one after the other in all tensors is one."""
     found: _Layout = []
     for size, *strides in layout:
         if found and found[-1][1:] == tuple(size * stride for stride in strides):

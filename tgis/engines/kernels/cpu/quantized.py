@@ -151,7 +151,7 @@ class WidenedGemm(PackedCodes):
 
 
 class PlainGemm:
-    """The same by PyTorch, which widens the weight anew for each product."""
+    """A GEMM with a quantized weight by PyTorch, which widens the weight anew for each product."""
 
     def __init__(self, weight: QuantizedWeight, *, activations: bool) -> None:
         self._weight, self.rounds_inputs = weight, activations
