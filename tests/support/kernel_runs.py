@@ -18,9 +18,10 @@ from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, Norm, NormFormula, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm, quantize, quantized_activations
+from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
+from tgis.engines.quantization.weight import ActivationCodes, quantize
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
 
@@ -123,12 +124,13 @@ def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
 
 def run_quantized(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     inputs, outputs = draw.randint(1, 300), draw.randint(1, 200)
-    weight = quantize(torch.randn(outputs, inputs).div(inputs**0.5), draw.choice([4, 8]))
+    plain, bits = torch.randn(outputs, inputs).div(inputs**0.5), draw.choice([4, 8])
     bias = torch.randn(outputs).to(dtype) if draw.random() < 0.5 else None
     x = torch.randn(draw.choice([0, 1, draw.randint(2, 200)]), inputs).to(dtype)
-    for kind, effective in ((QuantizedGemm, quantized_activations(x)), (WidenedGemm, x.double())):
+    for kind, activations in ((QuantizedGemm, ActivationCodes()), (WidenedGemm, None)):
+        weight = quantize(plain, bits, activations)
         expected = nn.functional.linear(
-            effective, weight.dequantized().double(), None if bias is None else bias.double()
+            weight.numbers(x).double(), weight.dequantized().double(), None if bias is None else bias.double()
         )
         assert_close(kind(weight, kernels, dtype)(x, bias), expected, dtype)
 

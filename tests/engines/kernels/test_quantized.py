@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from tgis.engines.kernels.cpu.library import ISAS as FLAGS
 from tgis.engines.kernels.cpu.library import cpu_flags
 from tgis.engines.kernels.cpu.linear import GemmSelector
-from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm, WidenedGemm, quantize
-from tgis.engines.quantization import Quantization
+from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm, WidenedGemm
+from tgis.engines.quantization.config import Quantization
+from tgis.engines.quantization.weight import ActivationCodes, quantize
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (1540, 5)]
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+ACTIVATIONS = {True: ActivationCodes(), False: None}
 KINDS = [(8, True), (4, True), (8, False), (4, False)]  # bits, activations in 8 bits
 
 
@@ -75,7 +77,8 @@ def oracle(x: Tensor, weight: Tensor, bits: int, activations: bool) -> Tensor:
 
 
 def gemm(weight: Tensor, bits: int, activations: bool, isa: str, dtype: torch.dtype) -> QuantizedGemm | WidenedGemm:
-    return (QuantizedGemm if activations else WidenedGemm)(quantize(weight, bits), kernels_of(isa), dtype)
+    kind = QuantizedGemm if activations else WidenedGemm
+    return kind(quantize(weight, bits, ACTIVATIONS[activations]), kernels_of(isa), dtype)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -97,7 +100,7 @@ def test_layers_are_their_definition(bits: int, activations: bool, dtype: torch.
         for each in (bias, None):
             expected = product if each is None else product + each.double()
             assert error(gemm(weight, bits, activations, isa, dtype)(x, each), expected) < ERROR[dtype]
-            assert error(PlainGemm(quantize(weight, bits), activations=activations)(x, each), expected) < ERROR[dtype]
+            assert error(PlainGemm(quantize(weight, bits, ACTIVATIONS[activations]))(x, each), expected) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -138,7 +141,7 @@ def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
 ) -> None:
     kernels = kernels_of("generic")
     monkeypatch.setattr(QuantizedGemm, "__call__", lambda _self, x, _bias: x.new_zeros(len(x), 70))
-    gemms = GemmSelector(kernels, Quantization(8, activations=True, logits=False, dtype=torch.float32))
+    gemms = GemmSelector(kernels, Quantization(8, logits=False, activations="auto", dtype=torch.float32))
     layer = nn.Linear(96, 70)
     packed = gemms.pack(layer, "model.q_proj")
     assert packed is not None
@@ -153,6 +156,6 @@ def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
 
 @pytest.mark.parametrize(("path", "head", "expected"), [("m.gate", False, 0), ("lm_head", True, 0), ("m.up", False, 1)])
 def test_routers_and_heads_stay_as_they_are(path: str, head: bool, expected: int) -> None:
-    gemms = GemmSelector(kernels_of("generic"), Quantization(8, activations=True, logits=False, dtype=torch.float32))
+    gemms = GemmSelector(kernels_of("generic"), Quantization(8, logits=False, activations="auto", dtype=torch.float32))
     gemms.pack(nn.Linear(32, 32), path, is_head=head)
     assert sum("int8" in name for name in gemms.counts) == expected

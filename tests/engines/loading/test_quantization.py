@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu.linear import PackedLinear
-from tgis.engines.kernels.cpu.quantized import quantize, quantized_activations
 from tgis.engines.loading import loader
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.quantization.weight import ActivationCodes, quantize
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -63,8 +63,9 @@ def test_layers_of_a_model(name: str, asked: str, logits: bool, tmp_path: Path) 
         if is_head and not logits:
             expected = nn.functional.linear(x.double(), weight.double())
         else:
-            numbers = quantize(weight, 8 if is_head else int(asked[-1])).dequantized().double()
-            expected = nn.functional.linear(quantized_activations(x), numbers, None if bias is None else bias.double())
+            codes = quantize(weight, 8 if is_head else int(asked[-1]), ActivationCodes())
+            numbers = codes.numbers(x), codes.dequantized().double()
+            expected = nn.functional.linear(*numbers, None if bias is None else bias.double())
         assert (y - expected).abs().max() < 1e-4 * expected.abs().max(), layer
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.distributed import DistributedConfig
-from transformers.quantizers import AutoHfQuantizer
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
@@ -31,7 +32,8 @@ from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
-from tgis.engines.quantization import Quantization, resolve_quantization
+from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
+from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.errors import StartError, TgisError, Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -109,10 +111,6 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1) < 1:
             raise StartError(f"{path}: num_hidden_layers must be at least 1")
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None and not AutoHfQuantizer.supports_quant_method(quantization):
-            method = f"{quantization.get('quant_method')!r:.40}"
-            raise StartError(f"{path}: transformers {transformers.__version__} knows no quantization {method}")
         return config
 
 
@@ -164,7 +162,7 @@ def look_at_model(
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
         dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
         quantization = resolve_quantization(options, config, dtype, device)
-        weights = f", linear layers quantized to {quantization}" if quantization else ""
+        weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         size = check_model_fits(auto_class, options, config, dtype, device, quantization)
         return auto_class, config, dtype, quantization, size
@@ -178,7 +176,11 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype).eval().to(device)
+        if quantization and quantization.checkpoint and size:
+            model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
+        else:
+            model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype)
+        model.eval().to(device)
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
@@ -238,14 +240,15 @@ def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, t
 
 
 def _from_pretrained(
-    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype | str
+    model_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype | str, **source: Any
 ) -> PreTrainedModel:
+    """The model in the files of its directory, or in `state_dict`."""
     path = options.model_path
     parts = (config, *(getattr(config, name) for name in config.sub_configs))
     caps = any(getattr(part, "attn_logit_softcapping", None) for part in parts)
     attention = "eager" if caps else None  # transformers 5.17 would choose SDPA, which leaves soft caps out
-    model, loading = auto_class.from_pretrained(
-        path,
+    model, loading = model_class.from_pretrained(
+        None if source else path,
         config=config,
         dtype=dtype,
         local_files_only=True,
@@ -255,6 +258,7 @@ def _from_pretrained(
         distributed_config=DistributedConfig(tp_size=options.num_shards),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # else an error that does not say which
+        **source,
     )
     kind = type(model).__name__
     for name, found, wanted in sorted(loading["mismatched_keys"])[:1]:
@@ -266,6 +270,21 @@ def _from_pretrained(
         log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
+    return model
+
+
+def _with_placeholders(
+    model_class: type[PreTrainedModel],
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    checkpoint: QuantizedCheckpoint,
+) -> PreTrainedModel:
+    """The model whose quantized layers tell where their weights are."""
+    model = _from_pretrained(model_class, options, config, dtype, state_dict=checkpoint.state_dict(dtype))
+    if (Path(options.model_path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
+    checkpoint.attach(model)
     return model
 
 

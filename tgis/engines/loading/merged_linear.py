@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
+from tgis.engines.quantization.checkpoint import concatenate_layers
+
 
 class MergedLinear(nn.Module):  # type: ignore[misc]
     """One layer with the weights of several, or with this rank's shards of them.
@@ -19,16 +21,9 @@ class MergedLinear(nn.Module):  # type: ignore[misc]
     Keeps its output until the last slice has been taken.
     """
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         super().__init__()
-        weights = [_local(linear.weight) for linear in linears]
-        weight = torch.cat(weights)
-        bias = None if linears[0].bias is None else torch.cat([_local(linear.bias) for linear in linears])
-        with torch.device("meta"):
-            self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        self.linear.weight = nn.Parameter(weight, requires_grad=False)
-        self.linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._sizes = [len(weight) for weight in weights]
+        self.linear, self._sizes = linear, sizes
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
 
@@ -73,13 +68,33 @@ def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Te
     merged = 0
     for path, parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
-        product = MergedLinear(linears)
-        if pack and (packed := pack(product.linear, f"{path}.{names[0]}")):
-            product.linear = packed
+        together = _concatenated(linears)
+        if together is None:
+            continue
+        packed = pack(together, f"{path}.{names[0]}") if pack else None
+        product = MergedLinear(packed or together, [len(_local(linear.weight)) for linear in linears])
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
             setattr(parent, name, MergedLinearSlice(product, index, linear))
         merged += len(names)
     return merged
+
+
+def _concatenated(linears: list[nn.Linear]) -> nn.Linear | None:
+    """One layer with the outputs of several; None where their weights are quantized in different ways."""
+    layers = [linear.quantized for linear in linears if hasattr(linear, "quantized")]
+    quantized = concatenate_layers(layers) if len(layers) == len(linears) else None
+    if layers and quantized is None:
+        return None
+    weights = [linear.weight.detach() if quantized else _local(linear.weight) for linear in linears]
+    weight = weights[0][:1].expand(sum(map(len, weights)), -1) if quantized else torch.cat(weights)
+    with torch.device("meta"):
+        together = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    together.weight = nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        together.bias = nn.Parameter(torch.cat([_local(linear.bias) for linear in linears]), requires_grad=False)
+    if quantized:
+        together.quantized = quantized
+    return together
 
 
 def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[str, nn.Module, list[str]]]:

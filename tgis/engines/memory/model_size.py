@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.memory.available import available_memory
-from tgis.engines.quantization import Quantization
+from tgis.engines.quantization.config import Quantization
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -80,10 +80,17 @@ def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.
 
 def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]:
     """Bytes of each weight, and what it takes to quantize the largest."""
+    if how.checkpoint:
+        layers = how.checkpoint.layers
+        plain = sum(parameter.nbytes for parameter in model.parameters())
+        yield max(plain - sum(math.prod(layer.shape) for layer in layers) * how.dtype.itemsize, 0)
+        yield sum(layer.num_bytes for layer in layers)
+        yield max(_BESIDE * math.prod(layer.shape) for layer in layers)
+        return
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}
     quantized = {module.weight for module in linears if how.logits or module is not head}
     for module in linears:
-        bits = 8 if module is head else how.bits
+        bits = 8 if module is head else how.bits or 8
         scales = 4 / module.in_features if bits == 8 else 4 / 32
         yield int(module.weight.numel() * (bits / 8 + scales)) if module.weight in quantized else module.weight.nbytes
     others = {

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,14 @@ from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.quantized import PackedCodes, QuantizedGemms
-from tgis.engines.quantization import Quantization
+from tgis.engines.quantization.config import Quantization
+from tgis.engines.quantization.weight import QuantizedWeight, quantize
 from tgis.utils.memory import trim_heap
 
 if TYPE_CHECKING:
     from functools import partial
+
+    from tgis.engines.quantization.checkpoint import QuantizedLayer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,8 @@ class GemmSelector:
 
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
         self._kernels = kernels
-        self._quantized = None if quantization is None else QuantizedGemms(kernels, quantization)
+        self._quantization = quantization
+        self._quantized = None if quantization is None else QuantizedGemms(kernels, quantization.dtype)
         self._memory = HugePages()
         self._right: dict[tuple[str, torch.dtype], bool] = {}
         self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
@@ -63,18 +68,17 @@ class GemmSelector:
         """The layer with the packed weight."""
         weight = linear.weight.detach()
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
-        quantized = self._quantized
-        if quantized is None:
-            gemm = self.gemm(weight)
-        elif _ROUTERS.isdisjoint(path.split(".")) and (quantized.how.logits or not is_head):
-            name, gemm = quantized.gemm(weight, 8 if is_head else quantized.how.bits)
+        how, gemm = self._quantization, None
+        codes = None if how is None else _quantized(linear, path, how, is_head=is_head)
+        if codes is not None and self._quantized is not None:
+            name, gemm = self._quantized.gemm(codes)
             self.counts[name] += 1
             if isinstance(gemm, PackedCodes):
                 gemm.move_to(self._memory)
             trim_heap(collect=False)  # else the C library keeps several times the result
         else:
-            gemm = self.gemm(weight.to(quantized.how.dtype))
-        return None if gemm is None else PackedLinear(linear, gemm, quantized.how.dtype if quantized else weight.dtype)
+            gemm = self.gemm(weight.to(how.dtype) if how else weight)
+        return None if gemm is None else PackedLinear(linear, gemm, how.dtype if how else weight.dtype)
 
     def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
         if (name, dtype) not in self._right:
@@ -91,6 +95,18 @@ class GemmSelector:
             shown = ", ".join(f"{1e3 * each:.3g} ms by {name}" for name, each in seconds.items())
             log.info("linear layers of %d inputs and %d outputs take %s", *reversed(weight.shape), shown)
         return self._fastest[shape]
+
+
+def _quantized(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
+    """The weight of a layer in codes; None where it stays plain."""
+    layer: QuantizedLayer | None = getattr(linear, "quantized", None)
+    if layer is not None:
+        weight = layer.checked()
+        return replace(weight, activations=how.activations_of(weight))
+    bits = 8 if is_head and how.logits else None if is_head else how.bits
+    if bits is None or not _ROUTERS.isdisjoint(path.split(".")):
+        return None
+    return quantize(linear.weight.detach(), bits, how.activations_of())
 
 
 def _seconds(make: MakeGemm, weight: Tensor) -> float:

@@ -6,7 +6,6 @@ they were.
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,92 +15,26 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import Gemm, is_right
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.quantization import Quantization
+from tgis.engines.quantization.weight import GROUP, INT4, INT8, QuantizedWeight, quantize
 
 log = logging.getLogger(__name__)
 
-_GROUP = 32  # inputs, as in codes.h
-_TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as there
+_TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _TILE_M = 8  # rows that quantized_gemm.c computes together, at the most
-_ZERO = 128  # the code of 8 bits that means 0
-_CHUNK = 1 << 20  # numbers of a weight that are quantized at a time
-_TINY = 2.0**-100  # a group of activations without larger numbers is zero
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """(codes - 128) * scale, or codes * scale + offset of the group."""
-
-    bits: int
-    codes: Tensor  # uint8 [out, in up to a multiple of a group]
-    scale: Tensor  # 8 bits: float32 [out]; 4 bits: bfloat16 [out, groups]
-    offset: Tensor | None  # of 4 bits, the same
-    in_features: int
-
-    def dequantized(self) -> Tensor:  # float32 [out, in]
-        if self.offset is None:
-            values = (self.codes.float() - _ZERO) * self.scale[:, None]
-        else:
-            groups = self.codes.float().unflatten(1, (-1, _GROUP))
-            values = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
-        return values[:, : self.in_features]
-
-
-def quantize(weight: Tensor, bits: int) -> QuantizedWeight:  # [out, in]
-    """Quantize it by rounding; takes little memory beside the result."""
-    outputs, inputs = weight.shape
-    groups = -(-inputs // _GROUP)
-    codes, offset = torch.empty(outputs, groups * _GROUP, dtype=torch.uint8), None
-    scale = torch.empty(outputs)
-    if bits == 4:
-        scale, offset = torch.empty(2, outputs, groups, dtype=torch.bfloat16)
-    size = max(_CHUNK // inputs, 1)
-    for start in range(0, outputs, size):
-        rows = slice(start, start + size)
-        part = pad(weight[rows].float(), (0, -inputs % _GROUP))
-        if offset is None:
-            codes[rows], scale[rows] = _in_8_bits(part)
-        else:
-            codes[rows], scale[rows], offset[rows] = _in_4_bits(part.unflatten(1, (-1, _GROUP)))
-    return QuantizedWeight(bits, codes, scale, offset, inputs)
-
-
-def _in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(1) / (_ZERO - 1)
-    return (weight / _divisor(scale)[:, None]).round() + _ZERO, scale
-
-
-def _in_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = (each.bfloat16().float() for each in groups.aminmax(dim=-1))
-    scale = ((high - low) / 15).bfloat16().float()
-    codes = (groups - low[..., None]) / _divisor(scale)[..., None]
-    return codes.round().clamp(0, 15).flatten(1), scale, low
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 1, scale)
-
-
-def quantized_activations(x: Tensor) -> Tensor:  # [..., in] -> float64
-    """The numbers that are multiplied: multiples of 1/127 of the largest of each row and group."""
-    groups = pad(x.double(), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
-    largest = groups.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest < _TINY, 0, largest / 127)
-    return ((groups / _divisor(scale)).round() * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 class PackedCodes:
     """What codes.h calls packed codes."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        self._dtype, self._in_features, self._out_features = dtype, weight.in_features, len(weight.scale)
+        self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
         missing = -self._out_features % _TILE_N
-        codes = pad(weight.codes, (0, 0, 0, missing)) if missing else weight.codes
+        codes = pad(weight.codes, (0, -self._in_features % GROUP, 0, missing))
         quads = codes.unflatten(0, (-1, _TILE_N)).unflatten(-1, (-1, 4)).transpose(1, 2)[..., _ORDER]
         self._codes = quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4
-        self._codes, self._scale, self._ranges = self._codes.contiguous(), weight.scale, None
+        self._codes, self._scale, self._ranges = self._codes.contiguous(), weight.scale[:, 0], None
         if weight.offset is None:
-            self._scale = pad(weight.scale, (0, missing))
+            self._scale = pad(self._scale, (0, missing))
         else:  # [tiles, groups, 2, tile]
             ranges = pad(torch.stack([weight.scale, weight.offset], 1), (0, 0, 0, 0, 0, missing))
             self._ranges = ranges.unflatten(0, (-1, _TILE_N)).permute(0, 3, 2, 1).contiguous()
@@ -130,7 +63,7 @@ class QuantizedGemm(PackedCodes):
         super().__init__(weight, dtype)
         self._function = kernels.function("quantized_gemm", dtype, [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 4)
         code_bytes = 1 if kernels.library_isa == "avx512_bf16" else 2
-        self._row_bytes = weight.codes.shape[1] // _GROUP * (8 + _GROUP * code_bytes)
+        self._row_bytes = -(-weight.codes.shape[1] // GROUP) * (8 + GROUP * code_bytes)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
@@ -153,40 +86,58 @@ class WidenedGemm(PackedCodes):
 class PlainGemm:
     """A GEMM with a quantized weight by PyTorch, which widens the weight anew for each product."""
 
-    def __init__(self, weight: QuantizedWeight, *, activations: bool) -> None:
-        self._weight, self.rounds_inputs = weight, activations
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight, self.rounds_inputs = weight, weight.activations is not None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        numbers = quantized_activations(x) if self.rounds_inputs else x
-        return linear(numbers.float(), self._weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
+        numbers = self._weight.numbers(x).float()
+        return linear(numbers, self._weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
 
 
 class QuantizedGemms:
     """Makes the GEMM for each weight: ours if it is right on this CPU."""
 
-    def __init__(self, kernels: CpuKernels | None, how: Quantization) -> None:
-        self.how = how
-        self._kernels = kernels if how.dtype in DTYPES else None
-        self._makers: dict[int, tuple[str, Callable[[QuantizedWeight], Gemm]]] = {}  # by bits
+    def __init__(self, kernels: CpuKernels | None, dtype: torch.dtype) -> None:
+        self._kernels, self._dtype = kernels if dtype in DTYPES else None, dtype
+        self._makers: dict[tuple[int, bool], tuple[str, Callable[[QuantizedWeight], Gemm]]] = {}
 
-    def gemm(self, weight: Tensor, bits: int) -> tuple[str, Gemm]:
-        """A GEMM with a weight [out, in], and what multiplies."""
-        if bits not in self._makers:
-            self._makers[bits] = self._maker(bits)
-        name, make = self._makers[bits]
-        return name, make(quantize(weight, bits))
+    def gemm(self, weight: QuantizedWeight) -> tuple[str, Gemm]:
+        """A GEMM with a weight, and what multiplies."""
+        if not _is_ours(weight):
+            return f"{_kind(weight)} by PyTorch", PlainGemm(weight)
+        key = weight.bits, weight.activations is not None
+        if key not in self._makers:
+            self._makers[key] = self._maker(weight)
+        name, make = self._makers[key]
+        return name, make(weight)
 
-    def _maker(self, bits: int) -> tuple[str, Callable[[QuantizedWeight], Gemm]]:
-        how, kernels = self.how, self._kernels
-        kind = f"int{bits} weights and {'int8' if how.activations else 'plain'} activations"
+    def _maker(self, weight: QuantizedWeight) -> tuple[str, Callable[[QuantizedWeight], Gemm]]:
+        kernels, kind = self._kernels, _kind(weight)
         if kernels is not None:
-            make = partial(QuantizedGemm if how.activations else WidenedGemm, kernels=kernels, dtype=how.dtype)
-            if is_right(lambda weight: make(quantize(weight, bits)), how.dtype, partial(_effective, how, bits)):
+            make = partial(
+                WidenedGemm if weight.activations is None else QuantizedGemm, kernels=kernels, dtype=self._dtype
+            )
+            like = partial(quantize, bits=weight.bits, activations=weight.activations)
+            effective: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, plain: (  # noqa: E731
+                like(plain).numbers(x),
+                like(plain).dequantized(),
+            )
+            if is_right(lambda plain: make(like(plain)), self._dtype, effective):
                 return f"{kind} by {kernels.library_isa}", make
-            log.warning("CPU kernels: linear layers with %s in %s are wrong on this CPU, and off", kind, how.dtype)
-        return f"{kind} by PyTorch", partial(PlainGemm, activations=how.activations)
+            log.warning("CPU kernels: linear layers with %s in %s are wrong on this CPU, and off", kind, self._dtype)
+        return f"{kind} by PyTorch", PlainGemm
 
 
-def _effective(how: Quantization, bits: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What is multiplied in place of these."""
-    return quantized_activations(x) if how.activations else x, quantize(weight, bits).dequantized()
+def _kind(weight: QuantizedWeight) -> str:
+    codes = f"int{weight.bits}" if weight.has_integers else f"{weight.bits}-bit"
+    return f"{codes} weights and {'plain' if weight.activations is None else 'int8'} activations"
+
+
+def _is_ours(weight: QuantizedWeight) -> bool:
+    """Whether quantized_gemm.c or gemm.c multiplies by such codes."""
+    activations, bfloat16 = weight.activations, weight.scale.dtype == torch.bfloat16
+    if weight.order is not None or (activations and (not activations.per_group or activations.scale is not None)):
+        return False
+    if weight.table is INT8:
+        return weight.group_size is None and weight.offset is None
+    return weight.table is INT4 and weight.group_size == GROUP and weight.offset is not None and bfloat16

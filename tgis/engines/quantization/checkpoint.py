@@ -1,0 +1,152 @@
+"""Checkpoints with quantized weights: a model is loaded with placeholders for them, and each layer's codes are read
+when the layer is packed, so that little is in memory beside the result.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tgis.engines.quantization.weight import QuantizedWeight, concatenate
+from tgis.errors import StartError
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A linear layer of a checkpoint."""
+
+    name: str
+    shape: tuple[int, int]  # [out, in]
+    num_bytes: int  # in the files
+    read: Callable[[], QuantizedWeight]
+
+    def checked(self) -> QuantizedWeight:
+        """What the files hold; StartError for codes without a meaning."""
+        weight = self.read()
+        if tuple(weight.codes.shape) != self.shape:
+            raise StartError(f"{self.name} has {[*weight.codes.shape]} codes, not {[*self.shape]}")
+        for kind, numbers in (("scale", weight.scale), ("offset", weight.offset)):
+            if numbers is not None and not numbers.isfinite().all():
+                raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
+        return weight
+
+
+def concatenate_layers(layers: list[QuantizedLayer]) -> QuantizedLayer | None:
+    """One layer with the outputs of several; None where they cannot be one."""
+    weight = concatenate([layer.checked() for layer in layers])
+    if weight is None:
+        return None
+    outputs, size = sum(layer.shape[0] for layer in layers), sum(layer.num_bytes for layer in layers)
+    return replace(layers[0], shape=(outputs, layers[0].shape[1]), num_bytes=size, read=lambda: weight)
+
+
+class QuantizedCheckpoint:
+    """The tensors of a model, some of them quantized."""
+
+    def __init__(self, method: str, plain: dict[str, Tensor], layers: list[QuantizedLayer]) -> None:
+        """`plain` tensors are best mapped files."""
+        self.method, self.layers, self._plain = method, layers, plain
+        self._placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = {}
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All tensors by name; those of quantized weights are zeros that take no memory."""
+        found = dict(self._plain)
+        for layer in self.layers:
+            zero = torch.zeros((), dtype=dtype)
+            self._placeholders[zero.data_ptr()] = zero, layer
+            found[f"{layer.name}.weight"] = zero.expand(layer.shape)
+        return found
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Tell each linear layer of a loaded model where its weight is; StartError if one has no place."""
+        missing = {layer.name for layer in self.layers}
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.weight.data_ptr() in self._placeholders:
+                _, module.quantized = self._placeholders[module.weight.data_ptr()]
+                missing.discard(module.quantized.name)
+        if missing:
+            kind = type(model).__name__
+            raise StartError(f"{min(missing)} is quantized, but is no linear layer of {kind} (of {len(missing)} such)")
+
+
+class LayerTensors(Mapping[str, Tensor]):
+    """The tensors of a layer in safetensors files, by what follows the layer's name; read when they are asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: dict[str, tuple[Any, str]] = {}  # an open file, and the name there
+
+    def add(self, suffix: str, file: Any, name: str) -> None:
+        self._found[suffix] = file, name
+
+    def __getitem__(self, suffix: str) -> Tensor:
+        file, name = self._found[suffix]
+        return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def shape(self, suffix: str) -> list[int]:
+        """The shape of a tensor that is not read for it."""
+        file, name = self._found[suffix]
+        shape: list[int] = file.get_slice(name).get_shape()
+        return shape
+
+
+class Format(Protocol):
+    """How the files of a kind of checkpoint hold a quantized weight."""
+
+    @property
+    def required(self) -> Collection[str]:
+        """What follows the layer's name in the names of the tensors that each quantized layer has."""
+
+    @property
+    def optional(self) -> Collection[str]:
+        """The same of those that some have."""
+
+    def shape(self, tensors: LayerTensors) -> tuple[int, int]:
+        """[out, in], told from the shapes of the tensors."""
+
+    def read(self, tensors: LayerTensors) -> QuantizedWeight:
+        """StartError or ValueError for tensors that do not fit together."""
+
+
+def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpoint:
+    """The checkpoint in the safetensors files of a directory, whose tensors stay in the files."""
+    plain, found = _grouped(path, {*layout.required, *layout.optional})
+    layers = []
+    for tensors in found.values():
+        if not tensors.keys() >= set(layout.required):
+            plain |= {f"{tensors.name}.{suffix}": tensors[suffix] for suffix in tensors}
+            continue
+        size = sum(tensors[suffix].nbytes for suffix in tensors)
+        read = lambda tensors=tensors: layout.read(tensors)  # noqa: E731
+        layers.append(QuantizedLayer(tensors.name, layout.shape(tensors), size, read))
+    if not layers:
+        raise StartError(f"{path}: no layer is quantized as {method}")
+    return QuantizedCheckpoint(method, plain, layers)
+
+
+def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:
+    """Other tensors by name, and those with the suffixes by layer."""
+    plain: dict[str, Tensor] = {}
+    layers: dict[str, LayerTensors] = {}
+    single = path / "model.safetensors"
+    for file in [single] if single.is_file() else sorted(path.glob("*.safetensors")):
+        tensors: Any = safe_open(file, "pt")  # stays mapped while it or a tensor of it lives
+        for name in tensors.keys():  # noqa: SIM118 - it is no dict
+            suffix = next((suffix for suffix in suffixes if name.endswith(f".{suffix}")), None)
+            if suffix is None:
+                plain[name] = tensors.get_tensor(name)
+                continue
+            layer = name.removesuffix(f".{suffix}")
+            layers.setdefault(layer, LayerTensors(layer)).add(suffix, tensors, name)
+    return plain, layers
