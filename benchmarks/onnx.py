@@ -67,7 +67,6 @@ VARIANTS = (
     Variant("hf_transformers bfloat16", "hf_transformers", "bfloat16", None),
     REFERENCE,
     Variant("hf_optimum_ort float32", "hf_optimum_ort", "float32", ()),
-    Variant("hf_optimum_ort int8", "hf_optimum_ort", "float32", ("--optimize", "--quantize=int8")),
 )
 
 

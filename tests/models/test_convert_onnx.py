@@ -46,7 +46,7 @@ def test_an_existing_directory_is_left_alone(model: Path, tmp_path: Path, capsys
 
 
 def test_invalid_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("--python", "/nothing"), ("--quantize", "int3")):
+    for option, value in (("--python", "/nothing"), ("--quantize", "QUANTIZE=int8")):
         said = refusal(model, tmp_path / "out", capsys, option, value)
         assert option in said
         assert value in said or "is not" in said
@@ -55,9 +55,9 @@ def test_invalid_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_missing_packages_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx_ir" else name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else name)
     refused = refusal(model, tmp_path / "out", capsys)
-    assert refused == "convert-to-onnx needs onnx_ir: pip install '.[onnx]' in a checkout"
+    assert refused == "convert-to-onnx needs onnx: pip install '.[onnx]' in a checkout"
 
 
 def test_packages_that_cannot_be_installed(

@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import NoReturn
 
 from tgis import config
 from tgis.errors import OptionError
@@ -62,7 +63,7 @@ def onnx(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
     parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators for the CPU")
-    parser.add_argument("--quantize", choices=["int8"], help="quantize the weights of matrix products")
+    parser.add_argument("--quantize", type=_not_for_graphs, help=argparse.SUPPRESS)
     parser.add_argument(
         "--python", type=ValueType("PATH", _program), metavar="PATH", help="Python interpreter with Optimum"
     )
@@ -75,11 +76,14 @@ def onnx(argv: list[str], prog: str) -> int:
         options.out,
         cache.cache_dir,
         optimize=options.optimize,
-        quantize=options.quantize is not None,
         python=options.python,
     )
     print(options.out)
     return 0
+
+
+def _not_for_graphs(_: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("graphs in int8 are slower in batches; QUANTIZE=int8 quantizes plain weights")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, about: str) -> None:

@@ -21,7 +21,6 @@ from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
-from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.onnx.decoder import ignores_padding
 from tgis.engines.onnx.engine import OnnxCausalLM, OnnxSeq2SeqLM, load_engine
 from tgis.engines.onnx.kv_cache import PastKeyValues
@@ -271,28 +270,3 @@ def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Pa
     (directory / "model.onnx").touch()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert refusal(directory) == "the engine hf_optimum_ort needs onnxruntime: pip install '.[onnx]' in a checkout"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2"])
-def test_int8_generates_nearly_the_same(graphs: Path, model: Path, cache_dir: Path) -> None:
-    """int8 ranks nearly all tokens of float32's output first."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    prompts = [tokenizer.encode(f"A sentence about {thing} is").ids for thing in ["rain", "war", "tea", "art", "gold"]]
-    greedy = [Request(n, ids, 48, False, SamplingParams(), LogprobOptions()) for n, ids in enumerate(prompts)]
-    expected = generate_all(load(graphs), limits(10**6, max_batch_size=8, prefill_tokens=512), greedy, random.Random(0))
-    engine = load(exported(model, cache_dir, "--optimize", "--quantize=int8"))
-    ranks = LogprobOptions(input_tokens=True, ranks=True)
-    seqs = [
-        Sequence(Request(n, ids + output, 1, False, SamplingParams(), ranks), 0.0)
-        for n, (ids, output) in enumerate(zip(prompts, expected, strict=True))
-    ]
-    logprobs = engine.step(StepPlan.compute_all(seqs)).prompt_logprobs
-    firsts = [
-        token.rank == 1
-        for seq, output in zip(seqs, expected, strict=True)
-        for token in logprobs[seq.id][-len(output) :]
-    ]
-    assert sum(firsts) > 0.93 * len(firsts)

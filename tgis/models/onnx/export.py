@@ -1,14 +1,12 @@
 """Exports a model to ONNX in a new directory that can be served: by Optimum, in a child process with an older
-transformers, then optionally quantized and optimized by onnxruntime.
+transformers, then optionally optimized by onnxruntime.
 """
 
 import hashlib
 import importlib.util
 import json
-import logging
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,16 @@ INSTALL_SECONDS = 1800
 EXPORT_SECONDS = 3 * 3600
 UNMERGED_DECODERS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
 EXTERNAL_DATA_BYTES = 1 << 30  # larger graphs store weights in a separate file: protobuf is limited to 2 GiB
-BLOCK_SIZE = 32  # weights that share a scale; larger blocks change twice as many tokens of SmolLM2
-ACCURACY_LEVEL = 4  # onnxruntime's code for int8 activations, quantized per token
 
 
-def convert_to_onnx(
-    model: ModelFiles, out: Path, cache_dir: Path, *, optimize: bool, quantize: bool, python: Path | None
-) -> None:
+def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, *, optimize: bool, python: Path | None) -> None:
     """Write the graphs and all else that serving needs to directory `out`, which appears when it is complete.
 
-    Weights are quantized to int8. `python` is an interpreter with Optimum; None: Optimum is installed into `cache_dir`.
+    `python` is an interpreter with Optimum; None: Optimum is installed into `cache_dir`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StartError(f"{out} is there already")
-    if missing := [name for name in ("onnx", "onnx_ir", "onnxruntime") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install '.[onnx]' in a checkout")
     find_weights(model.path)
     try:
@@ -44,10 +38,8 @@ def convert_to_onnx(
         with staging_directory(out.parent, f".{out.name}-") as staging:
             _export(model, staging, python, cache_dir)
             graphs = staging / "graphs"
-            if quantize:
-                graphs = _convert_each(graphs, _quantize)
             if optimize:
-                graphs = _convert_each(graphs, _optimize)
+                graphs = _optimized(graphs)
             _copy_config_files(model.path, graphs)
             graphs.rename(out)
     except OSError as error:
@@ -113,31 +105,13 @@ def _install(target: Path) -> None:
         raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")
 
 
-def _convert_each(graphs: Path, change: Callable[[Path, Path], None]) -> Path:
-    name = change.__name__.strip("_")
-    folder = graphs.with_name(name)
+def _optimized(graphs: Path) -> Path:
+    folder = graphs.with_name("optimized")
     folder.mkdir()
     for file in sorted(graphs.glob("*.onnx")):
-        with timed(f"{name} {file.name}"):
-            change(file, folder)
+        with timed(f"optimize {file.name}"):
+            _optimize(file, folder)
     return folder
-
-
-def _quantize(file: Path, folder: Path) -> None:
-    """Quantize the weights of matrix products to int8 in blocks.
-
-    onnxruntime's dynamic quantization has one scale per batch, so requests would influence each other; it was no faster
-    than float32 either, and changed every third token.
-    """
-    import onnx  # noqa: PLC0415 - only where it is asked for
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer  # noqa: PLC0415
-
-    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
-    quantizer = MatMulNBitsQuantizer(
-        onnx.load(file), bits=8, block_size=BLOCK_SIZE, is_symmetric=True, accuracy_level=ACCURACY_LEVEL
-    )
-    quantizer.process()
-    quantizer.model.save_model_to_file(str(folder / file.name), _model_bytes(file) > EXTERNAL_DATA_BYTES)
 
 
 def _optimize(file: Path, folder: Path) -> None:
