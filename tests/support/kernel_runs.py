@@ -8,6 +8,7 @@ import ctypes
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from attention_oracle import random_bias, reference_attention
@@ -21,7 +22,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
-from tgis.engines.quantization.weight import ActivationCodes, quantize
+from tgis.engines.quantization.weight import E4M3, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
 
@@ -124,15 +125,23 @@ def run_gemm(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> No
 
 def run_quantized(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:
     inputs, outputs = draw.randint(1, 300), draw.randint(1, 200)
-    plain, bits = torch.randn(outputs, inputs).div(inputs**0.5), draw.choice([4, 8])
+    table, size = draw.choice([INT4, INT8, NF4, E4M3]), draw.choice([None, 16, 32, 80, 128])
+    codes = torch.randint(120, (outputs, inputs)).remainder(len(table)).to(torch.uint8)
+    scale, offset = (torch.randn(2, outputs, -(-inputs // (size or inputs))) / table[:120].abs().max()).to(
+        draw.choice(list(ERROR))
+    )
+    order = torch.randperm(inputs) if draw.random() < 0.3 else None
+    whole = ActivationCodes(per_group=False, steps=127.5), ActivationCodes(scale=0.02)
+    weight = QuantizedWeight(codes, table, scale, offset if draw.random() < 0.5 else None, size, order)
     bias = torch.randn(outputs).to(dtype) if draw.random() < 0.5 else None
     x = torch.randn(draw.choice([0, 1, draw.randint(2, 200)]), inputs).to(dtype)
-    for kind, activations in ((QuantizedGemm, ActivationCodes()), (WidenedGemm, None)):
-        weight = quantize(plain, bits, activations)
+    for activations in (None, ActivationCodes(), *whole) if weight.has_integers else (None,):
+        weight = replace(weight, activations=activations)
         expected = nn.functional.linear(
             weight.numbers(x).double(), weight.dequantized().double(), None if bias is None else bias.double()
         )
-        assert_close(kind(weight, kernels, dtype)(x, bias), expected, dtype)
+        kind = WidenedGemm if activations is None else QuantizedGemm
+        assert_close(kind(weight, kernels, dtype)(x, bias) / inputs**0.5, expected / inputs**0.5, dtype)
 
 
 def run_gumbel_max(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:

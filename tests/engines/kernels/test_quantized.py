@@ -3,6 +3,8 @@ whatever is beside it and under every instruction set.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,78 @@ from torch import Tensor, nn
 from tgis.engines.kernels.cpu.library import ISAS as FLAGS
 from tgis.engines.kernels.cpu.library import cpu_flags
 from tgis.engines.kernels.cpu.linear import GemmSelector
-from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm, WidenedGemm
+from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm, QuantizedGemms
+from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.quantization.config import Quantization
-from tgis.engines.quantization.weight import ActivationCodes, quantize
+from tgis.engines.quantization.weight import E4M3, FP4, INT4, INT8, NF4, ActivationCodes, QuantizedWeight, quantize
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
-SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (1540, 5)]
+SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (420, 5)]
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-ACTIVATIONS = {True: ActivationCodes(), False: None}
-KINDS = [(8, True), (4, True), (8, False), (4, False)]  # bits, activations in 8 bits
+GROUPS = ActivationCodes()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of weights and the activations that they multiply."""
+
+    table: Tensor
+    group: int | None = None
+    activations: ActivationCodes | None = None
+    offset: bool = False
+    dtype: torch.dtype = torch.float32
+    order: bool = False
+
+    @cache  # noqa: B019
+    def weight(self, outputs: int, inputs: int) -> tuple[QuantizedWeight, Tensor]:
+        """A random one, and what it stands for, one number after the other."""
+        random, groups = torch.Generator().manual_seed(inputs), -(-inputs // (self.group or inputs))
+        codes = torch.randint(len(self.table), (outputs, inputs), generator=random).to(torch.uint8)
+        codes[self.table[codes.int()].isnan()] = 1
+        scale, offset = (torch.randn(2, outputs, groups, generator=random) / self.table.nan_to_num().max()).to(
+            self.dtype
+        )
+        order = torch.randperm(inputs, generator=random)
+        scale[1:2] = 0
+        expected = torch.empty(outputs, inputs, dtype=torch.float64)
+        for row, numbers, scales, offsets in zip(
+            expected, codes.tolist(), scale.tolist(), offset.tolist(), strict=True
+        ):
+            for column, code in enumerate(numbers):
+                group = column // (self.group or inputs)
+                number = value_of(self.table, code) * scales[group] + (offsets[group] if self.offset else 0)
+                row[order[column] if self.order else column] = number
+        made = QuantizedWeight(
+            codes,
+            self.table,
+            scale,
+            offset if self.offset else None,
+            self.group,
+            order if self.order else None,
+            self.activations,
+        )
+        return made, expected
+
+
+KINDS = {
+    "int8": Kind(INT8, activations=GROUPS),
+    "int8, plain activations": Kind(INT8),
+    "int4": Kind(INT4, 32, GROUPS, offset=True, dtype=torch.bfloat16),
+    "int4, plain activations": Kind(INT4, 32, offset=True, dtype=torch.bfloat16),
+    "int4 of 128": Kind(INT4, 128, GROUPS, offset=True),
+    "int4 in order": Kind(INT4, 64, order=True),
+    "int4 of 48": Kind(INT4, 48, ActivationCodes(steps=127.5)),
+    "int8 of 16": Kind(INT8, 16, GROUPS, offset=True),
+    "int8 of 16, plain activations": Kind(INT8, 16),
+    "int8 by row": Kind(INT8, activations=ActivationCodes(per_group=False, steps=127.5)),
+    "int8 by row in order": Kind(INT8, 64, ActivationCodes(per_group=False), offset=True, order=True),
+    "int8 with fixed steps": Kind(INT8, activations=ActivationCodes(scale=0.03017)),
+    "int4 of 16 by row": Kind(INT4, 16, ActivationCodes(per_group=False), dtype=torch.bfloat16),
+    "nf4": Kind(NF4, 64),
+    "fp4": Kind(FP4, 64, offset=True, dtype=torch.bfloat16),
+    "fp8": Kind(E4M3),
+    "fp8 of 128": Kind(E4M3, 128),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +95,17 @@ def deterministic() -> Iterator[None]:
     torch.manual_seed(7)
     with torch.no_grad():
         yield
+
+
+def value_of(table: Tensor, code: int) -> float:
+    if table is INT4:
+        return code
+    if table is INT8:
+        return code - 128
+    if table is not E4M3:
+        return float(table[code])
+    exponent, mantissa, sign = code >> 3 & 15, code & 7, -1 if code > 127 else 1
+    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
 
 
 def rounded(number: Any) -> np.float32:
@@ -44,7 +120,7 @@ def groups_of(row: list[float]) -> Iterator[list[np.float32]]:
 
 
 def oracle_weight(weight: Tensor, bits: int) -> Tensor:
-    """What the codes of a weight stand for."""
+    """What the codes of a weight that is quantized by rounding stand for."""
     found = []
     for row in weight.tolist():
         scale = np.float32(max(map(abs, row))) / np.float32(127) or np.float32(1)
@@ -60,59 +136,65 @@ def oracle_weight(weight: Tensor, bits: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def oracle_activations(x: Tensor) -> Tensor:
+def oracle_activations(x: Tensor, how: ActivationCodes | None) -> Tensor:
+    if how is None:
+        return x.double()
     found = []
     for row in x.tolist():
         values: list[float] = []
         for group in groups_of(row):
-            largest = max(map(abs, group))
-            factor = float(np.float32(127) / largest) if largest else 0.0
-            values += [round(float(each) * factor) * float(largest / np.float32(127)) for each in group]
+            largest = float(max(map(abs, group if how.per_group else row)))
+            scale = how.scale or largest / how.steps
+            for each in map(float, group):
+                code = each / scale if how.scale else each * how.steps / largest if largest else 0
+                values.append(min(max(round(code), -128), 127) * scale)
         found.append(values[: len(row)])
     return torch.tensor(found, dtype=torch.float64)
-
-
-def oracle(x: Tensor, weight: Tensor, bits: int, activations: bool) -> Tensor:
-    return (oracle_activations(x) if activations else x.double()) @ oracle_weight(weight, bits).T
-
-
-def gemm(weight: Tensor, bits: int, activations: bool, isa: str, dtype: torch.dtype) -> QuantizedGemm | WidenedGemm:
-    kind = QuantizedGemm if activations else WidenedGemm
-    return kind(quantize(weight, bits, ACTIVATIONS[activations]), kernels_of(isa), dtype)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_gives_the_codes_of_the_definition(bits: int) -> None:
+    for inputs, outputs in SIZES:
+        weight = torch.randn(outputs, inputs)
+        weight[1:2] = 0
+        assert error(quantize(weight, bits).dequantized(), oracle_weight(weight, bits)) < 1e-6
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize(("bits", "activations"), KINDS)
-def test_layers_are_their_definition(bits: int, activations: bool, dtype: torch.dtype, isa: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) -> None:
+    kernels, kind = kernels_of(isa), KINDS[name]
+    gemms = QuantizedGemms(kernels, dtype)
     for inputs, outputs in SIZES:
-        weight, bias, x = (
-            torch.randn(outputs, inputs),
-            torch.randn(outputs).to(dtype),
-            torch.randn(11, inputs).to(dtype),
-        )
-        weight[1:2], x[1] = 0, 0
-        product = oracle(x, weight, bits, activations)
+        weight, by = kind.weight(outputs, inputs)
+        bias, x = torch.randn(outputs).to(dtype), (torch.randint(-250, 251, (11, inputs)) / 32).to(dtype)
+        x[:, ::32] = -251 / 32  # a prime: no number is halfway between two codes
+        x[1] = 0
+        order = torch.arange(inputs) if weight.order is None else weight.order
+        product = oracle_activations(x[:, order], kind.activations) @ by[:, order].T
+        found, gemm = gemms.gemm(weight)
+        assert found.endswith(f" by {isa}")
         for each in (bias, None):
             expected = product if each is None else product + each.double()
-            assert error(gemm(weight, bits, activations, isa, dtype)(x, each), expected) < ERROR[dtype]
-            assert error(PlainGemm(quantize(weight, bits, ACTIVATIONS[activations]))(x, each), expected) < ERROR[dtype]
+            assert error(gemm(x, each), expected) < ERROR[dtype]
+            assert error(PlainGemm(weight)(x, each), expected) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize(("bits", "activations"), KINDS)
-def test_no_row_depends_on_others_or_on_the_instruction_set(bits: int, activations: bool, dtype: torch.dtype) -> None:
-    weight, bias = torch.randn(100, 330), torch.randn(100).to(dtype)
+@pytest.mark.parametrize("name", KINDS)
+def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: torch.dtype) -> None:
+    weight, bias = KINDS[name].weight(100, 330)[0], torch.randn(100).to(dtype)
     x = (torch.randn(70, 330) * torch.logspace(-30, 30, 70)[:, None]).to(dtype)
     every_isa = []
     for isa in ISAS:
         if not FLAGS[isa] <= cpu_flags():
             continue  # the others are worth a test nevertheless
-        layer = gemm(weight, bits, activations, isa, dtype)
+        _, layer = QuantizedGemms(kernels_of(isa), dtype).gemm(weight)
         rows = torch.cat([layer(row[None], bias) for row in x])
         every_isa.append(rows)
         for threads in (1, 2, 5):
@@ -121,19 +203,39 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(bits: int, activatio
                     assert torch.equal(layer(x[:count], bias), rows[:count])
         assert torch.equal(layer(x.view(7, 10, 330), bias).view(70, 100), rows)
         assert layer(x[:0], bias).shape == (0, 100)
-    if activations:  # plain ones are multiplied by gemm.c, some of whose instruction sets round in other ways
+    if weight.activations:  # plain ones are multiplied by gemm.c, some of whose instruction sets round in other ways
         assert all(torch.equal(rows, every_isa[0]) for rows in every_isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("bits", "activations"), KINDS)
-def test_nan_and_infinity_stay_in_their_row(bits: int, activations: bool, isa: str) -> None:
-    x = torch.randn(9, 64)
+@pytest.mark.parametrize("name", KINDS)
+def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
+    x, how = torch.randn(9, 64), KINDS[name].activations
     x[3, 5], x[6, 0] = float("nan"), -float("inf")
-    y = gemm(torch.randn(40, 64), bits, activations, isa, torch.float32)(x, None)
+    y = QuantizedGemms(kernels_of(isa), torch.float32).gemm(KINDS[name].weight(40, 64)[0])[1](x, None)
     assert y[3].isnan().all()
-    assert not y[6].isfinite().any()
+    assert y[6].isfinite().any() == (how is not None and how.scale is not None)  # the largest code there is
     assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_products_are_recorded_without_operators_of_pytorch(name: str) -> None:
+    kernels, x = kernels_of("generic"), torch.randn(3, 96)
+    _, layer = QuantizedGemms(kernels, torch.float32).gemm(KINDS[name].weight(40, 96)[0])
+    with torch.inference_mode():
+        replay, output = Recorder(kernels).record(lambda: layer(x, None))
+        x.copy_(torch.randn(3, 96))
+        replay.kernel_calls()
+        assert torch.equal(output, layer(x, None))
+
+
+def test_codes_without_a_kernel_are_multiplied_by_pytorch() -> None:
+    weight, expected = Kind(INT4, 8).weight(5, 40)
+    tables = {"int4": weight, "8-bit": replace(weight, table=torch.arange(256.0))}
+    for name, each in tables.items():
+        found, gemm = QuantizedGemms(kernels_of("generic"), torch.float32).gemm(each)
+        assert found == f"{name} weights and plain activations by PyTorch"
+        assert error(gemm(torch.eye(40), None).T, expected) < 1e-6
 
 
 def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
@@ -146,7 +248,8 @@ def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
     packed = gemms.pack(layer, "model.q_proj")
     assert packed is not None
     x = torch.randn(3, 96)
-    assert error(packed(x), oracle(x, layer.weight, 8, activations=True) + layer.bias.double()) < 1e-5
+    expected = oracle_activations(x, GROUPS) @ oracle_weight(layer.weight, 8).T + layer.bias.double()
+    assert error(packed(x), expected) < 1e-5
     assert gemms.counts == {"int8 weights and int8 activations by PyTorch": 1}
     assert caplog.messages == [
         "CPU kernels: linear layers with int8 weights and int8 activations in torch.float32 "

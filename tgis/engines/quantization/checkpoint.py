@@ -30,9 +30,15 @@ class QuantizedLayer:
         weight = self.read()
         if tuple(weight.codes.shape) != self.shape:
             raise StartError(f"{self.name} has {[*weight.codes.shape]} codes, not {[*self.shape]}")
+        inputs = self.shape[1]
+        expected = [self.shape[0], -(-inputs // (weight.group_size or inputs))]
         for kind, numbers in (("scale", weight.scale), ("offset", weight.offset)):
+            if numbers is not None and [*numbers.shape] != expected:
+                raise StartError(f"{self.name} has {[*numbers.shape]} numbers of {kind}, not {expected}")
             if numbers is not None and not numbers.isfinite().all():
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
+        if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
+            raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
         return weight
 
 

@@ -9,6 +9,16 @@ from torch.nn.functional import pad
 
 GROUP = 32  # inputs; of activations as well
 INT4, INT8 = torch.arange(16.0), torch.arange(-128.0, 128.0)  # tables of codes
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+_FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12  # by exponent and mantissa
+FP4 = torch.cat([_FP4, -_FP4])
+_NF4 = [
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453],
+    [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0],
+    [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224],
+    [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+]
+NF4 = torch.tensor(_NF4).flatten()
 _CHUNK = 1 << 20  # numbers of a weight that are quantized at a time
 _TINY = 2.0**-100  # activations without larger numbers are zero
 
@@ -26,8 +36,11 @@ class ActivationCodes:
         groups = pad(x.double(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
         largest = groups.abs().amax(-1, keepdim=True)
         largest = largest if self.per_group else largest.amax(-2, keepdim=True)
-        scale = torch.where(largest < _TINY, 0, largest / self.steps) if self.scale is None else self.scale
-        codes = (groups / _divisor(torch.as_tensor(scale))).round().clamp(-128, 127)
+        scale = torch.as_tensor(
+            torch.where(largest < _TINY, 0, largest / self.steps) if self.scale is None else self.scale
+        )
+        codes = groups / scale if self.scale is not None else groups * self.steps / _divisor(largest)
+        codes = codes.round().clamp(-128, 127)
         return (codes * scale).flatten(-2)[..., : x.shape[-1]]
 
 

@@ -1,12 +1,11 @@
-"""Linear layers with quantized weights on CPUs: codes of 8 bits with a scale for each output, or of 4 bits with a scale
-and an offset for each group of 32 inputs. They multiply numbers that are quantized to 8 bits themselves, or are as
-they were.
+"""Linear layers with quantized weights on CPUs, by kernels in C. The weights multiply numbers that are quantized to 8
+bits themselves, or are as they were.
 """
 
 import ctypes
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,42 +14,84 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import Gemm, is_right
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.quantization.weight import GROUP, INT4, INT8, QuantizedWeight, quantize
+from tgis.engines.quantization.weight import E4M3, FP4, GROUP, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
+_UNIT = 16  # inputs, as there: a group has a multiple of them
 _TILE_M = 8  # rows that quantized_gemm.c computes together, at the most
+_CACHE_LINE = 64
+_ROUNDING = 2e-3  # relative to the largest number: a code of a number that is halfway between two may be the other
+_MAX_INPUTS = 1 << 16  # whose products have a sum in 32 bits
+_NAMES = {id(INT4): "int4", id(INT8): "int8", id(NF4): "nf4", id(FP4): "fp4", id(E4M3): "fp8"}
+
+
+class _CodesParams(ctypes.Structure):
+    """`packed_codes` of codes.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "ranges", "table")),
+        *((name, ctypes.c_int64) for name in ("kind", "range", "num_ranges", "has_offset", "in_bf16", "per_group")),
+        ("steps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
 
 
 class PackedCodes:
     """What codes.h calls packed codes."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
         self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
-        missing = -self._out_features % _TILE_N
-        codes = pad(weight.codes, (0, -self._in_features % GROUP, 0, missing))
+        inputs, missing = self._in_features + -self._in_features % GROUP, -self._out_features % _TILE_N
+        codes = pad(weight.codes, (0, inputs - self._in_features, 0, missing))
         quads = codes.unflatten(0, (-1, _TILE_N)).unflatten(-1, (-1, 4)).transpose(1, 2)[..., _ORDER]
-        self._codes = quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4
-        self._codes, self._scale, self._ranges = self._codes.contiguous(), weight.scale[:, 0], None
-        if weight.offset is None:
-            self._scale = pad(self._scale, (0, missing))
-        else:  # [tiles, groups, 2, tile]
-            ranges = pad(torch.stack([weight.scale, weight.offset], 1), (0, 0, 0, 0, 0, missing))
-            self._ranges = ranges.unflatten(0, (-1, _TILE_N)).permute(0, 3, 2, 1).contiguous()
-            self._scale = torch.empty(0)
+        self._codes = (quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4).contiguous()
+        stored = _stored(weight)
+        size = stored.group_size or inputs
+        ranges = torch.stack([each for each in (stored.scale, stored.offset) if each is not None], 1)
+        unused = -(-inputs // size) - ranges.shape[2]
+        tiles = pad(ranges, (0, unused, 0, 0, 0, missing)).unflatten(0, (-1, _TILE_N))
+        self._ranges = tiles.permute(0, 3, 2, 1).contiguous()  # [tiles, ranges, 1 or 2, tile]
+        self._table, self._order = weight.table, weight.order
+        how = weight.activations or ActivationCodes()
+        self._params = _CodesParams(
+            table=weight.table.data_ptr(),
+            kind=0 if weight.bits == 4 else 1 if weight.table is INT8 else 2,
+            range=size,
+            num_ranges=tiles.shape[3],
+            has_offset=stored.offset is not None,
+            in_bf16=stored.scale.dtype == torch.bfloat16,
+            per_group=how.per_group and how.scale is None,
+            steps=how.steps,
+            scale=how.scale or 0,
+        )
+        self._take_columns = kernels.function("take_columns", dtype, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3)
+        self._point()
+
+    def _point(self) -> None:
+        self._params.codes, self._params.ranges = self._codes.data_ptr(), self._ranges.data_ptr()
 
     def move_to(self, memory: HugePages) -> None:
-        self._codes = memory.copy_of(self._codes)
-        if self._ranges is not None:
-            self._ranges = memory.copy_of(self._ranges)
+        self._codes, self._ranges = memory.copy_of(self._codes), memory.copy_of(self._ranges)
+        self._point()
 
     def _run(self, function: Callable[..., object], x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
         y = x.new_empty(*x.shape[:-1], self._out_features)
-        tensors = x, self._codes, self._ranges, self._scale, bias, y, *others
-        pointers = (None if each is None else each.data_ptr() for each in tensors)
-        rows = x.numel() // x.shape[-1]
-        function(*pointers, rows, x.shape[-1], self._out_features, torch.get_num_threads())
+        pointers = None if bias is None else bias.data_ptr(), y.data_ptr(), *(each.data_ptr() for each in others)
+        sizes = x.numel() // x.shape[-1], x.shape[-1], self._out_features, torch.get_num_threads()
+        function(x.data_ptr(), self._params, *pointers, *sizes)
+        return y
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """What the columns of the weight multiply, contiguous."""
+        assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
+        x = x.contiguous()
+        if self._order is None:
+            return x
+        y, rows = torch.empty_like(x), x.numel() // self._in_features
+        pointers = x.data_ptr(), self._order.data_ptr(), y.data_ptr()
+        self._take_columns(*pointers, rows, self._in_features, torch.get_num_threads())
         return y
 
 
@@ -60,27 +101,32 @@ class QuantizedGemm(PackedCodes):
     rounds_inputs = True
 
     def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        super().__init__(weight, dtype)
-        self._function = kernels.function("quantized_gemm", dtype, [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 4)
+        super().__init__(weight, kernels, dtype)
+        argtypes = [ctypes.c_void_p, ctypes.POINTER(_CodesParams), *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4]
+        self._function = kernels.function("quantized_gemm", dtype, argtypes)
         code_bytes = 1 if kernels.library_isa == "avx512_bf16" else 2
-        self._row_bytes = -(-weight.codes.shape[1] // GROUP) * (8 + GROUP * code_bytes)
+        inputs = self._in_features + -self._in_features % GROUP
+        self._row_bytes = inputs // _UNIT * 12 + (inputs + _CACHE_LINE) * code_bytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
         rows = x.numel() // self._in_features + _TILE_M
-        return self._run(self._function, x.contiguous(), bias, torch.empty(rows * self._row_bytes, dtype=torch.uint8))
+        scratch = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
+        return self._run(self._function, self._columns(x), bias, scratch)
 
 
 class WidenedGemm(PackedCodes):
     """A GEMM by gemm.c, whose weights are widened to the dtype of the activations a block at a time."""
 
+    rounds_inputs = False
+
     def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        super().__init__(weight, dtype)
-        self._function = kernels.function("widened_gemm", dtype, [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
+        super().__init__(weight, kernels, dtype)
+        argtypes = [ctypes.c_void_p, ctypes.POINTER(_CodesParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4]
+        self._function = kernels.function("widened_gemm", dtype, argtypes)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
-        return self._run(self._function, (pad(x, (0, 1)) if self._in_features % 2 else x).contiguous(), bias)
+        x = self._columns(x)
+        return self._run(self._function, pad(x, (0, 1)) if self._in_features % 2 else x, bias)
 
 
 class PlainGemm:
@@ -99,45 +145,76 @@ class QuantizedGemms:
 
     def __init__(self, kernels: CpuKernels | None, dtype: torch.dtype) -> None:
         self._kernels, self._dtype = kernels if dtype in DTYPES else None, dtype
-        self._makers: dict[tuple[int, bool], tuple[str, Callable[[QuantizedWeight], Gemm]]] = {}
+        self._right: dict[Hashable, bool] = {}
 
     def gemm(self, weight: QuantizedWeight) -> tuple[str, Gemm]:
         """A GEMM with a weight, and what multiplies."""
-        if not _is_ours(weight):
-            return f"{_kind(weight)} by PyTorch", PlainGemm(weight)
-        key = weight.bits, weight.activations is not None
-        if key not in self._makers:
-            self._makers[key] = self._maker(weight)
-        name, make = self._makers[key]
-        return name, make(weight)
-
-    def _maker(self, weight: QuantizedWeight) -> tuple[str, Callable[[QuantizedWeight], Gemm]]:
-        kernels, kind = self._kernels, _kind(weight)
-        if kernels is not None:
-            make = partial(
-                WidenedGemm if weight.activations is None else QuantizedGemm, kernels=kernels, dtype=self._dtype
+        kind, kernels = _kind(weight), self._kernels
+        if kernels is None or not _is_ours(weight):
+            return f"{kind} by PyTorch", PlainGemm(weight)
+        make, sample = QuantizedGemm if weight.activations else WidenedGemm, _sample(_stored(weight))
+        how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
+        key = id(weight.table), sample.group_size, how
+        if key not in self._right:
+            self._right[key] = is_right(
+                lambda _: make(sample, kernels, self._dtype),
+                self._dtype,
+                lambda x, _: (sample.numbers(x), sample.dequantized()),
+                sample.codes.shape[1],
+                _ROUNDING if weight.activations else 0,
             )
-            like = partial(quantize, bits=weight.bits, activations=weight.activations)
-            effective: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda x, plain: (  # noqa: E731
-                like(plain).numbers(x),
-                like(plain).dequantized(),
-            )
-            if is_right(lambda plain: make(like(plain)), self._dtype, effective):
-                return f"{kind} by {kernels.library_isa}", make
-            log.warning("CPU kernels: linear layers with %s in %s are wrong on this CPU, and off", kind, self._dtype)
-        return f"{kind} by PyTorch", PlainGemm
+            if not self._right[key]:
+                log.warning(
+                    "CPU kernels: linear layers with %s in %s are wrong on this CPU, and off", kind, self._dtype
+                )
+        if not self._right[key]:
+            return f"{kind} by PyTorch", PlainGemm(weight)
+        return f"{kind} by {kernels.library_isa}", make(weight, kernels, self._dtype)
 
 
 def _kind(weight: QuantizedWeight) -> str:
-    codes = f"int{weight.bits}" if weight.has_integers else f"{weight.bits}-bit"
+    codes = _NAMES.get(id(weight.table), f"{weight.bits}-bit")
     return f"{codes} weights and {'plain' if weight.activations is None else 'int8'} activations"
 
 
 def _is_ours(weight: QuantizedWeight) -> bool:
     """Whether quantized_gemm.c or gemm.c multiplies by such codes."""
-    activations, bfloat16 = weight.activations, weight.scale.dtype == torch.bfloat16
-    if weight.order is not None or (activations and (not activations.per_group or activations.scale is not None)):
+    if weight.bits == 8 and weight.table is not INT8 and weight.table is not E4M3:
         return False
-    if weight.table is INT8:
-        return weight.group_size is None and weight.offset is None
-    return weight.table is INT4 and weight.group_size == GROUP and weight.offset is not None and bfloat16
+    inputs, group = weight.codes.shape[1], weight.group_size
+    fits = group is None or group >= inputs or group % _UNIT == 0
+    return fits and (weight.activations is None or (weight.has_integers and inputs <= _MAX_INPUTS))
+
+
+def _stored(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight with groups that C has, and their numbers in the smallest dtype that keeps them as they are."""
+    inputs, size = weight.codes.shape[1], weight.group_size
+    numbers = [each for each in (weight.scale, weight.offset) if each is not None]
+    is_short = all(torch.equal(each.bfloat16().float(), each.float()) for each in numbers)
+    scale, *offset = [each.to(torch.bfloat16 if is_short else torch.float32) for each in numbers]
+    if size is None or size >= inputs:
+        size = inputs + -inputs % GROUP
+    elif size % GROUP and size != _UNIT:  # groups of activations have one or two groups of the weight
+        scale, *offset = [
+            each.repeat_interleave(size // _UNIT, 1)[:, : -(-inputs // _UNIT)] for each in (scale, *offset)
+        ]
+        size = _UNIT
+    return replace(weight, scale=scale, offset=offset[0] if offset else None, group_size=size)
+
+
+def _sample(weight: QuantizedWeight) -> QuantizedWeight:
+    """A small weight of the same kind as one of `_stored`."""
+    generator, group, how = torch.Generator().manual_seed(0), weight.group_size, weight.activations
+    assert group is not None
+    inputs = 96 if group >= weight.codes.shape[1] else min(2 * group + 14, 526)
+    codes = torch.randint(len(weight.table), (70, inputs), generator=generator).to(torch.uint8)
+    scale, offset = 0.5 + torch.rand(2, 70, -(-inputs // group), generator=generator).to(weight.scale.dtype)
+    return QuantizedWeight(
+        codes.where(weight.table[codes.int()].isfinite(), 0),
+        weight.table,
+        scale,
+        None if weight.offset is None else offset,
+        group,
+        None if weight.order is None else torch.randperm(inputs, generator=generator),
+        None if how is None else replace(how, scale=None if how.scale is None else 0.02),
+    )

@@ -22,7 +22,7 @@
 /* Steps along k of a block. Where it is read several times, it has to stay in the L1 cache. */
 #define BLOCK_STEPS (WIDENS || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(scalar_t)) : 1 << 20)
 
-#define WIDENED_GROUPS 4 /* of a weight in codes, at a time: they stay in the L1 cache */
+#define WIDENED_INPUTS 128 /* of a weight in codes, at a time: they stay in the L1 cache */
 
 /* One block of a product: sums [rows, TILE_N] += x [rows, steps * PAIR] * weights [steps, TILE_N, PAIR]. Meanwhile it
    fetches `next`, `next_step` bytes with each step. */
@@ -113,44 +113,109 @@ void EXPORT(gemm)(
     }
 }
 
-/* Outputs of one tile for the rows [first, last), by a weight in codes: a block of it after the other is widened. */
+/* LANES numbers of a table: for the codes in the lowest bits of each lane, whatever is above them. */
+static inline __attribute__((always_inline)) f32_vec look_up(const int kind, const float *table, u32_vec codes) {
+    if (kind == INT8) return __builtin_convertvector((i32_vec)(codes & 0xff), f32_vec) - 128.0f;
+    if (kind == E4M3) {
+        /* Exponents get a bias of 127 in place of 7. With the lowest one there is no leading 1: it is subtracted. */
+        const u32_vec size = codes & 0x7f, is_tiny = (u32_vec)(size < 8), is_nan = (u32_vec)(size == 0x7f);
+        const f32_vec found = (f32_vec)((size << 20) + 0x3c000000 + (is_tiny & 0x00800000)) - (f32_vec)(is_tiny & 0x3c800000);
+        return (f32_vec)((u32_vec)found | (codes & 0x80) << 24 | is_nan);
+    }
+#if defined(__AVX512F__)
+    return (f32_vec)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)codes);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)codes);
+    return (f32_vec)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
+#else
+    f32_vec found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = table[codes[lane] & 15];
+    return found;
+#endif
+}
+
+/* Two inputs by LANES outputs as packed weights have them. */
+static inline void store_two(scalar_t *to, f32_vec first, f32_vec second) {
+#if BF16 && defined(__AVX512BF16__)
+    const u32_vec lane = LANE_INDEX, places = lane * 0x10001 + 0x100000;
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)places, both));
+#elif BF16
+    const u32_vec low = __builtin_convertvector(to_bf16(first), u32_vec), high = __builtin_convertvector(to_bf16(second), u32_vec);
+    const u32_vec pairs = low | high << 16;
+    memcpy(to, &pairs, sizeof pairs);
+#else
+    store(to, first);
+    store(to + TILE_N, second);
+#endif
+}
+
+/* The weights of inputs from `at` to `end` as gemm.c has them. */
+static inline __attribute__((always_inline)) void widen(
+    const int kind, const packed_codes *packed, int64_t inputs, int64_t tile, int64_t at, int64_t end, scalar_t *weights
+) {
+    const int bits = kind == TABLE ? 4 : 8;
+    for (const uint8_t *codes = packed->codes + (tile * inputs + at) * TILE_N * bits / 8; at < end; at += UNIT)
+        for (int first = 0; first < TILE_N; first += LANES) {
+            f32_vec scale = (f32_vec){0} + 1.0f, offset = {0};
+            if (!has_one_scale(packed)) scale = load_range(packed, tile, at / packed->range, 0, first);
+            if (packed->has_offset) offset = load_range(packed, tile, at / packed->range, 1, first);
+#pragma GCC unroll 4
+            for (int quad = 0; quad < UNIT / 4; quad++) {
+                u32_vec four = load_u32(codes + ((bits == 8 ? quad : quad / 2) * TILE_N + first) * 4);
+                if (bits == 4) four >>= 4 * (quad % 2);
+                f32_vec x[4];
+                for (int i = 0; i < 4; i++)
+                    x[i] = fma_vec(look_up(kind, packed->table, four >> 8 * (i == 1 ? 2 : i == 2 ? 1 : i)), scale, offset);
+                for (int i = 0; i < 4; i += 2) store_two(weights + (4 * quad + i) * TILE_N + first * PAIR, x[i], x[i + 1]);
+                __builtin_prefetch(codes + (quad * TILE_N + first) * bits / 2 + CODES_AHEAD);
+            }
+            if (first + LANES == TILE_N) codes += UNIT * TILE_N * bits / 8, weights += UNIT * TILE_N;
+        }
+}
+
+/* Outputs of one tile for the rows [first, last), by a weight in codes: a block of it after the other is widened. Where
+   there is one scale for each output, it multiplies the sums. */
 static void multiply_widened(const gemm_args *args, const packed_codes *packed, int64_t first, int64_t last, int64_t tile) {
-    const int64_t rows = last - first;
-    float sums[CHUNK_M][TILE_N];
-    load_bias(args, tile, sums[0]);
-    if (!packed->ranges) memset(sums[0], 0, sizeof sums[0]);
-    for (int64_t row = 1; row < rows; row++) memcpy(sums[row], sums[0], sizeof sums[0]);
-    for (int64_t start = 0; start < args->k; start += WIDENED_GROUPS * GROUP) {
-        scalar_t weights[WIDENED_GROUPS * GROUP * TILE_N];
-        for (int64_t i = start; i < min_i64(start + WIDENED_GROUPS * GROUP, args->k); i += GROUP)
-            if (packed->ranges) widen_group(4, packed, tile, i / GROUP, weights + (i - start) * TILE_N);
-            else widen_group(8, packed, tile, i / GROUP, weights + (i - start) * TILE_N);
-        const int64_t steps = min_i64(args->k - start, WIDENED_GROUPS * GROUP) / PAIR;
+    const int64_t rows = last - first, inputs = padded_inputs(args->k), late = has_one_scale(packed);
+    float sums[CHUNK_M][TILE_N], bias[TILE_N];
+    load_bias(args, tile, bias);
+    for (int64_t row = 0; row < rows; row++)
+        if (late) memset(sums[row], 0, sizeof bias);
+        else memcpy(sums[row], bias, sizeof bias);
+    for (int64_t start = 0; start < inputs; start += WIDENED_INPUTS) {
+        scalar_t weights[WIDENED_INPUTS * TILE_N];
+        const int64_t end = min_i64(start + WIDENED_INPUTS, inputs);
+        if (packed->kind == TABLE) widen(TABLE, packed, inputs, tile, start, end, weights);
+        else if (packed->kind == INT8) widen(INT8, packed, inputs, tile, start, end, weights);
+        else widen(E4M3, packed, inputs, tile, start, end, weights);
+        const int64_t steps = (min_i64(args->k, end) - start) / PAIR;
         for (int64_t row = 0; row < rows; row += TILE_M)
             multiply_block(
                 min_i64(rows - row, TILE_M), args->x + (first + row) * args->k + start, args->k, weights, steps, sums[row],
                 (const char *)weights, 0
             );
     }
-    float bias[TILE_N];
-    load_bias(args, tile, bias);
     for (int64_t row = 0; row < rows; row++) {
-        for (int i = 0; !packed->ranges && i < TILE_N; i++) sums[row][i] = sums[row][i] * packed->scale[tile * TILE_N + i] + bias[i];
+        for (int i = 0; late && i < TILE_N; i += LANES) {
+            const f32_vec y = fma_vec(load_f32(sums[row] + i), load_range(packed, tile, 0, 0, i), load_f32(bias + i));
+            memcpy(sums[row] + i, &y, sizeof y);
+        }
         store_sums(args, first + row, tile, sums[row]);
     }
 }
 
-/* `gemm` with the codes of quantized_gemm.c; k is a multiple of PAIR. */
+/* `gemm` with a weight in codes; k is a multiple of PAIR. */
 void EXPORT(widened_gemm)(
-    const scalar_t *x, const uint8_t *codes, const uint16_t *ranges, const float *scale, const scalar_t *bias, scalar_t *y,
-    int64_t m, int64_t k, int64_t n, int64_t threads
+    const scalar_t *x, const packed_codes *packed, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
+    int64_t threads
 ) {
     const gemm_args args = {x, NULL, bias, y, m, k, n};
-    const packed_codes packed = {codes, ranges, scale, (k + GROUP - 1) / GROUP};
     const int64_t tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
         const int64_t first = unit % chunks * CHUNK_M;
-        multiply_widened(&args, &packed, first, min_i64(first + CHUNK_M, m), unit / chunks);
+        multiply_widened(&args, packed, first, min_i64(first + CHUNK_M, m), unit / chunks);
     }
 }
