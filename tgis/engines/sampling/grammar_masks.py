@@ -28,7 +28,7 @@ class GrammarMasks:
     """What the grammars of a batch forbid; a row without a grammar may get any token."""
 
     forbidden: Tensor  # bool [B, V]
-    only_eos: Tensor  # bool [B, 1]: nothing but the end is allowed
+    only_eos: NDArray[np.bool_]  # [B]: nothing but the end is allowed
     problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
 
     @classmethod
@@ -45,7 +45,7 @@ class GrammarMasks:
                     masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :])
                 except GrammarError as error:
                     problems[seq.id] = str(error)
-        only_eos = to_device([[table.only_eos(mask)] for mask in masks], torch.bool, device)
+        only_eos = np.array([table.only_eos(mask) for mask in masks])
         return cls(_unpack(~np.stack(masks), device)[:, :vocab_size], only_eos, problems)
 
 

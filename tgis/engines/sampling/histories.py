@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.engines.host_memory import to_device
@@ -45,10 +46,5 @@ class Histories:
 
     tokens: TokenHistory | None  # what a repetition penalty and a watermark apply to; None: no row has one
     outputs: TokenHistory | None  # what the model has generated; None: nothing depends on it
-    num_generated: Tensor  # [B, 1] int64
-    only_eos: Tensor | None = None  # [B, 1] bool: a grammar allows nothing but the end; None: no row has a grammar
-
-    def below_minimum(self, in_batch: Tensor, minimum: Tensor) -> Tensor:
-        """Whether rows [r] of the batch may not end yet, bool [r, 1], because of their minimum length [r, 1]."""
-        below = self.num_generated[in_batch] < minimum
-        return below if self.only_eos is None else below & ~self.only_eos[in_batch]
+    num_generated: NDArray[np.int64]  # [B]
+    only_eos: NDArray[np.bool_] | None = None  # [B]: a grammar allows nothing but the end; None: no row has a grammar

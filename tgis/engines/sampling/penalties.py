@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.engines.host_memory import to_device
-from tgis.engines.sampling.exclusions import AllowedTokens, ExcludedWords, MinP, flat_ids, repeat_rows
+from tgis.engines.sampling.exclusions import AllowedTokens, BadWords, MinLength, MinP, flat_ids, repeat_rows
 from tgis.engines.sampling.histories import Histories
 from tgis.engines.sampling.logits_processors import MIN_DIVISOR, column
 from tgis.ipc.request import SamplingParams
@@ -25,11 +25,9 @@ _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millis
 
 
 class _Penalty(Protocol):
-    """A kind of penalty for the rows that use it: `rows` [r, 1] are indices into the scores, `in_batch` [r] into the
-    batch.
-    """
+    """A kind of penalty for the rows that use it: `rows` [r, 1] are indices into the scores, `in_batch` into the batch."""
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, eos: Tensor) -> None: ...
+    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None: ...
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool: ...
@@ -43,11 +41,11 @@ class _Watermark:
     gains.
     """
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
+    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
         marks = [row.watermark or (0.0, 0.0) for row in params]
         self._gammas = [gamma for gamma, _ in marks]
         self._deltas = column([delta for _, delta in marks], torch.float32, rows.device)
-        self._rows, self._in_batch = rows[:, 0], in_batch
+        self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:
@@ -76,7 +74,7 @@ def _green_list(token: int, gamma: float, vocab_size: int) -> NDArray[np.uint8]:
 class _LogitBias:
     """A constant for each of some tokens."""
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, _in_batch: Tensor, _eos: Tensor) -> None:
+    def __init__(self, params: list[SamplingParams], rows: Tensor, _in_batch: list[int], _eos: Tensor) -> None:
         biases = [row.logit_bias or {} for row in params]
         self._rows, self._ids = repeat_rows(rows[:, 0], biases), flat_ids(biases, rows.device)
         self._values = to_device([value for own in biases for value in own.values()], torch.float32, rows.device)
@@ -89,36 +87,31 @@ class _LogitBias:
         scores[self._rows, self._ids] += self._values.to(scores.dtype)
 
 
-class _EndPenalty:
-    """Minimum length and length penalty, which change the scores of the tokens that end a sequence."""
+class _LengthPenalty:
+    """Makes the tokens that end a sequence likelier with each one beyond some length."""
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, eos: Tensor) -> None:
-        lengths = [row.length_penalty or (0, 1.0) for row in params]
+    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None:
         self._rows, self._in_batch, self._eos = rows, in_batch, eos
-        self._minimum = column([row.min_new_tokens for row in params], torch.float64, eos.device)
-        self._start = column([start for start, _ in lengths], torch.float64, eos.device)
-        self._decay = column([decay for _, decay in lengths], torch.float64, eos.device)
+        self._start, self._decay = np.array([row.length_penalty for row in params]).T
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:
-        return params.min_new_tokens > 0 or params.length_penalty is not None
+        return params.length_penalty is not None
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        num_generated = histories.num_generated[self._in_batch]
+        past_start = np.maximum(histories.num_generated[self._in_batch] - self._start, 0)
+        with np.errstate(over="ignore"):
+            factors = np.minimum(self._decay**past_start, _MAX_PENALTY_FACTOR)
         old = scores[self._rows, self._eos]  # [r, ids]
-        past_start = num_generated - self._start
-        factor = self._decay.pow(past_start.clamp(min=0)).clamp(max=_MAX_PENALTY_FACTOR)
-        boosted = old + old.abs() * (factor - 1)
-        new = torch.where(old.isfinite(), boosted.to(old.dtype), old)
-        below_minimum = histories.below_minimum(self._in_batch, self._minimum)
-        scores[self._rows, self._eos] = new.masked_fill(below_minimum, -torch.inf)
+        boosted = old + old.abs() * column(factors - 1, torch.float64, scores.device)
+        scores[self._rows, self._eos] = torch.where(old.isfinite(), boosted.to(old.dtype), old)
 
 
 class _RepetitionPenalty:
     """Divides the scores of tokens that were there before, or multiplies them if they are negative."""
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
-        self._rows, self._in_batch = rows, in_batch
+    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
+        self._rows, self._in_batch = rows, to_device(in_batch, torch.int64, rows.device)
         penalties = [max(row.repetition_penalty, MIN_DIVISOR) for row in params]
         self._penalties = column(penalties, torch.float32, rows.device)
 
@@ -137,8 +130,8 @@ class _RepetitionPenalty:
 class _OutputPenalty:
     """Frequency and presence penalty, for generated tokens only."""
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: Tensor, _eos: Tensor) -> None:
-        self._rows, self._in_batch = rows[:, 0], in_batch
+    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
+        self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
         self._frequency = column([row.frequency_penalty for row in params], torch.float32, rows.device)
         self._presence = column([row.presence_penalty for row in params], torch.float32, rows.device)
 
@@ -156,8 +149,10 @@ class _OutputPenalty:
 
 # In the order in which they apply; none brings a token back that is excluded.
 _KINDS: tuple[type[_Penalty], ...] = (
-    *(AllowedTokens, ExcludedWords, _Watermark, _LogitBias, _EndPenalty, _RepetitionPenalty, _OutputPenalty, MinP),
+    *(AllowedTokens, BadWords, MinLength, _Watermark, _LogitBias, _LengthPenalty, _RepetitionPenalty, _OutputPenalty),
+    MinP,
 )
+_IN_ANY_DTYPE = AllowedTokens, BadWords, MinLength  # which compute nothing
 
 
 class Penalties:
@@ -168,8 +163,7 @@ class Penalties:
         self._penalties = []
         for kind in _KINDS:
             if rows := [row for row, own in enumerate(params) if kind.used_by(own)]:
-                in_batch = to_device([indices[row] for row in rows], torch.int64, eos.device)
-                own = [params[row] for row in rows]
+                in_batch, own = [indices[row] for row in rows], [params[row] for row in rows]
                 self._penalties.append(kind(own, column(rows, torch.int64, eos.device), in_batch, eos))
 
     @staticmethod
@@ -185,13 +179,16 @@ class Penalties:
     @staticmethod
     def need_outputs(params: SamplingParams) -> bool:
         """Whether a penalty of the row depends on the generated tokens."""
-        return _OutputPenalty.used_by(params) or ExcludedWords.used_by(params)
+        return _OutputPenalty.used_by(params) or BadWords.used_by(params)
 
     def __bool__(self) -> bool:
         """Whether any row has a penalty."""
         return bool(self._penalties)
 
-    def apply(self, scores: Tensor, histories: Histories) -> None:
-        """Change `scores` [b, V] float32 or float64."""
+    def apply(self, scores: Tensor, histories: Histories) -> Tensor:
+        """Change `scores` [b, V], or a copy in float32 where numbers change."""
+        if scores.dtype != torch.float64 and not all(isinstance(each, _IN_ANY_DTYPE) for each in self._penalties):
+            scores = scores.float()
         for penalty in self._penalties:
             penalty.apply(scores, histories)
+        return scores

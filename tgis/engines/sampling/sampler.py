@@ -78,8 +78,7 @@ class SamplingGroup:
         if self.constrained and step.masks:
             values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         if self.penalties:
-            values = values if values.dtype == torch.float64 else values.float()
-            self.penalties.apply(values, step.histories)
+            values = self.penalties.apply(values, step.histories)
         return values
 
     def scores(self, step: StepInputs) -> Scores:
@@ -220,12 +219,13 @@ class BatchSampler:
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
         self._sampled_lengths: _Lengths | None = None  # in the last step; None if the next one must not reuse it
         self._next_lengths: _Lengths = []  # in the step that is prepared
+        self._num_generated = np.empty(0, np.int64)  # likewise
         self._append_newest = False
         self._set_batch([])
 
     def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.int64]:
-        """The step metadata [2, B] that `sample` takes on the device: the number of generated tokens and the noise key
-        of each sequence. The newest `lookahead` tokens, at most one, are on the device only.
+        """The step metadata [B] that `sample` takes on the device: the noise key of each sequence, which is read only
+        where tokens are drawn. The newest `lookahead` tokens, at most one, are on the device only.
         """
         self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
         advanced = self._is_next(self._next_lengths)
@@ -233,9 +233,8 @@ class BatchSampler:
         if not advanced:
             self._set_batch(seqs)
         self._append_newest = advanced or lookahead > 0
-        num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
-        keys = noise_keys(self._seeds, num_generated) if self._any_drawn else np.zeros_like(num_generated)
-        return np.stack([num_generated, keys])
+        self._num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
+        return noise_keys(self._seeds, self._num_generated) if self._any_drawn else self._num_generated
 
     def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
         """Sample a token for each sequence from `logits` [B, V], which may be overwritten. `newest` [B] are the last
@@ -248,10 +247,9 @@ class BatchSampler:
             if history is not None:
                 history.append(newest)
         self._sampled_lengths = self._next_lengths
-        num_generated, keys = step_metadata.unsqueeze(-1).unbind()
         masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
-        histories = Histories(self._tokens, self._outputs, num_generated, masks and masks.only_eos)
-        step = StepInputs(logits, histories, keys, self._ops, masks)
+        histories = Histories(self._tokens, self._outputs, self._num_generated, masks.only_eos if masks else None)
+        step = StepInputs(logits, histories, step_metadata[:, None], self._ops, masks)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 
