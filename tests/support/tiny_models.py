@@ -276,6 +276,8 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path, **generati
         if weight.dim() > 1 or path.endswith(".A"):  # which is zero in a new Doge: its mask would do nothing
             torch.nn.init.normal_(weight, std=0.2)
         assert torch.isfinite(weight).all(), path
+    if hasattr(model, "final_logits_bias"):
+        torch.nn.init.normal_(model.final_logits_bias, std=0.05)
     model.generation_config.update(_from_model_config=False, **generation)
     model.save_pretrained(directory)
     return directory

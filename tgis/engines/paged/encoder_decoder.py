@@ -71,7 +71,12 @@ class PagedEncoder:
         install_hooks(self._model, self._attention, self._table_length + 1)
         for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
             part.embed_positions = embeddings
-        self._model.get_output_embeddings().register_forward_pre_hook(self._select_logits)
+        head, bias = self._model.get_output_embeddings(), getattr(self._model, "final_logits_bias", None)
+        head.register_forward_pre_hook(self._select_logits)
+        if bias is not None and head.bias is None and bias.dtype == head.weight.dtype:
+            head.bias = nn.Parameter(bias[0], requires_grad=False)
+            del self._model.final_logits_bias
+            self._model.final_logits_bias = _NothingToAdd()
 
     def _select_logits(self, _head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         """Compute the logits that are wanted only: of a requeued output those of its last token."""
@@ -107,6 +112,16 @@ class PagedEncoder:
         if self._takes_positions:
             found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
         return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
+
+
+class _NothingToAdd:
+    """In place of the bias of logits, which have it already: their layer adds it for less."""
+
+    def to(self, _device: torch.device) -> "_NothingToAdd":
+        return self
+
+    def __radd__(self, logits: Tensor) -> Tensor:
+        return logits
 
 
 class EncoderDecoderBatches(BatchBuilder):

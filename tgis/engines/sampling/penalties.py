@@ -25,7 +25,7 @@ _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millis
 
 
 class _Penalty(Protocol):
-    """A kind of penalty for the rows that use it: `rows` [r, 1] are indices into the scores, `in_batch` into the batch."""
+    """A kind of penalty for the rows that use it: `rows` [r, 1] index the scores, `in_batch` the batch."""
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None: ...
 
