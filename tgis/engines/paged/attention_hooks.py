@@ -227,6 +227,14 @@ def _falcon_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     return {"bias_table": _exact(_alibi(model, num_positions) / scale)}
 
 
+def _bloom_bias(model: PreTrainedModel, num_positions: int) -> _Params:
+    bias, mask = _exact(_alibi(model, num_positions)), torch.ones(1, dtype=torch.bool, device=model.device)
+    base = model.base_model
+    base.build_alibi_tensor = lambda *_args, **_others: None  # so that no step makes biases, as it does without a mask
+    base.register_forward_pre_hook(lambda _, args, others: (args, others | {"attention_mask": mask}), with_kwargs=True)
+    return {"bias_table": bias}
+
+
 def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     """Biases by distance: the last column that the model makes is that of a token's own key."""
     bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
@@ -244,7 +252,7 @@ _HOOKS = {
         "forward",
         _bloom,
         lambda module: {"scaling": module.inv_norm_factor},
-        lambda model, positions: {"bias_table": _exact(_alibi(model, positions))},
+        _bloom_bias,
     ),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
     "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),

@@ -223,6 +223,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             return self._memory.empty(operator(*args, **kwargs))
         if operator is _aten.lift_fresh.default:
             return self._memory.constant(args[0])
+        if operator is _aten.add_.Tensor:
+            args = args[0], self.__torch_dispatch__(_aten.add.Tensor, types, args, kwargs)
+            operator, kwargs = _aten.copy_.default, {}
+        if operator is _aten.copy_.default and self._copy(args[1], args[0]):
+            return args[0]
         found = operator(*args, **kwargs)
         if (made := self._run_kernels(operator, args, kwargs, found)) is not None:
             return made
@@ -249,6 +254,16 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
             return None
         self._recorded.kept += [each for each in inputs if each not in self._memory]
         return y
+
+    def _copy(self, source: Tensor, target: Tensor) -> bool:
+        """Let a kernel copy; False if there is none."""
+        same_shape = source.shape == target.shape
+        if not same_shape or not self._aten_kernels.launch(_aten.clone.default, (source,), {}, target):
+            return False
+        if self._dry:
+            target.copy_(source)
+        self._recorded.kept += [each for each in (source, target) if each not in self._memory]
+        return True
 
     def _run_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
         inputs, outputs = _tensors((args, kwargs)), _tensors(found)
