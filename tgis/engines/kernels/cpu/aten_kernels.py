@@ -20,7 +20,7 @@ _ARITHMETIC = {  # functions of elementwise.c
     _aten.div.Tensor: "divide",
 }
 _ROUNDING = {_aten.add.Tensor, _aten.sub.Tensor}  # numbers, to the dtype of tensors
-_COPIES = {_aten.clone.default, _aten.contiguous.default, _aten.reshape.default}
+_COPIES = {_aten.clone.default, _aten.contiguous.default, _aten.reshape.default, _aten.flatten.using_ints}
 _JOINS: dict[Any, Callable[[Tensor, list[Tensor], int], tuple[Tensor, ...]]] = {  # the places of the parts
     _aten.cat.default: lambda y, parts, dim: y.split([each.shape[dim] for each in parts], dim),
     _aten.stack.default: lambda y, _, dim: y.unbind(dim),
