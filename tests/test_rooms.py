@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "batcher": "errors ipc",
     "structured_output": "errors ipc",
     "engines": "batcher errors ipc",
-    "engines/quantization": "errors ipc",
+    "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",
     "engines/memory": "batcher engines engines/quantization errors ipc utils",
     "engines/loading": "batcher engines engines/kernels engines/memory engines/quantization errors ipc utils",

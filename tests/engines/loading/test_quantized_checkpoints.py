@@ -10,12 +10,14 @@ import pytest
 import torch
 from batches import engine_options
 from cpu_kernels import CACHE_DIR, CPU_ISA
+from gptq_oracle import unpack
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tgis.engines.loading import loader
+from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
 Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # a weight -> its tensors, and what they stand for
@@ -46,12 +48,54 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, torch.from_numpy(expected)
 
 
+def gptq(
+    bits: int, group: int | None, stored_less: int, *, act_order: bool = False, zero: int | None = None
+) -> Quantize:
+    """Random codes; of zeros with the highest bit clear, or one number that is stored for all."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        rng = np.random.default_rng(inputs)  # the same order of what is merged
+        order = rng.permutation(inputs) if act_order else np.arange(inputs)
+        groups = -(-inputs // (group or inputs))
+        low, high = (0, 2 ** (bits - 1)) if zero is None else (zero, zero + 1)
+        each = rng.integers(low, high, (groups, outputs * bits // 32, 32 // bits))
+        tensors = {
+            "qweight": rng.integers(0, 2**32, (inputs * bits // 32, outputs), dtype=np.uint32).view(np.int32),
+            "qzeros": (each << np.arange(0, 32, bits)).sum(-1).astype(np.uint32).view(np.int32),
+            "scales": rng.uniform(1e-3, 2e-2, (groups, outputs)).astype(np.float16) / 2 ** (bits - 4),
+            "g_idx": order.astype(np.int32) // (group or inputs),
+        }
+        expected = torch.from_numpy(unpack(tensors, bits, stored_less))
+        return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, expected
+
+    return quantize
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False}
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, awq),
+    "awq": (AWQ, awq),
+    "awq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
+    "gptq": (GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq(4, 16, 1)),
+    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(4, 16, 1, act_order=True)),
+    "gptq, 8 bits, ragged": (GPTQ | {"bits": 8, "group_size": 32}, gptq(8, 32, 1, act_order=True)),
+    "gptq, 8 bits, symmetric": (GPTQ | {"bits": 8, "group_size": -1}, gptq(8, None, 1, zero=127)),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, gptq(4, None, 0)),
+    "gptq that is v2": (GPTQ | {"sym": True}, gptq(4, 16, 0, zero=8)),
+    "gptq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, gptq(4, 16, 1)),
+    "gptq_v2 by auto-round": (AUTO_ROUND | {"packing_format": "auto_round"}, gptq(4, 16, 0)),
+}
+# config.json says nothing: a file beside it, or tensors
+BESIDE: dict[str, tuple[str, dict[str, Any], Quantize]] = {
+    "AutoAWQ": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}, awq),
+    "AutoGPTQ": ("quantize_config.json", {"bits": 8, "group_size": 16, "desc_act": False}, gptq(8, 16, 1)),
+    "TGIS": ("model.safetensors", {"gptq_bits": 4, "gptq_groupsize": 16}, gptq(4, 16, 1, act_order=True)),
 }
 
 
-def quantized_copy(path: Path, quantize: Quantize, config: dict[str, Any]) -> PreTrainedModel:
+def quantized_copy(path: Path, quantize: Quantize, config: dict[str, Any] | None) -> PreTrainedModel:
     """Quantize the files of a model in place; also what they stand for."""
     kind = AutoModelForSeq2SeqLM if "T5" in (path / "config.json").read_text() else AutoModelForCausalLM
     expected = kind.from_pretrained(path, dtype=torch.float32).eval()
@@ -62,9 +106,21 @@ def quantized_copy(path: Path, quantize: Quantize, config: dict[str, Any]) -> Pr
             module.weight.data = numbers.float()
             tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    file = path / "config.json"
-    file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+    if config is not None:
+        file = path / "config.json"
+        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
     return expected
+
+
+def load(path: Path, **others: Any) -> PreTrainedModel:
+    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
+    return loader.load_model(msgspec.structs.replace(engine_options(path, 8, threads=1), **given), torch.device("cpu"))
+
+
+def check_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :2]} if found.config.is_encoder_decoder else {})
+    logits = expected.double()(**inputs).logits
+    assert (found(**inputs).logits - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
 @pytest.mark.parametrize("model", ["Llama", "T5"])
@@ -74,9 +130,77 @@ def test_logits(name: str, model: str, tmp_path: Path) -> None:
     config, quantize = FORMATS[name]
     path = make_model(model, tmp_path)
     expected = quantized_copy(path, quantize, config)
-    options = engine_options(path, 8, threads=1)
-    options = msgspec.structs.replace(options, dtype="float32", cpu_isa=CPU_ISA, cache_dir=CACHE_DIR)
-    found = loader.load_model(options, torch.device("cpu"))
-    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS[:, :2]} if found.config.is_encoder_decoder else {})
-    logits = expected.double()(**inputs).logits
-    assert (found(**inputs).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+    check_logits(load(path), expected)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
+    file, content, quantize = BESIDE[name]
+    path = make_model("Llama", tmp_path)
+    expected = quantized_copy(path, quantize, None)
+    if file.endswith(".json"):
+        (path / file).write_bytes(msgspec.json.encode(content))
+    else:
+        tensors = load_file(path / file) | {key: torch.tensor([value]) for key, value in content.items()}
+        save_file(tensors, path / file, {"format": "pt"})
+    check_logits(load(path, quantize="awq_marlin" if quantize is awq else "gptq_marlin"), expected)
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+G_IDX = torch.arange(32, dtype=torch.int32) // 16
+CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
+    "order": ({"g_idx": G_IDX.where(G_IDX < 1, 2)}, "g_idx 0 to 2 of 32 inputs is not 16 inputs for each group"),
+    "negative": ({"g_idx": -G_IDX}, "g_idx -1 to 0 of 32 inputs is not 16 inputs for each group"),
+    "indices": ({"g_idx": G_IDX[1:]}, r"g_idx has the shape \[31\], not \[32\]"),
+    "words": ({"qweight": torch.ones(4, 48, dtype=torch.int64)}, r"qweight is int64 \[4, 48\], not a matrix of int32"),
+    "columns": ({"qweight": torch.ones(192, dtype=torch.int32)}, r"qweight has the shape \[192\], which is no matrix"),
+    "zeros": ({"qzeros": torch.ones(1, 6, dtype=torch.int32)}, r"qzeros are those of \[1, 48\], scales \[2, 48\]"),
+    "groups": (
+        {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},
+        r"has \[48, 3\] scales, not \[48, 2\]",
+    ),
+    "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_corrupt_files(name: str, tmp_path: Path) -> None:
+    tensors, error = CORRUPT[name]
+    path = make_model("Llama", tmp_path)
+    quantized_copy(path, gptq(4, 16, 1), GPTQ)
+    found = load_file(path / "model.safetensors") | {f"{LAYER}.{key}": tensor for key, tensor in tensors.items()}
+    save_file(found, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=f"^{LAYER}:? {error}$"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (GPTQ | {"bits": 3}, "gptq with 3 bits, checkpoint_format 'gptq' is not supported"),
+        (GPTQ | {"is_marlin_format": True}, "gptq with 4 bits, checkpoint_format 'marlin' is not supported"),
+        (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:mx_fp"},
+            "gptq with 4 bits, checkpoint_format 'mx_fp'",
+        ),
+        (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),
+    ],
+)
+def test_unknown_layouts(config: dict[str, Any], error: str, tmp_path: Path) -> None:
+    path = make_model("Llama", tmp_path)
+    quantized_copy(path, gptq(4, 16, 1), config)
+    with pytest.raises(StartError, match=f"^{error}"):
+        load(path)
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    path = make_model("Qwen3Moe", tmp_path)
+    tensors, _ = gptq(4, 16, 1)(torch.empty(16, 32))
+    layer = "model.layers.0.mlp.experts.1.up_proj"
+    found = load_file(path / "model.safetensors") | {f"{layer}.{key}": tensor for key, tensor in tensors.items()}
+    save_file(found, path / "model.safetensors", {"format": "pt"})
+    (path / "quantize_config.json").write_bytes(msgspec.json.encode(GPTQ))
+    with pytest.raises(StartError, match=f"^{layer}: experts quantized as gptq are not supported$"):
+        load(path)

@@ -31,10 +31,10 @@ class QuantizedLayer:
         if tuple(weight.codes.shape) != self.shape:
             raise StartError(f"{self.name} has {[*weight.codes.shape]} codes, not {[*self.shape]}")
         inputs = self.shape[1]
-        expected = [self.shape[0], -(-inputs // (weight.group_size or inputs))]
+        groups = [self.shape[0], -(-inputs // (weight.group_size or inputs))]
         for kind, numbers in (("scale", weight.scale), ("offset", weight.offset)):
-            if numbers is not None and [*numbers.shape] != expected:
-                raise StartError(f"{self.name} has {[*numbers.shape]} numbers of {kind}, not {expected}")
+            if numbers is not None and [*numbers.shape] != groups:
+                raise StartError(f"{self.name} has {[*numbers.shape]} {kind}s, not {groups}")
             if numbers is not None and not numbers.isfinite().all():
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
         if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
@@ -101,9 +101,11 @@ class LayerTensors(Mapping[str, Tensor]):
         return len(self._found)
 
     def shape(self, suffix: str) -> list[int]:
-        """The shape of a tensor that is not read for it."""
+        """The shape of a matrix that is not read for it."""
         file, name = self._found[suffix]
         shape: list[int] = file.get_slice(name).get_shape()
+        if len(shape) != 2:
+            raise StartError(f"{self.name}: {suffix} has the shape {shape}, which is no matrix")
         return shape
 
 
@@ -133,6 +135,8 @@ def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpo
         if not tensors.keys() >= set(layout.required):
             plain |= {f"{tensors.name}.{suffix}": tensors[suffix] for suffix in tensors}
             continue
+        if ".experts." in tensors.name:
+            raise StartError(f"{tensors.name}: experts quantized as {method} are not supported")
         size = sum(tensors[suffix].nbytes for suffix in tensors)
         read = lambda tensors=tensors: layout.read(tensors)  # noqa: E731
         layers.append(QuantizedLayer(tensors.name, layout.shape(tensors), size, read))

@@ -10,14 +10,32 @@ from transformers import PreTrainedConfig
 
 from tgis.engines.quantization.awq import AwqFormat
 from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint
+from tgis.engines.quantization.gptq import GptqFormat, tgis_description
 from tgis.engines.quantization.weight import ActivationCodes, QuantizedWeight
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
+from tgis.models.files import read_json
 
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
 _NEAREST = {"fp8": "int8"}  # of all other formats int4
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {"awq": AwqFormat}  # of quantization_config
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # that old AutoGPTQ and AutoAWQ wrote
+
+
+def _auto_round_format(config: Mapping[str, Any]) -> Format:
+    """auto-round writes the layouts of others, too: GPTQ's of version 2 has no name there."""
+    kind = str(config.get("packing_format")).removeprefix("auto_round:")
+    if kind == "auto_awq":
+        return AwqFormat(config)
+    versions = {"auto_gptq": "gptq", "auto_round": "gptq_v2", "exllamav2": "gptq_v2"}
+    return GptqFormat({**config, "checkpoint_format": versions.get(kind, kind)})
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantization_config
+    "auto-round": _auto_round_format,
+    "awq": AwqFormat,
+    "gptq": GptqFormat,
+}
 _WIDENED = frozenset({"mxfp4"})  # by transformers, while it loads the model
 
 
@@ -54,7 +72,8 @@ def resolve_quantization(
 ) -> Quantization | None:
     """How the model is quantized; StartError where that cannot be. `config` no longer says so to transformers."""
     asked = options.quantize
-    found: Any = getattr(config, "quantization_config", None)
+    path = Path(options.model_path)
+    found = _description(config, path)
     method = None if found is None else str(found.get("quant_method"))
     if method is None and asked == "none":
         return None
@@ -64,7 +83,7 @@ def resolve_quantization(
         return None
     if method is not None and method not in _FORMATS:
         known = ", ".join(sorted(_FORMATS))
-        raise StartError(f"weights quantized by {method!r:.40} are not supported, only by {known}")
+        raise StartError(f"{path}: weights quantized by {method!r:.40} are not supported, only by {known}")
     if method is None and asked not in _BITS:
         instead = _NEAREST.get(asked, "int4")
         raise StartError(f"QUANTIZE={asked}, but the weights are plain: QUANTIZE={instead} quantizes them")
@@ -75,6 +94,16 @@ def resolve_quantization(
     logits, activations = options.quantize_logits, options.quantize_activations
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)
-    checkpoint = read_checkpoint(Path(options.model_path), method, _FORMATS[method](found))
-    del config.quantization_config
+    checkpoint = read_checkpoint(path, method, _FORMATS[method](found))
+    vars(config).pop("quantization_config", None)
     return Quantization(None, logits, activations, dtype, checkpoint)
+
+
+def _description(config: PreTrainedConfig, path: Path) -> Any:
+    """What a checkpoint says of how it is quantized; None: it is not."""
+    if (found := getattr(config, "quantization_config", None)) is not None:
+        return found
+    for name, method in _FILES.items():
+        if (path / name).is_file():
+            return {"quant_method": method, **read_json(path / name)}
+    return tgis_description(path)
