@@ -86,7 +86,8 @@ class Tgis:
     """The engine of a server with these options, and its batcher."""
 
     def __init__(self, options: list[str]) -> None:
-        from tgis.config import parse, prepare_environment  # noqa: PLC0415 - not in a peer's environment
+        from tgis.config import parse  # noqa: PLC0415 - not in a peer's environment
+        from tgis.environment import prepare_environment  # noqa: PLC0415
 
         config = parse(options, os.environ, "tgis serve")
         prepare_environment(config)  # before torch is imported

@@ -9,7 +9,7 @@ import pytest
 from config_parsing import read, refusal
 
 from benchmarks.certificates import make_pair
-from tgis.config import prepare_environment
+from tgis.environment import prepare_environment
 from tgis.errors import StartError
 from tgis.server import load_credentials
 

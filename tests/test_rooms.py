@@ -21,6 +21,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "utils": "errors",
     "foreign_options": "errors utils",
     "config": "errors foreign_options tracing utils",
+    "environment": "config errors utils",
     "security": "errors utils",
     "models": "errors utils",
     "prompts": "errors ipc models utils",
@@ -59,8 +60,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
     "bench": "batcher engines errors ipc pb",
-    "cli": "batcher bench config engines errors ipc models pb prompts server utils",
-    "__main__": "config errors utils",
+    "cli": "batcher bench config engines environment errors ipc models pb prompts server utils",
+    "__main__": "environment errors utils",
     "vllm_tgis_adapter": "__main__",
 }
 

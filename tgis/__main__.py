@@ -109,7 +109,7 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
     """Run a command and return its exit code; expected errors are one line on stderr."""
     if command in SERVERS:
         stop_signals.handle_by_exit()
-    from tgis.config import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
+    from tgis.environment import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
 
     try:
         if command in NOT_IN_CLIENT and not find_spec("tgis.engines"):

@@ -9,7 +9,6 @@ Invalid values are an OptionError of one line, before anything is loaded.
 import argparse
 import functools
 import os
-import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tgis.errors import OptionError, StartError
+from tgis.errors import OptionError
 from tgis.foreign_options import ADAPTER_DEFAULTS, as_declared, as_in_adapter, foreign_options, foreign_warnings
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
@@ -50,7 +49,6 @@ from tgis.utils.options import (
     required_option,
     with_unit,
 )
-from tgis.utils.private_directory import entries_of, trust_of_this_process
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
 ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process", "Logging"
@@ -68,18 +66,6 @@ SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
-
-LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
-    # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
-    # long once other processes need the cores; sleeping immediately makes them 1.5 times as long at all times.
-    "GOMP_SPINCOUNT": "3000",
-    # oneDNN generates code per number of tokens and layer shape, 0.5 MiB each, and caches 1024 of them by default.
-    **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "128"),
-    # TOKENIZATION_WORKERS are all threads that tokenize: one call's batch must not keep every core from the others'.
-    "TOKENIZERS_PARALLELISM": "false",
-    # Without it, a caller that has not sampled its own span decides that there is none of ours.
-    "OTEL_TRACES_SAMPLER": "always_on",
-}
 
 
 def _num_threads() -> int:
@@ -422,42 +408,6 @@ def cache_config() -> Config:
     return parse(["--model-name", "any"], environ, "tgis")
 
 
-def prepare_command() -> None:
-    """Set environment variables that every command needs, before it imports a library or starts a child."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs what our errors and log lines say already
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # with it, gRPC's threads start anew whenever we start a process
-    os.environ["PYTHONSAFEPATH"] = "1"  # no modules of the working directory: it may be that of a model
-
-
-def prepare_environment(config: Config) -> None:
-    """Create the cache directory and set environment variables for libraries in this process and its children.
-
-    Call it before importing those. StartError if the directory cannot be created or trusted.
-    """
-    prepare_cache_dir(config)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
-    cache = config.cache_dir.absolute()  # compilers run in directories of their own
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    for name, value in LIBRARY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
-        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-
-
-def prepare_cache_dir(config: Config) -> None:
-    """Create it; StartError if others can replace what is in it, where code is loaded from."""
-    directory = config.cache_dir
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refusal = trust_of_this_process().refusal(entries_of(directory))
-        tempfile.TemporaryFile(dir=directory).close()  # the file system may be read-only, whatever the mode says
-    except OSError as error:
-        raise StartError(f"CACHE_DIR: cannot make or write to {directory}: {error.strerror}") from error
-    if refusal:
-        raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")
-
-
 def _parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
     parser = Parser(
         prog=prog,
@@ -489,8 +439,6 @@ def _validate(config: Config) -> None:
         raise OptionError("API_KEY must be printable ASCII text")
     if config.num_shard > 1 and config.engine != "tgis_native":
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
-    if config.quantize == "none" and (config.quantize_logits or config.quantize_activations == "int8"):
-        raise OptionError("QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4")
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     if any(tls) and not all(tls[:2]):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tgis import config
+from tgis.environment import prepare_cache_dir
 from tgis.errors import OptionError
 from tgis.models.convert.fast_tokenizer import add_tokenizer
 from tgis.models.convert.weights import convert_weights
@@ -70,7 +71,7 @@ def onnx(argv: list[str], prog: str) -> int:
     parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
     options = parser.parse_args(argv)
     cache = config.cache_config()
-    config.prepare_cache_dir(cache)
+    prepare_cache_dir(cache)
     convert_to_onnx(
         _find(options),
         options.out,

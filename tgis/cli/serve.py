@@ -9,8 +9,9 @@ import resource
 import sys
 from itertools import groupby
 
-from tgis.config import Config, from_command_line, json_output_requested, prepare_environment
+from tgis.config import Config, from_command_line, json_output_requested
 from tgis.engines import describe_memory
+from tgis.environment import prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.utils import logs
 from tgis.utils.options import Option, declared_options, format_value

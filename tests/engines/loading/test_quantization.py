@@ -106,6 +106,7 @@ def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
     [
         ("gptq", {}, "QUANTIZE=gptq, but the weights are plain: QUANTIZE=int4 quantizes them"),
         ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are plain: QUANTIZE=int4 quantizes them"),
+        ("none", {}, "QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4: weights are plain"),
         ("fp8", {}, "QUANTIZE=fp8, but the weights are plain: QUANTIZE=int8 quantizes them"),
         ("int8", {"quant_method": "gptq", "bits": 4}, "QUANTIZE=int8, but the weights are quantized by 'gptq'"),
         ("gptq_marlin", {"quant_method": "awq"}, "QUANTIZE=gptq_marlin, but the weights are quantized by 'awq'"),
@@ -117,7 +118,7 @@ def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path
         file = path / "config.json"
         file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
     with pytest.raises(StartError) as refusal:
-        loader.load_model(options(path, quantize=asked), CPU)
+        loader.load_model(options(path, quantize=asked, quantize_logits=True), CPU)
     assert str(refusal.value) == error
 
 

@@ -10,8 +10,8 @@ from repository import run_python
 from tiny_models import make_model
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.config import LIBRARY_ENVIRONMENT
 from tgis.engines.padded.engine import PaddedEngine
+from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 MiB = 1 << 20

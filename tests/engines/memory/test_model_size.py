@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.config import LIBRARY_ENVIRONMENT
 from tgis.engines.loading.loader import load_causal_lm, load_config, look_at_model
 from tgis.engines.memory import model_size
+from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 

@@ -76,6 +76,10 @@ def resolve_quantization(
     found = _description(config, path)
     method = None if found is None else str(found.get("quant_method"))
     if method is None and asked == "none":
+        if options.quantize_logits or options.quantize_activations == "int8":
+            raise StartError(
+                "QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4: weights are plain"
+            )
         return None
     if method is not None and asked != "none" and _NAMES.get(asked, asked) != method:
         raise StartError(f"QUANTIZE={asked}, but the weights are quantized by {method!r:.40}")
