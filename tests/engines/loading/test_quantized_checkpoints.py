@@ -144,7 +144,23 @@ def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
     else:
         tensors = load_file(path / file) | {key: torch.tensor([value]) for key, value in content.items()}
         save_file(tensors, path / file, {"format": "pt"})
-    check_logits(load(path, quantize="awq_marlin" if quantize is awq else "gptq_marlin"), expected)
+    method = "awq" if quantize is awq else "gptq"
+    model = load(path, quantize=f"{method}_marlin")
+    check_logits(model, expected)
+    assert loader.model_info(model).quantize == method
+
+
+def test_memory_and_name(tmp_path: Path) -> None:
+    path = make_model("Llama", tmp_path)
+    quantized_copy(path, gptq(4, 16, 1), GPTQ)
+    options = msgspec.structs.replace(engine_options(path, 8, threads=1), dtype="bfloat16")
+    *_, quantization, found = loader.look_at_model(options, torch.device("cpu"))
+    tensors = load_file(path / "model.safetensors")
+    packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
+    each = {key: tensor.numel() * packed.get(key.rsplit(".")[-1], 2) for key, tensor in tensors.items()}
+    assert found is not None
+    assert found[1] == sum(each.values()) + 2 * 48 * 32
+    assert str(quantization).startswith("as gptq, with")
 
 
 def version_2(tensors: dict[str, Tensor], layer: str) -> None:
@@ -205,7 +221,7 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
     "zeros": ({"qzeros": torch.ones(1, 6, dtype=torch.int32)}, r"qzeros are those of \[1, 48\], scales \[2, 48\]"),
     "groups": (
         {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},
-        r"has \[48, 3\] scales, not \[48, 2\]",
+        r"has \[48, 3\] numbers of scale, not \[48, 2\]",
     ),
     "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
 }

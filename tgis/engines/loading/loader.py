@@ -56,6 +56,7 @@ class LoadedModelInfo:
     input_vocab_size: int  # ids of input tokens are below
     encoder_decoder: bool
     max_batch_size: int | None = None  # of the model, whatever the option says
+    quantize: str = "none"  # how the linear layers are quantized
 
     def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
         """What an engine says of itself before `warm_up` has found its token capacity."""
@@ -64,7 +65,7 @@ class LoadedModelInfo:
             model_class=self.model_class,
             device=str(device),
             dtype=str(self.dtype).removeprefix("torch."),
-            quantize={"bitsandbytes": "int8"}.get(options.quantize, options.quantize),
+            quantize=self.quantize,
             vocab_size=self.vocab_size,
             input_vocab_size=self.input_vocab_size,
             encoder_decoder=self.encoder_decoder,
@@ -130,7 +131,12 @@ def model_info(model: PreTrainedModel) -> LoadedModelInfo:
     vocab_size = model.get_output_embeddings().weight.shape[0]
     encoder_decoder = model.config.is_encoder_decoder
     return LoadedModelInfo(
-        type(model).__name__, model.dtype, vocab_size, input_vocab_size(model), encoder_decoder=encoder_decoder
+        type(model).__name__,
+        model.dtype,
+        vocab_size,
+        input_vocab_size(model),
+        encoder_decoder=encoder_decoder,
+        quantize=model.quantized_as,
     )
 
 
@@ -185,6 +191,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         if quantization and size:
             _convert_buffers(model, like=size[0])
         _optimize(model, config, options, device, quantization)
+    model.quantized_as = quantization.name if quantization else "none"
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 

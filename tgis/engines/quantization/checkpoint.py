@@ -22,7 +22,7 @@ class QuantizedLayer:
 
     name: str
     shape: tuple[int, int]  # [out, in]
-    num_bytes: int  # in the files
+    num_bytes: int  # when it is packed
     read: Callable[[], QuantizedWeight]
 
     def checked(self) -> QuantizedWeight:
@@ -137,12 +137,17 @@ def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpo
             continue
         if ".experts." in tensors.name:
             raise StartError(f"{tensors.name}: experts quantized as {method} are not supported")
-        size = sum(tensors[suffix].nbytes for suffix in tensors)
+        size = sum(_packed_bytes(tensor) for tensor in tensors.values())
         read = lambda tensors=tensors: layout.read(tensors)  # noqa: E731
         layers.append(QuantizedLayer(tensors.name, layout.shape(tensors), size, read))
     if not layers:
         raise StartError(f"{path}: no layer is quantized as {method}")
     return QuantizedCheckpoint(method, plain, layers)
+
+
+def _packed_bytes(tensor: Tensor) -> int:
+    """Scales in half precision become a scale and an offset in float32, codes stay as they are."""
+    return 8 * tensor.numel() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.nbytes
 
 
 def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:

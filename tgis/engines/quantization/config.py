@@ -49,9 +49,14 @@ class Quantization:
     dtype: torch.dtype  # of all else
     checkpoint: QuantizedCheckpoint | None = None
 
+    @property
+    def name(self) -> str:
+        """The name of the format, else int8 or int4."""
+        return self.checkpoint.method if self.checkpoint else f"int{self.bits}"
+
     def __str__(self) -> str:
         heads = ", that of the logits to int8" if self.logits else ""
-        kind = f"as {self.checkpoint.method}" if self.checkpoint else f"to int{self.bits}"
+        kind = f"{'as' if self.checkpoint else 'to'} {self.name}"
         return f"{kind}{heads}, with {self.activations} activations"
 
     def activations_of(self, weight: QuantizedWeight | None = None) -> ActivationCodes | None:
