@@ -55,6 +55,7 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "batch_safety_margin": (("0", 0), ("100", 100)),
     "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
     "kv_cache_size_mb": (("1", 1), ("4096", 4096)),
+    "kv_cache_dtype": (("int8", "int8"), ("fp8_e4m3", "fp8")),
     "kv_cache_idle_seconds": (("0", 0.0), ("1.5", 1.5)),
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("4095", 4095), ("4096", 4096)),
@@ -302,6 +303,7 @@ def test_strict_options_refuse_all_that_is_a_warning_otherwise() -> None:
         ({"DTYPE": "int8", "QUANTIZE": "bitsandbytes"}, "bitsandbytes"),
         ({"QUANTIZE": "false"}, "none"),
         ({"DTYPE": "int8", "QUANTIZE": "int4"}, "int4"),
+        ({"KV_CACHE_DTYPE": "fp8_e5m2"}, "KV_CACHE_DTYPE='fp8_e5m2' must be one of auto, int8, fp8, bfloat16"),
         ({"QUANTIZE": "int3"}, "QUANTIZE='int3' must be one of none, int8, int4, "),
     ],
 )

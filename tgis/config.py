@@ -60,6 +60,7 @@ DTYPE = choice(
 )  # fmt: skip
 FORMATS = ("bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8")  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
+KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
@@ -184,6 +185,8 @@ class Config:
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "size of tgis_native's KV cache in MiB", None,
         shown_default="enough for a full batch, if free")
+    kv_cache_dtype: str = option(
+        BATCHES, KV_CACHE_DTYPE, "int8 or fp8: keys and values in 8 bits, tgis_native on CPUs; auto: in DTYPE", "auto")
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until the memory of the KV cache is given back; 0: never",
         300.0)

@@ -50,6 +50,7 @@ def _device(config: Config, info: EngineInfo) -> str:
     quota, cpus = cpu_quota(), len(os.sched_getaffinity(0))
     allowed = "no quota" if quota is None else f"quota {quota:g}"
     weights = "" if info.quantize == "none" else f", weights in {info.quantize}"
+    weights += "" if info.kv_cache_dtype == "auto" else f", KV cache in {info.kv_cache_dtype}"
     return f"{info.device}, {info.dtype}{weights}{ranks}; {config.num_threads} threads on {cpus} CPUs, {allowed}"
 
 

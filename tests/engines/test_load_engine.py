@@ -19,6 +19,7 @@ from tiny_models import make_model
 
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
+from tgis.engines.kernels.kv_codes import codes_of
 from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -52,6 +53,28 @@ def test_a_model_that_the_engine_cannot_run_falls_back(
     assert record.getMessage().startswith(said)
     with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}"):
         load(models[model], engine=engine, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "refusal"),
+    [
+        ("Llama", {"engine": "hf_transformers"}, "KV_CACHE_DTYPE=int8 works with tgis_native only, not with hf_trans"),
+        ("Llama", {"engine": "hf_optimum_ort"}, "KV_CACHE_DTYPE=int8 works with tgis_native only, not with hf_optimum"),
+        (
+            "LongT5",
+            {"engine": "auto"},
+            "KV_.*, not with hf_transformers, not tgis_native: the cross-attention of",
+        ),
+        ("Llama", {"kv_cache_dtype": "bfloat16"}, "KV_CACHE_DTYPE=bfloat16, but LlamaForCausalLM is in float32$"),
+    ],
+)
+def test_codes_in_the_kv_cache_are_refused_where_they_have_no_effect(
+    models: dict[str, Path], model: str, changes: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(StartError, match=f"^{refusal}"):
+        load(models[model], **{"kv_cache_dtype": "int8"} | changes)
+    with pytest.raises(StartError, match=r"^KV_CACHE_DTYPE=fp8 works on CPUs only, not on cuda$"):
+        codes_of("fp8", torch.device("cuda"))
 
 
 def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
+from tgis.engines.kernels.kv_codes import CODES, dequantize
+from tgis.engines.kernels.kv_codes import quantize as to_codes
 from tgis.engines.quantization.weight import E4M3, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.logits_processors import Scores
@@ -44,7 +46,13 @@ def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
     params = AttentionParams(k_size**-0.5, window, draw.choice([None, None, 5.0]), sinks, **bias, causal=causal)
     widths = [-(-(before + new) // block) for before, new in sequences]
     tables = torch.randperm(sum(widths)).split(widths)
+    codes = draw.choice([None, None, *CODES.values()])
     caches = [torch.full((sum(widths), block, kv_heads, size), torch.nan).to(dtype) for size in (k_size, v_size)]
+    if codes:
+        caches = [
+            torch.full((*each.shape[:3], each.shape[3] + 4), 255, dtype=torch.uint8).view(codes) for each in caches
+        ]
+        params = replace(params, key_scales=torch.randint(-3, 4, (kv_heads, k_size)).exp2())
     total = sum(new for _, new in sequences)
     q = torch.randn(total, kv_heads * group, k_size).to(dtype)
     rows, expected, start = [], [], 0
@@ -52,8 +60,12 @@ def run_attention(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
         states = [torch.randn(before + new, kv_heads, size).to(dtype) for size in (k_size, v_size)]
         places = torch.arange(before + new)
         attention.write_kv_cache(
-            states[0], states[1], caches[0], caches[1], table[places // block] * block + places % block
+            *(states[0], states[1], caches[0], caches[1], table[places // block] * block + places % block),
+            params.key_scales,
         )
+        if codes:
+            states[0] = dequantize(to_codes(states[0] / params.key_scales, codes), torch.float64) * params.key_scales
+            states[1] = dequantize(to_codes(states[1], codes), torch.float64)
         rows.append([start, new, before + new, table.data_ptr()])
         expected.append(reference_attention(q[start : start + new], states[0], states[1], params))
         start += new

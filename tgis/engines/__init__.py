@@ -42,6 +42,8 @@ def load_engine(
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {length} exceeds the {info.max_positions} positions of {info.model_class}"
         )
+    if options.kv_cache_dtype == "bfloat16" != info.dtype:
+        raise StartError(f"KV_CACHE_DTYPE=bfloat16, but {info.model_class} is in {info.dtype}")
     store = options.adapter_store
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
@@ -63,6 +65,7 @@ def _load_or_fall_back(options: EngineOptions, load: Callable[[str, EngineOption
     """The engine that was asked for, or hf_transformers if that cannot run the model; `auto` asks for tgis_native."""
     name = "tgis_native" if options.engine == "auto" else options.engine
     engine, reason = None, ""
+    _check_kv_cache_dtype(options, name)
     try:
         engine = load(name, options)
     except Unsupported as error:
@@ -75,12 +78,19 @@ def _load_or_fall_back(options: EngineOptions, load: Callable[[str, EngineOption
         else:
             warn(options, text)
         name = _FALLBACK
+        _check_kv_cache_dtype(options, name, f", {reason}")
     if options.compile and name != "tgis_native":
         warn(options, f"PT2_COMPILE has no effect: the engine {name} does not compile")
     if engine is None:
         gc.collect()  # the model of the other one, whose cycles the next import would freeze
         engine = load(name, options)
     return engine, reason
+
+
+def _check_kv_cache_dtype(options: EngineOptions, name: str, reason: str = "") -> None:
+    asked = options.kv_cache_dtype
+    if asked in ("int8", "fp8") and name != "tgis_native":
+        raise StartError(f"KV_CACHE_DTYPE={asked} works with tgis_native only, not with {name}{reason}")
 
 
 def _load(name: str, options: EngineOptions) -> Engine:

@@ -136,7 +136,9 @@ _STEP_FAILURE_LABELS: Labels = {
 _STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
 
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
-_INFO_LABELS: Labels = dict.fromkeys(("version", "commit", "engine", "model", "dtype", "device", "quantize"), ())
+_INFO_LABELS: Labels = dict.fromkeys(
+    ("version", "commit", "engine", "model", "dtype", "device", "quantize", "kv_cache_dtype"), ()
+)
 _LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
 
 

@@ -34,6 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     json_output: bool
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
+    kv_cache_dtype: str = "auto"  # int8, fp8, or bfloat16, which must be that of the model
     num_shards: int = 1  # tensor-parallel processes
     adapter_store: AdapterStoreOptions | None = None
     max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
@@ -68,6 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
+    kv_cache_dtype: str = "auto"  # int8 or fp8; auto: that of the model
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below

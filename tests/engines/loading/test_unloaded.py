@@ -43,9 +43,15 @@ def options_for(model: Path, **changes: Any) -> EngineOptions:
     return msgspec.structs.replace(engine_options(model, ROWS, threads=1), **settings)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GROUPED, FALCON, T5], ids=lambda config: str(config.model_type))
-def test_a_check_tells_what_a_start_measures(config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = options_for(make_model_from_config(config, tmp_path))
+@pytest.mark.parametrize(
+    ("config", "kv_cache_dtype"),
+    [(LLAMA, "auto"), (GROUPED, "auto"), (FALCON, "auto"), (T5, "auto"), (GROUPED, "int8"), (GROUPED, "fp8")],
+    ids=lambda each: str(getattr(each, "model_type", each)),
+)
+def test_a_check_tells_what_a_start_measures(
+    config: Any, kv_cache_dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options_for(make_model_from_config(config, tmp_path), kv_cache_dtype=kv_cache_dtype)
     title, weights, kv_cache, _, together = describe_memory(options)
     caplog.set_level(logging.INFO)
     engine, _ = load_engine(options, pytest.fail, print)
@@ -61,6 +67,7 @@ def test_a_check_tells_what_a_start_measures(config: Any, tmp_path: Path, caplog
         ((blocks, each),) = re.findall(r"KV cache: (\d+) blocks of 16 tokens, (.*) a token", text)
         kv_bytes = int(blocks) * 16 * bytes_in(each)
         assert f"KV cache, full: {engine.info.token_capacity} tokens" in kv_cache
+        assert (f"GiB in all, in {kv_cache_dtype}" in text) == (kv_cache_dtype != "auto")
     assert title.startswith(f"{engine.info.engine} on cpu")
     assert bytes_in(weights) == pytest.approx(files, rel=0.05)
     assert bytes_in(kv_cache) == pytest.approx(kv_bytes, rel=0.05)
@@ -85,6 +92,14 @@ def test_a_check_refuses_what_a_start_would(
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     with pytest.raises(StartError, match=refusal):
         describe_memory(options_for(make_model("Llama", tmp_path), **changes))
+
+
+def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:
+    model = make_model_from_config(LlamaConfig(**dict(LLAMA.to_dict(), head_dim=64)), tmp_path)
+    changes = {"dtype": "bfloat16", "kv_cache_bytes": 1 << 20, "max_sequence_length": 64}
+    lines = (describe_memory(options_for(model, kv_cache_dtype=each, **changes))[2] for each in ("auto", "int8", "fp8"))
+    auto, *coded = (int(line.split("full: ")[1].split()[0]) for line in lines)
+    assert all(each >= 1.8 * auto for each in coded)
 
 
 def test_ranks_share_weights_and_kv_cache(tmp_path: Path) -> None:

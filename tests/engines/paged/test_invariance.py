@@ -52,8 +52,12 @@ QUANTIZED: dict[str, Any] = {
     "int8": {"quantize": "int8", "quantize_logits": True},
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
+    "KV int8": {"kv_cache_dtype": "int8"},
+    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 CASES += [("Llama", "bfloat16", "auto", kind) for kind in QUANTIZED] + [("GPT2", "float32", "avx2", "int8")]
+CASES += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
+CASES += [("Marian", "float32", "auto", "KV fp8"), ("Llama", "float32", "avx2", "KV fp8")]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -75,6 +79,7 @@ def requests() -> list[Request]:
     draw = random.Random(1)
     details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    prompts[-1][:40], prompts[-2][:48] = prompts[5], prompts[-1][:48]  # shared prefixes
     sampling = [
         SamplingParams(),
         SamplingParams(temperature=0.8, top_p=0.9, seed=5),
@@ -89,6 +94,7 @@ def outcomes(
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
     bounds = limits(
         blocks * 16,
+        prefix_cache=not engine.info.encoder_decoder,
         padded=False,
         block_size=16,
         prefill_tokens=chunk,

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.capacity import check_max_sequence_length
+from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
@@ -34,7 +35,8 @@ class UnloadedModel:
         _, self.config, _, _, found = look_at_model(options, self.device)
         self.model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device
-        self.caches = _kv_bytes(self.model) if found else []
+        coded = codes_of(options.kv_cache_dtype, self.device) is not None
+        self.caches = _kv_bytes(self.model, coded=coded) if found else []
 
     def step_bytes(self, tokens: int, *, logits: int, logprobs: int, pairs: bool = True) -> int:
         """Bytes that the largest step takes beside the KV cache: it computes so many tokens, the `logits` of so many of
@@ -77,10 +79,15 @@ def unknown_memory(engine: str, options: EngineOptions, files: str = "*.safetens
     return [f"{engine} has {size} of weights in files; what its KV cache and steps need is known only at a start."]
 
 
-def _kv_bytes(model: PreTrainedModel) -> list[list[int]]:
+def _kv_bytes(model: PreTrainedModel, *, coded: bool) -> list[list[int]]:
     """Bytes of a token's keys and values by layer, for a decoder's cache and for that of cross-attention if there is
-    one; empty where a pass on the meta device does not show them.
+    one; empty where a pass on the meta device does not show them. `coded`: in 8 bits, with their scales.
     """
+
+    def row(states: torch.Tensor) -> int:  # of a head
+        size = int(states.shape[3])
+        return size + SCALE_BYTES if coded else size * states.itemsize
+
     encodes = model.config.is_encoder_decoder
     names = ("input_ids", "decoder_input_ids") if encodes else ("input_ids", "attention_mask")
     ids = torch.ones(1, 2, dtype=torch.int64, device="meta")
@@ -93,4 +100,4 @@ def _kv_bytes(model: PreTrainedModel) -> list[list[int]]:
         states = [[(layer.keys, layer.values) for layer in each.layers] for each in caches]
     except (RuntimeError, ValueError, AttributeError):
         return []
-    return [[sum(t.shape[1] * t.shape[3] * t.itemsize for t in pair) for pair in layers] for layers in states]
+    return [[sum(t.shape[1] * row(t) for t in pair) for pair in layers] for layers in states]

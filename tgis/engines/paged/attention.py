@@ -21,12 +21,13 @@ from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
+from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales, dequantize, is_coded, quantize
 from tgis.engines.paged.batch import FlatBatch
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
 
 
-_KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D]
+_KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D], as codes [..., D + SCALE_BYTES]
 _Write = Callable[[FlatBatch, Tensor, Tensor, _KVCache], None]
 _Decode = Callable[[FlatBatch, Tensor, _KVCache, AttentionParams], Tensor]
 _Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
@@ -43,8 +44,9 @@ class PagedKVCache:
     batcher decides who owns a block; the order of the numbers in it is that of the kernel that writes it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, block_size: int, codes: torch.dtype | None = None) -> None:
+        """Numbers are stored as codes of 8 bits, int8 or FP8, or as they are."""
+        self.block_size, self.codes = block_size, codes
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mappings: list[Mapping] = []  # on CPUs
@@ -84,11 +86,12 @@ class PagedKVCache:
         return self._layers[index]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        size = self.num_blocks, self.block_size, like.shape[1], like.shape[3]
+        dtype, row = (self.codes, like.shape[3] + SCALE_BYTES) if self.codes else (like.dtype, like.shape[3])
+        size = self.num_blocks, self.block_size, like.shape[1], row
         if like.device.type != "cpu":
             return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
-        self._mappings.append(Mapping(math.prod(size) * like.itemsize))
-        return self._mappings[-1].bytes.view(like.dtype).view(size)
+        self._mappings.append(Mapping(math.prod(size) * dtype.itemsize))
+        return self._mappings[-1].bytes.view(dtype).view(size)
 
 
 class PagedAttention:
@@ -101,6 +104,7 @@ class PagedAttention:
         self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
+        self._key_scales: dict[nn.Module, Tensor] = {}  # of int8, fixed by the first keys that a module gives
         self.windows: set[int | None] = set()  # of layers that have called
         self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
         # Of an encoder-decoder: the modules of its encoder, whose keys and values are kept for one layer only, and the
@@ -140,11 +144,18 @@ class PagedAttention:
             kv_cache = self.encoder_cache.layer(0, key, value)
             return self._attend(batch, query, key, value, kv_cache, scaling, None, *others, causal=False)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
+        scales = self._scales_of(module, key) if self.cache.codes == torch.int8 else None
         if module in self.cross_modules:
             assert batch.cross is not None
-            return self._attend(batch.cross, query, key, value, kv_cache, *params)
+            return self._attend(batch.cross, query, key, value, kv_cache, *params, key_scales=scales)
         self.modules[module.layer_idx] = module
-        return self.attend(query, key, value, kv_cache, *params)
+        return self._attend(batch, query, key, value, kv_cache, *params, key_scales=scales)
+
+    def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
+        """What the keys of a module are divided by. The precision of FP8 is relative and needs no such scales."""
+        if module not in self._key_scales:
+            self._key_scales[module] = channel_scales(key[0])
+        return self._key_scales[module]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
         """The output [1, T, H, E] of the batch in a layer with this KV cache."""
@@ -166,16 +177,21 @@ class PagedAttention:
         bias_origin: int | None,
         *,
         causal: bool = True,
+        key_scales: Tensor | None = None,
     ) -> Tensor:
         """The output [1, T, H, E] of a batch; in cross-attention there may be no keys, or no queries."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         self.windows.add(window)
-        params = AttentionParams(scaling or q.shape[-1] ** -0.5, window, softcap, sinks, bias, bias_origin, causal)
-        if self._cpu_attention and self._cpu_attention.supports(q, *kv_cache):
+        scale = scaling or q.shape[-1] ** -0.5
+        params = AttentionParams(scale, window, softcap, sinks, bias, bias_origin, causal, key_scales)
+        if self._cpu_attention and q.dtype == k.dtype == v.dtype and self._cpu_attention.supports(q, *kv_cache):
             if len(k):
-                self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
+                self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping, key_scales)
             return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
         self.runs_cpu_kernel = False
+        if key_scales is not None:
+            factors = key_scales.to(q.dtype)
+            q, k = q * factors.repeat_interleave(q.shape[1] // k.shape[1], 0), k / factors
         fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
         run = partial(self._self_test.run, kind)
@@ -211,7 +227,22 @@ def _triton_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) ->
 
 def _torch_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
     for stored, new in zip(kv_cache, (k, v), strict=True):
-        stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
+        if is_coded(stored):
+            _as_bytes(stored).flatten(0, 1).index_copy_(0, batch.slot_mapping, _as_bytes(quantize(new, stored.dtype)))
+        else:
+            stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    """FP8 as what PyTorch can index."""
+    return codes.view(torch.uint8)
+
+
+def _gathered(stored: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks of a cache; what codes stand for is of this dtype."""
+    if not is_coded(stored):
+        return stored.index_select(0, blocks)
+    return dequantize(_as_bytes(stored).index_select(0, blocks).view(stored.dtype), dtype)
 
 
 def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
@@ -272,7 +303,10 @@ def _attend_gathered(
     block_tables: Tensor, q: Tensor, mask: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
     k, v = (
-        states.index_select(0, block_tables.flatten()).unflatten(0, block_tables.shape).flatten(1, 2).transpose(1, 2)
+        _gathered(states, block_tables.flatten(), q.dtype)
+        .unflatten(0, block_tables.shape)
+        .flatten(1, 2)
+        .transpose(1, 2)
         for states in kv_cache
     )  # [B, K, W, D]
     packed = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, D]
@@ -292,9 +326,11 @@ def _torch_prefill(
 def _torch_prefill_chunk(
     chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> Tensor:
-    """Attention of q [n, H, D]; keys and values are gathered from the cache if the chunk has context."""
-    if chunk.num_computed_tokens:
-        k, v = (states.index_select(0, chunk.block_table).flatten(0, 1)[: chunk.seq_len] for states in kv_cache)
+    """Attention of q [n, H, D]; keys and values are gathered from the cache if the chunk has context or they are codes,
+    so that they do not depend on the chunk.
+    """
+    if chunk.num_computed_tokens or is_coded(kv_cache[0]):
+        k, v = (_gathered(each, chunk.block_table, q.dtype).flatten(0, 1)[: chunk.seq_len] for each in kv_cache)
     groups = q.shape[1] // k.shape[1]
     packed = q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, G * n, D]
     mask = chunk.masks.get(params.mask_key)

@@ -7,7 +7,7 @@ which blocks they have, is decided by the batcher.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import msgspec
@@ -18,7 +18,9 @@ from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
 from tgis.engines.kernels.cuda.self_test import fallback_reason
+from tgis.engines.kernels.kv_codes import codes_of
 from tgis.engines.loading.loader import (
+    input_vocab_size,
     load_causal_lm,
     load_config,
     load_model,
@@ -65,6 +67,8 @@ log = logging.getLogger(__name__)
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
 _MAX_PREFILL_GAP_MS = {"cpu": 250, "cuda": 150}  # less costs throughput
 _MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
+_CODED = torch.bfloat16  # whose tolerance logits from codes of 8 bits get: rounding to these is as coarse
+_KEY_SCALE_TOKENS = 128  # of a random prompt, and of its output: more change little
 _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 
 
@@ -112,6 +116,7 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
+        codes = codes_of(options.kv_cache_dtype, self._device)
         self._model, self._arguments = _load(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
@@ -137,6 +142,8 @@ class PagedEngine:
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
         self._verify_attention()
+        if codes:
+            self._quantize_cache(codes)
         self.info = self._describe(lookahead=int(async_decode))
 
     def _verify_attention(self) -> None:
@@ -148,6 +155,25 @@ class PagedEngine:
             verify_encoder_decoder(self._model, self._attention, *steps, start, install, length)
         else:
             verify_attention(self._model, self._attention, self.compute_logits, length)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _quantize_cache(self, codes: torch.dtype) -> None:
+        """Store keys and values as codes from now on, where the first pass fixes what keys are divided by. Unsupported
+        if its logits are not those without codes. Leaves a KV cache of the tokens of this pass.
+        """
+        length = self._options.max_sequence_length
+        positions = self._encoder.max_positions if self._encoder else max_positions(self._model)
+        count = max(min(_KEY_SCALE_TOKENS, length // 2, positions // 2), 2)
+        vocab_size = min(input_vocab_size(self._model), model_info(self._model).vocab_size)
+        draw = torch.Generator().manual_seed(0)
+        tokens, output = torch.randint(vocab_size, (2, count), generator=draw).tolist()
+        plain, found = (self._long_logits(tokens, output, each) for each in (None, codes))
+        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", found, plain, _CODED)
+
+    def _long_logits(self, tokens: list[int], output: list[int], codes: torch.dtype | None) -> torch.Tensor:
+        blocks = -(-len(tokens + output) // self._block_size) + EXTRA_BLOCKS
+        self._attention.cache = PagedKVCache(blocks, self._block_size, codes)
+        return self._dummy_logits(tokens=tokens, output=output)
 
     def _describe(self, lookahead: int) -> EngineInfo:
         embed_tokens = self._encoder.embed_tokens if self._encoder else self._embed_tokens
@@ -165,6 +191,7 @@ class PagedEngine:
             decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=self._lora.targets,
+            kv_cache_dtype=self._options.kv_cache_dtype if self._attention.cache.codes else "auto",
         )
 
     @warm_up_errors()
@@ -175,14 +202,16 @@ class PagedEngine:
         extra = EXTRA_BLOCKS if self._encoder else 0
         budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
         num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
+        codes = codes_of(self._options.kv_cache_dtype, self._device)
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
-        self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size)
+        self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, codes)
         log.info(
-            "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all",
+            "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all%s",
             num_blocks,
             self._block_size,
             bytes_per_block / self._block_size / 1024,
             num_blocks * bytes_per_block / 2**30,
+            f", in {self._options.kv_cache_dtype}" if codes else "",
         )
         capacity = num_blocks * self._block_size
         self.info = msgspec.structs.replace(
@@ -197,8 +226,9 @@ class PagedEngine:
         log.info("warm after %.1f s", time.monotonic() - started)
         on_cuda = self._device.type == "cuda"
         wanted = self._options.compile
-        if self._encoder and wanted:
-            warn(self._options, "PT2_COMPILE has no effect: encoder-decoders are not compiled")
+        if wanted and (self._encoder or codes):
+            what = "encoder-decoders are" if self._encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
+            warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
         elif (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
             self._compile(eager_logits)
         if on_cuda and self._options.num_shards == 1:
@@ -226,20 +256,23 @@ class PagedEngine:
         if not tabulate_angles(self._model, self._max_blocks * self._block_size):
             return
         try:
-            verify_steps("tabulated", self._dummy_logits(), eager_logits, self._model.dtype)
+            dtype = _CODED if self.info.kv_cache_dtype != "auto" else self._model.dtype
+            verify_steps("tabulated", self._dummy_logits(), eager_logits, dtype)
         except Unsupported as error:
             compute_angles(self._model)
             log.warning("the model computes its rotary embeddings in every step: %s", error)
 
-    def _dummy_logits(self, adapter: LoraAdapter | None = None) -> torch.Tensor:
-        """The logits of a prefill and of a decode, [2, V]. The prefill has 13 tokens: a compiler assumes that sizes
-        which are equal now, such as the number of tokens and the size of a head, are always equal.
+    def _dummy_logits(
+        self, adapter: LoraAdapter | None = None, tokens: Iterable[int] = range(1, 14), output: Iterable[int] = (14,)
+    ) -> torch.Tensor:
+        """The logits of a prefill and of a decode, [2, V]. The prefill usually has 13 tokens: a compiler assumes that
+        sizes which are equal now, such as the number of tokens and the size of a head, are always equal.
         """
         extra = EXTRA_BLOCKS if self._encoder else 0
-        seq = dummy_sequence(list(range(1, 14)), self._block_size, output=[14], extra_blocks=extra)
+        seq = dummy_sequence([*tokens], self._block_size, output=[*output], extra_blocks=extra)
         seq.adapter = adapter
         logits = []
-        for count in (13, 1):
+        for count in (len(seq.tokens) - 1, 1):
             logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
             seq.num_computed_tokens += count
         return torch.cat(logits)

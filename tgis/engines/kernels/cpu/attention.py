@@ -7,23 +7,26 @@ from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.kv_codes import CODES, head_size, is_coded
 
 _SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
-_MAX_SIZE = 512  # of heads, and
+_MAX_SIZE, _MAX_CODED_SIZE = 512, 256  # of heads, and
 _MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
 _PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
 _NO_WINDOW = 2**62
+_CODES = {dtype: number for number, dtype in enumerate(CODES.values(), 1)}  # as in attention_codes.h; 0: none
 
 
 class _AttentionArgs(ctypes.Structure):
     """`attention_args` of attention.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences", "sinks", "bias")),
+        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "bias", "key_scales")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window", "bias_row", "bias_origin")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int64) for name in ("causal", "threads")),
+        *((name, ctypes.c_int64) for name in ("codes", "causal", "threads")),
     )
 
 
@@ -31,17 +34,17 @@ class _WriteArgs(ctypes.Structure):
     """`write_args` of attention.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping", "key_scales")),
         *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "block_size", "k_size", "v_size")),
         *((name, ctypes.c_int64) for name in ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("codes", "threads")),
     )
 
 
 class CpuAttention:
     """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
-    contiguous and have the dtype of the queries, keys and values. The order of the numbers within a block is that of
-    attention_tile.h.
+    contiguous and have the dtype of the queries, keys and values, or that of codes, with their scales behind them. The
+    order of the numbers within a block is that of attention_tile.h.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -50,22 +53,33 @@ class CpuAttention:
 
     @staticmethod
     def supports(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-        sizes, group = (k_cache.shape[3], v_cache.shape[3]), q.shape[1] // k_cache.shape[2]
-        fits = group <= _MAX_GROUP and all(size <= _MAX_SIZE and size % _SIZE_MULTIPLE == 0 for size in sizes)
-        same_dtype = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in DTYPES
-        return fits and same_dtype and k_cache.shape[1] % _PANEL == 0
+        sizes, group = map(head_size, (k_cache, v_cache)), q.shape[1] // k_cache.shape[2]
+        largest = _MAX_CODED_SIZE if is_coded(k_cache) else _MAX_SIZE
+        fits = group <= _MAX_GROUP and all(size <= largest and size % _SIZE_MULTIPLE == 0 for size in sizes)
+        same_dtype = k_cache.dtype == v_cache.dtype and (is_coded(k_cache) or q.dtype == k_cache.dtype)
+        return fits and same_dtype and q.dtype in DTYPES and k_cache.shape[1] % _PANEL == 0
 
-    def write_kv_cache(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv_cache(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scales: Tensor | None = None,
+    ) -> None:
         """Store `k` [T, K, D] and `v` [T, K, E] of new tokens in their slots [T], counted in tokens."""
-        assert k.dtype == v.dtype == k_cache.dtype, (k.dtype, v.dtype)
+        assert k.dtype == v.dtype, (k.dtype, v.dtype)
+        assert k.dtype == k_cache.dtype or is_coded(k_cache), (k.dtype, k_cache.dtype)
         assert k_cache.is_contiguous()
         assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         args = _WriteArgs(
             *(each.data_ptr() for each in (k, v, k_cache, v_cache, slot_mapping)),
+            None if key_scales is None else key_scales.data_ptr(),
             *(len(k), k.shape[1], k_cache.shape[1], k.shape[2], v.shape[2]),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            torch.get_num_threads(),
+            *(_CODES.get(k_cache.dtype, 0), torch.get_num_threads()),
         )
         self._write[k.dtype](args)
 
@@ -78,16 +92,17 @@ class CpuAttention:
         q = q if q.stride(2) == 1 else q.contiguous()
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         bias = params.bias
-        output = q.new_empty(*q.shape[:2], v_cache.shape[3])
+        v_size = head_size(v_cache)
+        output = q.new_empty(*q.shape[:2], v_size)
         pointers = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), output.data_ptr(), sequences.data_ptr()
-        _, block_size, kv_heads, k_size = k_cache.shape
+        _, block_size, kv_heads, _ = k_cache.shape
         args = _AttentionArgs(
-            *(*pointers, *(None if each is None else each.data_ptr() for each in (sinks, bias))),
-            *(len(sequences), q.stride(0), q.stride(1), k_size, v_cache.shape[3]),
+            *(*pointers, *(None if each is None else each.data_ptr() for each in (sinks, bias, params.key_scales))),
+            *(len(sequences), q.stride(0), q.stride(1), q.shape[2], v_size),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
             *(0 if bias is None else bias.stride(0), -1 if params.bias_origin is None else params.bias_origin),
-            *(params.scale, params.softcap or 0.0, params.causal),
-            torch.get_num_threads(),
+            *(params.scale, params.softcap or 0.0),
+            *(_CODES.get(k_cache.dtype, 0), params.causal, torch.get_num_threads()),
         )
         if self._attend[q.dtype](args):
             raise MemoryError(f"no memory for attention of {len(q)} tokens")

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "attention_tile.h"
+#include "attention_codes.h"
 
 #define LOG2_E 1.44269504f
 #define SPLIT (4 * TILE)  /* tokens; splits of one context may run in parallel */
@@ -23,17 +23,20 @@ typedef struct {
 } sequence;
 
 typedef struct {
-    const scalar_t *q, *k_cache, *v_cache; /* [tokens, heads, k_size]; panels */
-    scalar_t *output;                      /* [tokens, heads, v_size] */
+    const scalar_t *q;            /* [tokens, heads, k_size] */
+    const void *k_cache, *v_cache; /* panels */
+    scalar_t *output;             /* [tokens, heads, v_size] */
     const sequence *sequences;
     const float *sinks; /* [heads] or NULL */
     const float *bias;  /* [heads, bias_row] or NULL: added to scaled scores; of unseen keys, too */
+    const float *key_scales; /* [kv_heads, k_size] or NULL: what queries are multiplied by */
     int64_t num_seqs, q_token_stride, q_head_stride;
     int64_t k_size, v_size; /* multiples of LANES */
     int64_t kv_heads, group, block_size; /* group: query heads per KV head; block_size: a multiple of PANEL */
     int64_t window;                      /* tokens that a token sees, itself included */
     int64_t bias_row, bias_origin;       /* the column of a token's own key; -1: columns are positions of keys */
     float scale, softcap;                /* softcap: 0 is none */
+    int64_t codes;                       /* of the cache: see attention_codes.h */
     int64_t causal;                      /* 0: a token sees later ones, too; then there is no window */
     int64_t threads;
 } attention_args;
@@ -62,7 +65,8 @@ typedef struct {
 typedef struct {
     f32_vec *states, *split_states; /* [queries, state_vecs] */
     operand_t *q;                   /* [queries, k_size] */
-    scalar_t *values;               /* two panels that are not seen as a whole */
+    scalar_t *keys, *values;        /* a widened tile; without codes two panels of values that are not seen as a whole */
+    float *scales;                  /* of keys and of values, [2, TILE] */
 } scratch;
 
 static inline int64_t v_vecs(const attention_args *args) { return args->v_size / LANES; }
@@ -71,7 +75,8 @@ static inline int64_t task_queries(const attention_args *args) { return max_i64(
 
 static int64_t scratch_bytes(const attention_args *args) {
     const int64_t states = 2 * state_vecs(args) * sizeof(f32_vec), q = args->k_size * sizeof(operand_t);
-    return task_queries(args) * (states + q) + 2 * PANEL * args->v_size * sizeof(scalar_t);
+    const int64_t tile = TILE * ((args->k_size + args->v_size) * sizeof(scalar_t) + 2 * sizeof(float));
+    return task_queries(args) * (states + q) + (args->codes ? tile : 2 * PANEL * args->v_size * (int64_t)sizeof(scalar_t));
 }
 
 static scratch make_scratch(const attention_args *args, char *memory) {
@@ -79,7 +84,9 @@ static scratch make_scratch(const attention_args *args, char *memory) {
     s.states = (f32_vec *)memory;
     s.split_states = s.states + task_queries(args) * state_vecs(args);
     s.q = (operand_t *)(s.split_states + task_queries(args) * state_vecs(args));
-    s.values = (scalar_t *)(s.q + task_queries(args) * args->k_size);
+    s.keys = (scalar_t *)(s.q + task_queries(args) * args->k_size);
+    s.values = s.keys + (args->codes ? TILE * args->k_size : 0);
+    s.scales = (float *)(s.values + TILE * args->v_size);
     return s;
 }
 
@@ -142,16 +149,18 @@ INLINE float mask_scores(
     return max_f32(state[v_vecs(args) + 1][0], reduce_max(high) * score_scale(args));
 }
 
-/* Turns prepared scores into weights, and returns what the earlier sums of the query shrink by. */
+/* Turns prepared scores into weights, which are multiplied by the scales of values if there are any. Returns what the
+   earlier sums of the query shrink by. */
 INLINE float softmax_tile(
-    const attention_args *args, const f32_vec *scores, int vecs, float new_max, f32_vec *state, operand_t *weights
+    const attention_args *args, const f32_vec *scores, int vecs, float new_max, f32_vec *state, operand_t *weights,
+    const float *value_scales
 ) {
     f32_vec total = {0}, *const sum = state + v_vecs(args), *const old_max = sum + 1;
     const float scale = score_scale(args);
     for (int i = 0; i < vecs; i++) {
         const f32_vec weight = exp2_scalar(scores[i] * scale - new_max);
         total += weight;
-        store_operands(weights + i * LANES, weight);
+        store_operands(weights + i * LANES, value_scales ? weight * load_f32(value_scales + i * LANES) : weight);
     }
     const float shrink = exp2_f32((f32_vec){0} + ((*old_max)[0] - new_max))[0];
     *sum = *sum * shrink + total;
@@ -170,10 +179,12 @@ INLINE void attend_rows(
     const int64_t state_row = state_vecs(args);
     score_rows(rows, tile, count, args->k_size, q, scores);
     const int vecs = count * PANEL / LANES;
+    for (int r = 0; r < rows && tile->key_scales; r++)
+        for (int i = 0; i < vecs; i++) scores[r][i] *= load_f32(tile->key_scales + i * LANES);
     for (int r = 0; r < rows; r++) /* of all rows first: each waits for the reduction of its vectors */
         max[r] = mask_scores(args, scores[r], vecs, begin, seen[r], states + r * state_row);
     for (int r = 0; r < rows; r++)
-        shrink[r] = softmax_tile(args, scores[r], vecs, max[r], states + r * state_row, weights[r]);
+        shrink[r] = softmax_tile(args, scores[r], vecs, max[r], states + r * state_row, weights[r], tile->value_scales);
     weigh_rows(rows, tile, count, args->v_size, weights, shrink, states, state_row);
 }
 
@@ -212,22 +223,56 @@ static void attend_tile(
     }
 }
 
+/* The panel that is widened a tile after that of a token: of the next head or, after the last one, of later tokens. */
+static int64_t later_slot(const attention_args *args, const task *t, int64_t kv_head, int64_t token) {
+    const int is_last = kv_head + 1 == t->kv_head + t->kv_heads;
+    const int64_t next = is_last ? min_i64(token + TILE, t->seq->seq_len - 1) : token, size = args->block_size;
+    const int64_t block = t->seq->block_table[next / size];
+    return panel_slot(args->kv_heads, size, block, is_last ? t->kv_head : kv_head + 1, next % size);
+}
+
+/* Widens panels of codes, and adds them to those found. */
+static void add_widened(
+    const attention_args *args, const task *t, int64_t kv_head, int64_t token, int64_t slot, range seen, panels *found,
+    scratch *s
+) {
+    const int64_t at = found->count * PANEL, k_size = args->k_size, v_size = args->v_size;
+    const int64_t later = later_slot(args, t, kv_head, token);
+    const char *keys = panel_of(args->k_cache, args->codes, k_size, slot);
+    const char *values = panel_of(args->v_cache, args->codes, v_size, slot);
+    found->keys[found->count] = s->keys + at * k_size;
+    found->values[found->count] = s->values + at * v_size;
+    const char *later_keys = panel_of(args->k_cache, args->codes, k_size, later);
+    const char *later_values = panel_of(args->v_cache, args->codes, v_size, later);
+    widen_panel(args->codes, keys, k_size / QUAD, PANEL, later_keys, s->keys + at * k_size, s->scales + at);
+    widen_panel(args->codes, values, PANEL / QUAD, v_size, later_values, s->values + at * v_size, s->scales + TILE + at);
+    for (int64_t i = 0; i < PANEL; i++)
+        if (token + i < seen.begin || token + i >= seen.end) s->scales[TILE + at + i] = 0; /* NaN times 0 is NaN */
+    found->key_scales = s->scales;
+    found->value_scales = s->scales + TILE;
+}
+
 /* The panels of one KV head from `begin` on, up to the end of its tile or of what is seen. */
 static panels find_panels(
     const attention_args *args, const task *t, int64_t kv_head, int64_t begin, range seen, scratch *s
 ) {
-    panels found = {.next_keys = kv_head + 1 < t->kv_head + t->kv_heads ? args->block_size * args->k_size : 0};
+    const int has_next = !args->codes && kv_head + 1 < t->kv_head + t->kv_heads;
+    panels found = {.next_keys = has_next ? args->block_size * args->k_size : 0};
     const int64_t end = min_i64(begin / TILE * TILE + TILE, seen.end);
     for (int64_t token = begin; token < end; token += PANEL, found.count++) {
         const uint32_t size = args->block_size, block = (uint32_t)token / size, in_block = (uint32_t)token % size;
         const int64_t slot = panel_slot(args->kv_heads, size, t->seq->block_table[block], kv_head, in_block);
-        const scalar_t *values = args->v_cache + slot * args->v_size;
+        if (args->codes) {
+            add_widened(args, t, kv_head, token, slot, seen, &found, s);
+            continue;
+        }
+        const scalar_t *values = (const scalar_t *)args->v_cache + slot * args->v_size;
         if (token < seen.begin || token + PANEL > seen.end) {
             scalar_t *copy = s->values + (token < seen.begin ? 0 : PANEL * args->v_size);
             copy_seen(values, args->v_size, seen.begin - token, seen.end - token, copy);
             values = copy;
         }
-        found.keys[found.count] = args->k_cache + slot * args->k_size;
+        found.keys[found.count] = (const scalar_t *)args->k_cache + slot * args->k_size;
         found.values[found.count] = values;
     }
     return found;
@@ -281,7 +326,9 @@ static void write_output(const attention_args *args, f32_vec *state, int64_t tok
 
 static void load_query(const attention_args *args, int64_t token, int64_t head, operand_t *to) {
     const scalar_t *q = args->q + token * args->q_token_stride + head * args->q_head_stride;
-    for (int64_t i = 0; i < args->k_size; i += LANES) store_operands(to + i, load(q + i));
+    const float *scales = args->key_scales ? args->key_scales + head / args->group * args->k_size : NULL;
+    for (int64_t i = 0; i < args->k_size; i += LANES)
+        store_operands(to + i, scales ? load(q + i) * load_f32(scales + i) : load(q + i));
 }
 
 /* Calls `body` with the `token` and `head` of each query of a task, in order, and its number `i`. */
@@ -393,10 +440,11 @@ int EXPORT(paged_attention)(const attention_args *args) {
 
 typedef struct {
     const scalar_t *k, *v; /* [tokens, kv_heads, k_size or v_size] */
-    scalar_t *k_cache, *v_cache;
+    void *k_cache, *v_cache;
     const int64_t *slot_mapping; /* [tokens], counted in tokens */
+    const float *key_scales;     /* [kv_heads, k_size] or NULL: what keys are divided by */
     int64_t tokens, kv_heads, block_size, k_size, v_size;
-    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, threads;
+    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, codes, threads;
 } write_args;
 
 /* Where the panel of a new token is. */
@@ -405,9 +453,25 @@ static inline int64_t slot_of(const write_args *args, int64_t token, int64_t kv_
     return panel_slot(args->kv_heads, size, slot / size, kv_head, slot % size);
 }
 
+/* Writes numbers of some bytes, as many side by side as `pair` says, to their places in the panels of token `at`; fetches
+   the lines of `next`. */
+INLINE void scatter(
+    const int bytes, const int pair, const write_args *args, int64_t at, const void *k, const void *v, char *keys, char *values,
+    const char *next
+) {
+    const int64_t k_size = args->k_size, v_size = args->v_size;
+    keys += at * pair * bytes;
+    values += (at / pair * pair * v_size + at % pair) * bytes;
+    for (int64_t i = 0; i < k_size; i += pair) {
+        __builtin_prefetch(next + i * PANEL * bytes, 1);
+        memcpy(keys + i * PANEL * bytes, (const char *)k + i * bytes, pair * bytes);
+    }
+    for (int64_t i = 0; i < v_size; i++) memcpy(values + i * pair * bytes, (const char *)v + i * bytes, bytes);
+}
+
 /* Writes the keys and values of new tokens to their slots in the cache; each head fetches the lines of the next token. */
 void EXPORT(write_kv_cache)(const write_args *args) {
-    const int64_t k_size = args->k_size, v_size = args->v_size;
+    const int64_t k_size = args->k_size, v_size = args->v_size, codes = args->codes;
 #pragma omp parallel for schedule(static) num_threads(args->threads) if (args->tokens >= PARALLEL_TOKENS)
     for (int64_t t = 0; t < args->tokens; t++)
         for (int64_t head = 0; head < args->kv_heads; head++) {
@@ -415,12 +479,15 @@ void EXPORT(write_kv_cache)(const write_args *args) {
             const int64_t next = slot_of(args, min_i64(t + 1, args->tokens - 1), head);
             const scalar_t *k = args->k + t * args->k_token_stride + head * args->k_head_stride;
             const scalar_t *v = args->v + t * args->v_token_stride + head * args->v_head_stride;
-            scalar_t *keys = args->k_cache + slot * k_size + at * PAIR;
-            scalar_t *values = args->v_cache + slot * v_size + at / PAIR * PAIR * v_size + at % PAIR;
-            for (int64_t i = 0; i < k_size; i += PAIR) {
-                __builtin_prefetch(args->k_cache + next * k_size + i * PANEL, 1);
-                memcpy(keys + i * PANEL, k + i, PAIR * sizeof *k);
-            }
-            for (int64_t i = 0; i < v_size; i++) values[i * PAIR] = v[i];
+            char *keys = (char *)panel_of(args->k_cache, codes, k_size, slot);
+            char *values = (char *)panel_of(args->v_cache, codes, v_size, slot);
+            const char *next_keys = panel_of(args->k_cache, codes, k_size, next);
+            if (codes) {
+                uint8_t new_keys[k_size], new_values[v_size];
+                const float *scales = args->key_scales ? args->key_scales + head * k_size : NULL;
+                *scale_of(keys, k_size, at) = quantize(codes, k, k_size, scales, new_keys);
+                *scale_of(values, v_size, at) = quantize(codes, v, v_size, NULL, new_values);
+                scatter(1, QUAD, args, at, new_keys, new_values, keys, values, next_keys);
+            } else scatter(sizeof *k, PAIR, args, at, k, v, keys, values, next_keys);
         }
 }

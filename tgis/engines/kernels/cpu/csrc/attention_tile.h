@@ -5,6 +5,9 @@
    [blocks, kv_heads, block_size / PANEL, k_size / PAIR, PANEL, PAIR] and values
    [blocks, kv_heads, block_size / PANEL, PANEL / PAIR, v_size, PAIR]. */
 
+#ifndef ATTENTION_TILE_H
+#define ATTENTION_TILE_H
+
 #include "multiply_add.h"
 
 #define PANEL 16 /* tokens; a multiple of LANES and PAIR */
@@ -25,7 +28,8 @@
 /* Panels of one KV head. Unseen values are 0, unseen keys anything. */
 typedef struct {
     const scalar_t *keys[TILE_PANELS], *values[TILE_PANELS];
-    int64_t count, next_keys; /* how far from `keys` those are that are needed next */
+    const float *key_scales, *value_scales; /* of tokens, or NULL */
+    int64_t count, next_keys;               /* how far from `keys` those are that are needed next */
 } panels;
 
 /* scores [rows, TILE_VECS] = q [rows, k_size] * keys, of `count` panels at least; fetches their values. */
@@ -43,7 +47,7 @@ INLINE void score_rows(
         }
         for (int64_t step = 0; step < k_size / PAIR; step++) {
 #pragma GCC unroll 8
-            for (int j = 0; j < GEMM_COLUMNS; j++) __builtin_prefetch(values[j] + step * CACHE_LINE);
+            for (int j = 0; j < GEMM_COLUMNS && !tile->key_scales; j++) __builtin_prefetch(values[j] + step * CACHE_LINE);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -73,7 +77,7 @@ INLINE void weigh_columns(
             const int64_t offset = (step * v_size + first * LANES) * PAIR;
             const scalar_t *values = tile->values[panel] + offset, *next = tile->keys[panel] + tile->next_keys + offset;
 #pragma GCC unroll 8
-            for (int j = 0; j < columns; j++) __builtin_prefetch(next + j * LANES * PAIR);
+            for (int j = 0; j < columns && !tile->key_scales; j++) __builtin_prefetch(next + j * LANES * PAIR);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -113,3 +117,5 @@ static inline void copy_seen(const scalar_t *values, int64_t v_size, int64_t beg
         }
     }
 }
+
+#endif
