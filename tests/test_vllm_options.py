@@ -57,6 +57,9 @@ def read_as_adapter(*argv: str, **environ: str) -> Config:
         ("--download-dir /hub", "hub_cache", "/hub"),
         ("--revision v1", "revision", "v1"),
         ("--served-model-name one two", "served_model_name", "one"),
+        ("--load-format gguf", "quantize", "gguf"),
+        ("--load-format bitsandbytes --quantization bitsandbytes", "quantize", "bitsandbytes"),
+        ("--load-format safetensors --quantization awq", "quantize", "awq"),
     ],
 )
 def test_flags_of_vllm_are_flags_of_ours(flags: str, field: str, value: object) -> None:

@@ -58,7 +58,7 @@ DTYPE = choice(
     "auto", "float32", "float16", "bfloat16", "int8",
     aliases={"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 )  # fmt: skip
-FORMATS = ("bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8")  # of weights
+FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
@@ -327,6 +327,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
+    if (load_format := " ".join(flags.get("load_format", ""))) in FORMATS:
+        values.setdefault("quantize", load_format)
     if values.get("dtype") == "int8":
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
     config = Config(**values, sources=sources, check=bool(flags.get("check")))

@@ -47,6 +47,7 @@ from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
+from tgis.models.convert.gguf import ensure_directory
 from tgis.models.convert.weights import ensure_weights, needs_conversion
 from tgis.models.files import (
     ModelFiles,
@@ -96,7 +97,8 @@ def prepare(config: Config) -> "Server":
         logging.getLogger(request_log.__name__).setLevel(logging.WARNING)
     credentials = load_credentials(config)
     log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
-    model = find_model(config.model_name, config.revision, str(config.hub_cache))
+    name = ensure_directory(config.model_name, config.cache_dir)
+    model = find_model(name, config.revision, str(config.hub_cache))
     if config.engine not in _OTHER_WEIGHTS and not needs_conversion(model.path):
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)

@@ -6,13 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sentencepiece
+from gguf import GGUFWriter
 from model_directories import write_model
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tokenizers import Tokenizer
 
 from tgis.errors import StartError
 from tgis.models import staging
+from tgis.models.convert import gguf
 from tgis.models.convert.fast_tokenizer import add_tokenizer, convert_here, ensure_tokenizer
 from tgis.models.files import ModelFiles, eos_token_ids, find_model
 
@@ -98,13 +102,43 @@ def train(file: Path, options: dict[str, Any]) -> sentencepiece.SentencePiecePro
     return sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
 
 
-@pytest.mark.parametrize("name", SENTENCEPIECE)
+def write_gguf(file: Path, oracle: sentencepiece.SentencePieceProcessor, options: dict[str, Any]) -> None:
+    """The header that llama.cpp's converter makes of a model."""
+    unigram, model = options is not BPE, ModelProto.FromString(oracle.serialized_model_proto())
+    writer = GGUFWriter(file, "t5" if unigram else "llama")
+    writer.add_tokenizer_model("t5" if unigram else "llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([piece.piece for piece in model.pieces])
+    writer.add_token_scores([piece.score for piece in model.pieces])
+    writer.add_token_types([piece.type for piece in model.pieces])
+    for add, number in ((writer.add_bos_token_id, oracle.bos_id()), (writer.add_eos_token_id, oracle.eos_id())):
+        if number >= 0:
+            add(number)
+    writer.add_unk_token_id(oracle.unk_id())
+    writer.add_add_bos_token(not unigram)
+    writer.add_add_eos_token(unigram)
+    if unigram:
+        writer.add_remove_extra_whitespaces(model.normalizer_spec.remove_extra_whitespaces)
+        writer.add_precompiled_charsmap(model.normalizer_spec.precompiled_charsmap)
+    writer.add_tensor("token_embd.weight", np.zeros((440, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", [*SENTENCEPIECE, "Llama, gguf", "T5, gguf", "mT5, gguf"])
 def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_path: Path) -> None:
     """Only texts with special tokens in them differ."""
-    family, file, options, before, after = SENTENCEPIECE[name]
+    family, file, options, before, after = SENTENCEPIECE[name.partition(",")[0] if "gguf" in name else name]
     path = write_model(tmp_path / "model", config={"model_type": family, "vocab_size": 440})
     oracle = train(path / file, options)
-    convert_here(str(path), str(tmp_path))
+    if "gguf" in name:
+        write_model(tmp_path, config={"model_type": family})
+        write_gguf(tmp_path / "model.gguf", oracle, options)
+        gguf.convert_here(tmp_path)
+    else:
+        convert_here(str(path), str(tmp_path))
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     draw = random.Random(0)
     pieces = ["a", "the", " ", "  ", "\n", "é", "日", "🙂", "1", "23", ".", "_", "def", "self", "tokenizer"]

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from tgis.errors import StartError
+from tgis.models.gguf import WEIGHTS
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
 MAX_REF_BYTES = 1 << 10
@@ -81,12 +82,14 @@ def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:
-    """The safetensors files in a model's directory, sorted; StartError if any is missing."""
+    """The safetensors files in a model's directory, sorted, or the GGUF file; StartError if any is missing."""
     single, index = (path / name for name in SAFETENSORS)
     if single.is_file():
         shards = [single]
     elif index.is_file():
         shards = shard_files(index)
+    elif (gguf := path / WEIGHTS).is_file():
+        return (gguf,)
     elif not (shards := _shards_without_index(path)):
         hint = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
         raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){hint}")

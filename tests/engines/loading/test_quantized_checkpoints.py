@@ -1,5 +1,6 @@
 """Checkpoints that are quantized: each layer's weights are what the files of its format say."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 from batches import engine_options
 from cpu_kernels import CACHE_DIR, CPU_ISA
+from gguf_files import one_more, permuted, write_directory, write_gguf
 from gptq_oracle import unpack
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import make_config, make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tgis.engines.loading import loader
+from tgis.engines.quantization.gguf import read_gguf
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
@@ -267,3 +270,70 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     (path / "quantize_config.json").write_bytes(msgspec.json.encode(GPTQ))
     with pytest.raises(StartError, match=f"^{layer}: experts quantized as gptq are not supported$"):
         load(path)
+
+
+GGUF = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K"]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "d_model": 256, "d_ff": 256, "d_kv": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "kind"),
+    [("Llama", "llama", kind) for kind in GGUF]
+    + [
+        ("Qwen2", "qwen2", "Q4_0"),
+        ("Gemma2", "gemma2", "Q8_0"),
+        ("Gemma3Text", "gemma3", "Q6_K"),
+        ("T5", "t5", "Q4_K"),
+    ],
+)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path) -> None:
+    config = make_config(model)
+    config.update({name: size for name, size in WIDE.items() if hasattr(config, name)})
+    config.tie_word_embeddings = model != "Llama"
+    changes = {"Llama": permuted(4, 2), "Gemma2": one_more, "Gemma3Text": one_more}
+    changed = changes.get(model, lambda _, weight: weight)
+    write_directory(tmp_path, config)
+    expected = write_gguf(tmp_path / "model.gguf", config, architecture, kind, changed)
+    checkpoint = read_gguf(tmp_path, config)
+    for layer in (*checkpoint.layers, *checkpoint.embeddings):
+        assert torch.equal(layer.checked().dequantized(), expected.get_parameter(f"{layer.name}.weight")), layer.name
+    check_logits(load(tmp_path), expected)
+
+
+def test_corrupted_gguf(tmp_path: Path) -> None:
+    """Each of 200 files is refused in one line, or holds finite numbers."""
+    config, path = make_config("Llama"), tmp_path / "model.gguf"
+    config.update({name: size for name, size in WIDE.items() if hasattr(config, name)} | {"vocab_size": 8})
+    write_gguf(path, config, "llama", "Q4_K", permuted(4, 2))
+    content, draw, errors = path.read_bytes(), random.Random(0), []
+    for number in range(200):
+        at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))
+        path.write_bytes(content[:at] + bits + content[at + len(bits) :])
+        try:
+            checkpoint = read_gguf(tmp_path, config)
+            for layer in draw.sample([*checkpoint.layers, *checkpoint.embeddings], 3):
+                assert layer.checked().dequantized().isfinite().all()
+        except StartError as error:
+            errors.append(str(error))
+    assert 50 < len(errors) < 150
+    assert not any("\n" in error for error in errors)
+
+
+def test_other_models_in_gguf(tmp_path: Path) -> None:
+    config = make_config("Llama")
+    config.vocab_size = 8
+    write_gguf(tmp_path / "model.gguf", config, "llama", "F16")
+    content = (tmp_path / "model.gguf").read_bytes()
+    for old, new, message in (
+        (
+            b"\5\0\0\0\0\0\0\0llama",
+            b"\5\0\0\0\0\0\0\0mamba",
+            "of models of type 'mamba' are not supported, only of gemma2",
+        ),
+        (b"output_norm", b"output_morm", "the tensor 'output_morm.weight', .* has no place in LlamaForCausalLM"),
+    ):
+        assert old in content
+        (tmp_path / "model.gguf").write_bytes(content.replace(old, new))
+        with pytest.raises(StartError, match=message):
+            read_gguf(tmp_path, config)

@@ -85,7 +85,7 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]
         plain = sum(parameter.nbytes for parameter in model.parameters())
         yield max(plain - sum(math.prod(layer.shape) for layer in layers) * how.dtype.itemsize, 0)
         yield sum(layer.num_bytes for layer in layers)
-        yield max(_BESIDE * math.prod(layer.shape) for layer in layers)
+        yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0)
         return
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}
     quantized = {module.weight for module in linears if how.logits or module is not head}

@@ -2,7 +2,7 @@
 when the layer is packed, so that little is in memory beside the result.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,9 +54,17 @@ def concatenate_layers(layers: list[QuantizedLayer]) -> QuantizedLayer | None:
 class QuantizedCheckpoint:
     """The tensors of a model, some of them quantized."""
 
-    def __init__(self, method: str, plain: dict[str, Tensor], layers: list[QuantizedLayer]) -> None:
-        """`plain` tensors are best mapped files."""
-        self.method, self.layers, self._plain = method, layers, plain
+    def __init__(
+        self,
+        method: str,
+        plain: dict[str, Tensor],
+        layers: list[QuantizedLayer],
+        embeddings: Sequence[QuantizedLayer] = (),
+    ) -> None:
+        """`plain` tensors are best mapped files; `embeddings` are widened, but multiplied as codes where they are tied
+        to a linear layer.
+        """
+        self.method, self.layers, self.embeddings, self._plain = method, layers, embeddings, plain
         self._placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = {}
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -66,6 +74,9 @@ class QuantizedCheckpoint:
             zero = torch.zeros((), dtype=dtype)
             self._placeholders[zero.data_ptr()] = zero, layer
             found[f"{layer.name}.weight"] = zero.expand(layer.shape)
+        for layer in self.embeddings:
+            found[f"{layer.name}.weight"] = numbers = layer.checked().widened(dtype)
+            self._placeholders[numbers.data_ptr()] = numbers, layer
         return found
 
     def attach(self, model: PreTrainedModel) -> None:

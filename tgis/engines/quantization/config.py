@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from tgis.engines.quantization.awq import AwqFormat
 from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint
+from tgis.engines.quantization.gguf import read_gguf
 from tgis.engines.quantization.gptq import GptqFormat, tgis_description
 from tgis.engines.quantization.weight import ActivationCodes, QuantizedWeight
 from tgis.errors import StartError
@@ -36,6 +37,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantizatio
     "awq": AwqFormat,
     "gptq": GptqFormat,
 }
+_GGUF = "gguf"  # said by directories that tgis makes for these files
 _WIDENED = frozenset({"mxfp4"})  # by transformers, while it loads the model
 
 
@@ -90,8 +92,8 @@ def resolve_quantization(
         raise StartError(f"QUANTIZE={asked}, but the weights are quantized by {method!r:.40}")
     if method in _WIDENED:
         return None
-    if method is not None and method not in _FORMATS:
-        known = ", ".join(sorted(_FORMATS))
+    if method is not None and method not in (*_FORMATS, _GGUF):
+        known = ", ".join(sorted([*_FORMATS, _GGUF]))
         raise StartError(f"{path}: weights quantized by {method!r:.40} are not supported, only by {known}")
     if method is None and asked not in _BITS:
         instead = _NEAREST.get(asked, "int4")
@@ -103,8 +105,8 @@ def resolve_quantization(
     logits, activations = options.quantize_logits, options.quantize_activations
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)
-    checkpoint = read_checkpoint(path, method, _FORMATS[method](found))
     vars(config).pop("quantization_config", None)
+    checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _FORMATS[method](found))
     return Quantization(None, logits, activations, dtype, checkpoint)
 
 

@@ -72,6 +72,17 @@ class QuantizedWeight:
             values += self._for_columns(self.offset, inputs)
         return values if self.order is None else values[:, self.order.argsort()]
 
+    def widened(self, dtype: torch.dtype) -> Tensor:  # [out, in]
+        """The numbers in another dtype; takes little memory beside the result."""
+        result = torch.empty(self.codes.shape, dtype=dtype)
+        size = max(_CHUNK // self.codes.shape[1], 1)
+        for start in range(0, len(result), size):
+            rows = slice(start, start + size)
+            offset = None if self.offset is None else self.offset[rows]
+            part = replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
+            result[rows] = part.dequantized()
+        return result
+
     def _for_columns(self, numbers: Tensor, inputs: int) -> Tensor:
         return numbers.float().repeat_interleave(self.group_size or inputs, 1)[:, :inputs]
 

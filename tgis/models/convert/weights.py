@@ -11,6 +11,7 @@ from pathlib import Path
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files, tensor_names
+from tgis.models.gguf import WEIGHTS
 from tgis.utils.file_lock import locked
 from tgis.utils.logs import log_progress
 
@@ -28,7 +29,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
     The other files of the model are there too, as links.
     """
     shards = () if needs_conversion(path) else find_weights(path)
-    if shards and not _lacks_index(path):
+    if shards and (shards[0].name == WEIGHTS or not _lacks_index(path)):
         return path
     target = cache_dir / "weights" / staging.files_key(shards or path.glob("*.bin*"))
     started = time.monotonic()

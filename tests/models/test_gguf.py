@@ -1,0 +1,202 @@
+"""GGUF files: headers that are broken or hostile, and the configuration and tokenizer that are made of one."""
+
+import importlib.util
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from gguf_files import permuted, write_gguf
+from tiny_models import make_config
+from tokenizers import Tokenizer
+from transformers import AutoConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tgis.errors import StartError
+from tgis.frontend.chat_template import ChatTemplate
+from tgis.models import staging
+from tgis.models.convert import gguf
+from tgis.models.convert.fast_tokenizer import ensure_tokenizer
+from tgis.models.convert.weights import ensure_weights
+from tgis.models.files import eos_token_ids, find_model, find_weights, max_sequence_length
+from tgis.models.gguf import MAX_ELEMENTS, MAX_ENTRIES, read_header
+
+TOKENS = ["<s>", "</s>", "<|eot|>", *bytes_to_unicode().values(), "he", "ll", "hell"]
+FACTORS = np.array([1, 2.5, 4, 8], dtype=np.float32)
+TEMPLATE = "{{ messages[0].content }}"
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+ARCHITECTURE = entry("general.architecture", 8, text("llama"))
+ARRAY = struct.pack("<IQ", 0, MAX_ELEMENTS + 1)
+
+
+def file(
+    *entries: bytes,
+    tensors: tuple[bytes, ...] = (),
+    start: bytes = b"GGUF\3\0\0\0",
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    header = start + struct.pack("<QQ", *(counts or (len(tensors), len(entries)))) + b"".join([*entries, *tensors])
+    return header + bytes(-len(header) % 32 + 128)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty file"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "perhaps it is a git-lfs pointer"),
+    "version 1": (file(ARCHITECTURE, start=b"GGUF\1\0\0\0"), "versions 2 and 3"),
+    "big-endian": (file(ARCHITECTURE, start=b"GGUF\0\0\0\3"), "versions 2 and 3"),
+    "many tensors": (file(ARCHITECTURE, counts=(2**63, 1)), f"{2**63} tensors, at most {MAX_ENTRIES} may be"),
+    "many entries": (file(ARCHITECTURE, counts=(0, 2**63)), f"{2**63} entries and 0 tensors"),
+    "cut": (file(ARCHITECTURE)[:40], "ends within its header"),
+    "long name": (file(entry("k" * 300, 0, b"\0")), "of 300 bytes, at most 256 may be"),
+    "long text": (file(entry("k", 8, struct.pack("<Q", 2**63))), f"of {2**63} bytes"),
+    "long array": (file(entry("k", 9, ARRAY)), f"{MAX_ELEMENTS + 1} values in arrays"),
+    "array of arrays": (file(entry("k", 9, struct.pack("<IQ", 9, 1))), "type 9"),
+    "unknown type": (file(entry("k", 13, b"")), "type 13"),
+    "twice": (file(ARCHITECTURE, ARCHITECTURE), "of the same name"),
+    "no architecture": (file(entry("general.architecture", 0, b"\1")), "general.architecture is 1"),
+    "split": (file(ARCHITECTURE, entry("split.count", 2, b"\2\0")), "split.count 2"),
+    "alignment": (file(ARCHITECTURE, entry("general.alignment", 4, b"\3\0\0\0")), "general.alignment is 3"),
+    "alignment of text": (file(ARCHITECTURE, entry("general.alignment", 8, text("32"))), "alignment is '32'"),
+    "dimensions": (file(ARCHITECTURE, tensors=(tensor(shape=(1,) * 5),)), "5 dimensions"),
+    "no dimensions": (file(ARCHITECTURE, tensors=(tensor(shape=()),)), "0 dimensions"),
+    "type": (file(ARCHITECTURE, tensors=(tensor(kind=10),)), "'a' has type Q2_K, only F32, F16, BF16, Q4_0"),
+    "new type": (file(ARCHITECTURE, tensors=(tensor(kind=2**32 - 1),)), f"'a' has type number {2**32 - 1}"),
+    "no numbers": (file(ARCHITECTURE, tensors=(tensor(shape=(0, 2**64 - 1)),)), "is not whole"),
+    "half a block": (file(ARCHITECTURE, tensors=(tensor(shape=(16, 2), kind=8),)), r"'a', \[2, 16\] of type Q8_0"),
+    "huge": (file(ARCHITECTURE, tensors=(tensor(shape=(2**63,) * 4),)), "is not whole"),
+    "far away": (file(ARCHITECTURE, tensors=(tensor(offset=2**63),)), f"at {2**63}, is not whole"),
+    "between": (file(ARCHITECTURE, tensors=(tensor(offset=4),)), "at 4, is not whole"),
+    "cut numbers": (file(ARCHITECTURE, tensors=(tensor(),))[:-1], "is not whole"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_broken_header_is_one_line(name: str, tmp_path: Path) -> None:
+    content, message = HOSTILE[name]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(StartError, match=f"^{path} is no GGUF file that can be read: .*{message}") as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value)
+
+
+def write(path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: str = "none", **strings: str) -> None:
+    """A Llama with everything in its header."""
+    config = make_config("Llama")
+    config.vocab_size, config.hidden_act = len(TOKENS), "silu"
+
+    def header(writer: GGUFWriter) -> None:
+        for add, value in {
+            writer.add_block_count: 2, writer.add_context_length: 64, writer.add_embedding_length: 32,
+            writer.add_feed_forward_length: 48, writer.add_head_count: 4, writer.add_head_count_kv: 2,
+            writer.add_layer_norm_rms_eps: 1e-6, writer.add_rope_freq_base: 5000.0, writer.add_key_length: 8,
+            writer.add_vocab_size: len(TOKENS), writer.add_tokenizer_model: kind, writer.add_token_list: TOKENS,
+            writer.add_token_merges: ["h e", "l l", "he ll"], writer.add_token_types: [3] * 3 + [1] * (len(TOKENS) - 3),
+            writer.add_bos_token_id: 0, writer.add_eos_token_id: 1, writer.add_eot_token_id: 2,
+            writer.add_add_bos_token: True, writer.add_chat_template: TEMPLATE,
+        }.items():  # fmt: skip
+            add(value)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
+        writer.add_string("llama.rope.scaling.type", rope)
+        writer.add_tensor("rope_freqs.weight", FACTORS)
+
+    write_gguf(path, config, "llama", "F16", permuted(4, 2), header)
+
+
+def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> None:
+    write(tmp_path / "any.gguf")
+    name = gguf.ensure_directory(str(tmp_path), tmp_path / "cache")
+    assert gguf.ensure_directory(str(tmp_path / "any.gguf"), tmp_path / "cache") == name
+    model = find_model(name, None, None)
+    assert find_weights(model.path) == (model.path / "model.gguf",)
+    assert ensure_weights(model.path, tmp_path / "cache") == model.path
+    assert (model.path / "model.gguf").resolve() == tmp_path / "any.gguf"
+    assert max_sequence_length(model.config) == 64
+    assert model.config["quantization_config"] == {"quant_method": "gguf"}
+    assert ensure_tokenizer(model, tmp_path / "cache") == model.path
+    assert eos_token_ids(model, model.path) == (1, 2)
+    assert Tokenizer.from_file(f"{name}/tokenizer.json").encode("hell o<|eot|>").ids == [
+        *(0, TOKENS.index("hell"), TOKENS.index("Ġ"), TOKENS.index("o"), 2)
+    ]
+    template = ChatTemplate.load(model.path)
+    assert template is not None
+    assert template.mentions(TEMPLATE)
+    template.close()
+    config = AutoConfig.from_pretrained(name)
+    assert (config.rope_parameters["rope_theta"], config.head_dim, config.rms_norm_eps) == (
+        5000.0,
+        8,
+        pytest.approx(1e-6),
+    )
+
+
+def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "any.gguf", kind="rwkv", rope="yarn")
+    make_config("Llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(staging, "run_child", lambda command, seconds: gguf.convert_here(Path(command[-1])))
+    name = Path(gguf.ensure_directory(str(tmp_path), tmp_path / "cache"))
+    assert find_model(str(name), None, None).config["vocab_size"] == make_config("Llama").vocab_size
+    assert (name / "tokenizer.json").resolve() == tmp_path / "tokenizer.json"
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert Path(gguf.ensure_directory(str(tmp_path), tmp_path / "cache")) != name
+
+
+def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gguf.find_gguf(str(tmp_path)) is None
+    assert gguf.find_gguf("org/name") is None
+    assert gguf.find_gguf("x" * 5000) is None
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert gguf.find_gguf(str(tmp_path)) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(b"")
+    with pytest.raises(StartError, match=r"has 2 GGUF files, MODEL_NAME must name one of them: a\.gguf, b\.gguf$"):
+        gguf.find_gguf(str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartError, match=r"b\.gguf needs the package gguf: pip install 'tgis\[gguf\]'$"):
+        gguf.ensure_directory(str(tmp_path / "b.gguf"), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert gguf.ensure_directory(str(tmp_path), tmp_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre": "unheard-of"}, "its pre-tokenizer 'unheard-of' is unknown: put tokenizer.json beside the file"),
+        ({"pre": None}, "its pre-tokenizer None is unknown"),
+        ({"kind": "rwkv"}, "its tokenizer 'rwkv' is unknown: put tokenizer.json beside the file"),
+        ({"rope": "yarn"}, "of type 'llama' with rope.scaling.type 'yarn': put config.json beside the file"),
+    ],
+)
+def test_what_a_header_does_not_say_well_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", **change)
+    with pytest.raises(StartError, match=message):
+        gguf.convert_here(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"), [("gpt-2", ["a", "Ġ123", "Ġb"]), ("smollm", ["a", "Ġ", "1", "2", "3", "Ġb"])]
+)
+def test_pre_tokenizers(pre: str, expected: list[str], tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", pre=pre)
+    gguf.convert_here(tmp_path)
+    splits = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer.pre_tokenize_str("a 123 b")
+    assert [piece for piece, _ in splits] == (
+        ["a", "Ġ123", "Ġb"] if pre == "gpt-2" else ["a", "Ġ", "1", "2", "3", "Ġb"]
+    )
