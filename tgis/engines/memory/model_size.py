@@ -81,10 +81,10 @@ def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.
 def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]:
     """Bytes of each weight, and what it takes to quantize the largest."""
     if how.checkpoint:
-        layers = how.checkpoint.layers
+        layers, tied = how.checkpoint.layers, how.checkpoint.embeddings if model.config.tie_word_embeddings else ()
         plain = sum(parameter.nbytes for parameter in model.parameters())
         yield max(plain - sum(math.prod(layer.shape) for layer in layers) * how.dtype.itemsize, 0)
-        yield sum(layer.num_bytes for layer in layers)
+        yield sum(layer.num_bytes for layer in (*layers, *tied))
         yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0)
         return
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}

@@ -136,10 +136,5 @@ def _q6_k(blocks: Tensor) -> QuantizedWeight:  # lower bits of codes, higher bit
 
 
 _READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
+}  # fmt: skip

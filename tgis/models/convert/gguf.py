@@ -104,15 +104,9 @@ def _config(header: GgufHeader, out: Path) -> dict[str, Any]:
     config["eos_token_id"] = [token for token in dict.fromkeys(ends) if token is not None]
     if (tensor := header.tensors.get(_FREQUENCIES)) and tensor.kind == "F32":
         factors = np.fromfile(out / WEIGHTS, "<f4", tensor.num_bytes // 4, offset=tensor.start).tolist()
-        config["rope_parameters"] = {
-            "rope_type": "longrope",
-            "rope_theta": config.pop("rope_theta", 10000.0),
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "factor": 1.0,
-            "original_max_position_embeddings": config["max_position_embeddings"],
-        }
+        rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
+        rope |= {"attention_factor": 1.0, "original_max_position_embeddings": config["max_position_embeddings"]}
+        config["rope_parameters"] = rope | {"rope_theta": config.pop("rope_theta", 10000.0)}
     return config
 
 
