@@ -54,7 +54,7 @@ def write_gguf(
     """Write a file with matrices of this kind, and other weights in F32; also the model that they make."""
     torch.manual_seed(0)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_config(config, dtype=torch.float32).eval()
+    model = family.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(number, config.num_hidden_layers)
     writer = GGUFWriter(file, architecture)

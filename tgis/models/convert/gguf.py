@@ -151,11 +151,14 @@ def _sentencepiece(kind: str, out: Path) -> Any:
 def _pre_tokenizer(name: str | None) -> Any:
     """What splits texts before byte-level BPE."""
     from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS  # noqa: PLC0415
+    from transformers.integrations.gguf import gguf_tokenizer_mapping  # noqa: PLC0415
 
+    splits = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if splits is None:  # 5.17 does not add the first token of a text, either
+        raise StartError(f"this release of transformers is too old for its tokenizer: put {TOKENIZER} beside the file")
     byte_level = functools.partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
-    if name in GGUF_PRE_TOKENIZER_SPLITS:
-        split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
+    if name in splits:
+        split = pre_tokenizers.Split(Regex(splits[name]), behavior="isolated")
         return pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
     if name not in _GPT2 | _GPT2_AND_DIGITS:
         raise StartError(f"its pre-tokenizer {name!r:.40} is unknown: put {TOKENIZER} beside the file")
