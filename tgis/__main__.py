@@ -28,6 +28,7 @@ COMMANDS = {
     "convert-to-safetensors": "convert .bin weights to safetensors",
     "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
     "convert-to-onnx": "export a model to ONNX for hf_optimum_ort",
+    "quantize": "quantize the weights of a model with auto-round",
 }
 FUNCTIONS = {  # of commands that are not `main` of the module of their name
     "vllm_tgis_adapter": "serve.main_as_adapter",
@@ -40,7 +41,13 @@ FUNCTIONS = {  # of commands that are not `main` of the module of their name
     "convert-to-onnx": "convert.onnx",
 }
 SERVERS = ("serve", "vllm_tgis_adapter")
-MODEL_FILE_COMMANDS = ("download-weights", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx")
+MODEL_FILE_COMMANDS = (
+    "download-weights",
+    "convert-to-safetensors",
+    "convert-to-fast-tokenizer",
+    "convert-to-onnx",
+    "quantize",
+)
 NOT_IN_CLIENT = (*SERVERS, *MODEL_FILE_COMMANDS, "prompts", "simulate")  # need more than tgis-client installs
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 

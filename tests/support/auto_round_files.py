@@ -1,5 +1,5 @@
-"""Makes tests/engines/loading/auto_round with auto-round 0.16, which the tests do not need: a tiny Llama in each of its
-layouts, with its logits in float32.
+"""Makes tests/engines/loading/auto_round_files with auto-round 0.16, which the tests do not need: a tiny Llama in some
+of its layouts, with its logits in float32.
 
 What is stored is unpacked by auto-round's layers, AWQ's by autoawq 0.2.7. The argument is a directory with the
 packing_utils.py of autoawq, the interpreter one with auto-round.
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-OUT = Path(__file__).parents[1] / "engines" / "loading" / "auto_round"
+OUT = Path(__file__).parents[1] / "engines" / "loading" / "auto_round_files"
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
 KINDS = {  # format, bits, group size, symmetric, iterations
     "gptq": ("auto_gptq", 4, 32, True, 20),
@@ -62,7 +62,7 @@ def make(name: str) -> None:
     print(name, json.loads((OUT / name / "config.json").read_text())["quantization_config"])
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def logits(config: LlamaConfig, quantized: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     weights = dict(tensors)
     for name, module in quantized.named_modules():

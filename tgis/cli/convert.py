@@ -21,13 +21,13 @@ ENVIRONMENT_HELP = """The hub cache is HF_HUB_CACHE, else HF_HOME/hub, else
 
 def safetensors(argv: list[str], prog: str) -> int:
     """Convert a model's .bin weights."""
-    parser = _parser(
+    parser = model_parser(
         prog,
         "Convert the .bin weights of a model on this machine to safetensors, next to them. Files that"
         " contain anything but tensors are rejected. Does nothing if"
         " there are safetensors already.",
     )
-    model = _find(parser.parse_args(argv))
+    model = find(parser.parse_args(argv))
     with timed("convert-to-safetensors"):
         print(convert_weights(model.path))
     return 0
@@ -35,7 +35,7 @@ def safetensors(argv: list[str], prog: str) -> int:
 
 def fast_tokenizer(argv: list[str], prog: str) -> int:
     """Make tokenizer.json from a slow tokenizer."""
-    parser = _parser(
+    parser = model_parser(
         prog,
         "Make a tokenizer.json for a model on this machine that has a slow tokenizer. tgis serve does"
         " the same at startup, but keeps the result in its own cache. Does nothing if there is one already.",
@@ -50,13 +50,13 @@ def fast_tokenizer(argv: list[str], prog: str) -> int:
     options = parser.parse_args(argv)
     if options.output_path is not None and not options.output_path.is_dir():
         raise OptionError(f"--output-path={str(options.output_path)!r} is no directory")
-    print(add_tokenizer(_find(options), options.output_path))
+    print(add_tokenizer(find(options), options.output_path))
     return 0
 
 
 def onnx(argv: list[str], prog: str) -> int:
     """Export to ONNX, for the engine hf_optimum_ort; the last line on stdout is the output directory."""
-    parser = _parser(
+    parser = model_parser(
         prog,
         "Export a model on this machine to ONNX, into a directory that can be served with"
         " DEPLOYMENT_FRAMEWORK=hf_optimum_ort. The export uses Optimum, which needs an older transformers than tgis:"
@@ -73,7 +73,7 @@ def onnx(argv: list[str], prog: str) -> int:
     cache = config.cache_config()
     prepare_cache_dir(cache)
     convert_to_onnx(
-        _find(options),
+        find(options),
         options.out,
         cache.cache_dir,
         optimize=options.optimize,
@@ -98,13 +98,14 @@ def add_model_arguments(parser: argparse.ArgumentParser, about: str) -> None:
     )
 
 
-def _parser(prog: str, description: str) -> Parser:
+def model_parser(prog: str, description: str) -> Parser:
+    """A parser of the arguments that say which model."""
     parser = Parser(prog=prog, description=description, epilog=ENVIRONMENT_HELP)
     add_model_arguments(parser, "a directory, or a name in the local hub cache")
     return parser
 
 
-def _find(options: argparse.Namespace) -> ModelFiles:
+def find(options: argparse.Namespace) -> ModelFiles:
     """The model as tgis serve would find it; StartError if it is missing."""
     return find_model(options.model_name, options.revision, str(config.cache_config().hub_cache))
 

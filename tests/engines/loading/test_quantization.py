@@ -26,6 +26,9 @@ IDS = torch.tensor([[5, 9, 13, 7, 40]])
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+MADE = "tgis quantize makes such files"
+
+
 def options(path: Path, **others: Any) -> EngineOptions:
     given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
     return msgspec.structs.replace(engine_options(path, 8, threads=1), **given)
@@ -104,8 +107,8 @@ def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "config", "error"),
     [
-        ("gptq", {}, "QUANTIZE=gptq, but the weights are plain: QUANTIZE=int4 quantizes them"),
-        ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are plain: QUANTIZE=int4 quantizes them"),
+        ("gptq", {}, "QUANTIZE=gptq, but the weights are plain: QUANTIZE=int4 quantizes them, " + MADE),
+        ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are plain: QUANTIZE=int4 quantizes them, " + MADE),
         ("none", {}, "QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4: weights are plain"),
         ("fp8", {}, "QUANTIZE=fp8, but the weights are plain: QUANTIZE=int8 quantizes them"),
         ("int8", {"quant_method": "gptq", "bits": 4}, "QUANTIZE=int8, but the weights are quantized by 'gptq'"),

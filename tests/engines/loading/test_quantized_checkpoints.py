@@ -200,7 +200,7 @@ Change = Callable[[dict[str, Tensor], str], None]
 )
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_files_of_auto_round(name: str, change: Change | None, config: dict[str, Any], tmp_path: Path) -> None:
-    files = Path(__file__).parent / "auto_round" / name
+    files = Path(__file__).parent / "auto_round_files" / name
     content = msgspec.json.decode((files / "config.json").read_bytes())
     content["quantization_config"] |= config
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(content))

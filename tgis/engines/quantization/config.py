@@ -20,6 +20,7 @@ from tgis.models.files import read_json
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
 _NEAREST = {"fp8": "int8"}  # of all other formats int4
+_MADE = ("gptq", "awq", "compressed-tensors")  # by tgis quantize
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # that old AutoGPTQ and AutoAWQ wrote
 
 
@@ -97,7 +98,8 @@ def resolve_quantization(
         raise StartError(f"{path}: weights quantized by {method!r:.40} are not supported, only by {known}")
     if method is None and asked not in _BITS:
         instead = _NEAREST.get(asked, "int4")
-        raise StartError(f"QUANTIZE={asked}, but the weights are plain: QUANTIZE={instead} quantizes them")
+        made = ", tgis quantize makes such files" if _NAMES.get(asked, asked) in _MADE else ""
+        raise StartError(f"QUANTIZE={asked}, but the weights are plain: QUANTIZE={instead} quantizes them{made}")
     if device.type != "cpu" or options.num_shards > 1:
         where = device.type if device.type != "cpu" else "several ranks (NUM_SHARD)"
         weights = f"QUANTIZE={asked} works" if method is None else f"weights quantized by {method!r:.40} work"

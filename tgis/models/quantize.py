@@ -1,0 +1,152 @@
+"""Quantizes a model with auto-round into a new directory that can be served, here and by vLLM."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tgis.errors import StartError
+from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder, max_sequence_length, read_text
+from tgis.models.hub import CONFIG_EXTENSIONS
+from tgis.models.staging import staging_directory, timed
+
+FORMATS = {"gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "llm_compressor"}  # auto-round's names
+_ALIGNMENT = 32  # layers of other sizes stay as they are
+_SAMPLES, _SAMPLE_TOKENS, _LEAST_TOKENS = 128, 512, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a model is quantized."""
+
+    bits: int
+    group_size: int | None  # of inputs; None: all of a layer
+    layout: str  # a name of FORMATS
+    texts: Path | None  # for calibration; None: weights are rounded
+    iterations: int  # of calibration, for each block of layers
+
+
+def quantize_model(model: ModelFiles, out: Path, recipe: Recipe) -> None:
+    """Write the quantized weights and all else that serving needs to directory `out`, which appears when it is
+    complete.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartError(f"{out} is there already")
+    if missing := [name for name in ("auto_round", "compressed_tensors") if importlib.util.find_spec(name) is None]:
+        raise StartError(f"quantize needs {' and '.join(missing)}: pip install '.[quantize]' in a checkout")
+    if is_encoder_decoder(model.config) or "quantization_config" in model.config:
+        kind = "an encoder-decoder" if is_encoder_decoder(model.config) else "quantized already"
+        raise StartError(f"{model.path} is {kind}: only plain decoder-only models are quantized")
+    find_weights(model.path)
+    texts = _read_texts(recipe.texts) if recipe.texts else None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with staging_directory(out.parent, f".{out.name}-") as staging:
+            with timed("quantize with auto-round"):
+                made = _run(model, staging, recipe, texts)
+            _add_config_files(model.path, made)
+            os.sync()
+            made.rename(out)
+    except OSError as error:
+        raise StartError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _read_texts(path: Path) -> list[str]:
+    """The texts in a file, one a line; in a .jsonl file as `text` of objects."""
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    try:
+        return [str(json.loads(line)["text"]) for line in lines]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StartError(f"{path} has a line that is no JSON object with text") from error
+
+
+def _run(model: ModelFiles, staging: Path, recipe: Recipe, texts: list[str] | None) -> Path:
+    """The directory that auto-round writes."""
+    from auto_round import AutoRound  # noqa: PLC0415 - only here, and slow
+    from auto_round.schemes import QuantizationScheme  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    with _one_line_errors(model.path):
+        local = {"local_files_only": True, "trust_remote_code": False}
+        loaded = AutoModelForCausalLM.from_pretrained(model.path, dtype="auto", use_safetensors=True, **local)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, **local)
+        skipped, group_size = _fit(loaded, recipe.group_size)
+        samples = _samples(tokenizer, texts, max_sequence_length(model.config)) if texts is not None else None
+        calibration: dict[str, Any] = {"iters": 0, "disable_opt_rtn": True}
+        if samples is not None:
+            calibration = {"iters": recipe.iterations, "dataset": samples, "seqlen": samples[0].shape[1]}
+        quantizer = AutoRound(
+            loaded,
+            tokenizer,
+            scheme=QuantizationScheme(recipe.bits, group_size, recipe.layout != "awq", "int", act_bits=16),
+            layer_config={name: {"bits": 16} for name in skipped},
+            nsamples=len(samples or ()),
+            enable_torch_compile=False,
+            **calibration,
+        )
+        _, path = quantizer.quantize_and_save(str(staging), format=FORMATS[recipe.layout])
+    return Path(path)
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    """auto-round fails in many ways, and prints to stdout."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (StartError, OSError):
+        raise
+    except Exception as error:
+        raise StartError(f"auto-round cannot quantize {path}: {type(error).__name__}: {error!s:.200}") from error
+
+
+def _fit(model: Any, group_size: int | None) -> tuple[list[str], int]:
+    """The linear layers that stay as they are, and the largest size of groups that divides all others: the one asked
+    for, or halved.
+    """
+    import torch  # noqa: PLC0415 - as above
+
+    head = model.get_output_embeddings()
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    shapes = {name: (each.in_features, each.out_features) for name, each in linears.items() if each is not head}
+    skipped = [name for name, shape in shapes.items() if any(size % _ALIGNMENT for size in shape)]
+    if skipped:
+        print(f"{len(skipped)} layers whose sizes are no multiples of {_ALIGNMENT} stay plain", file=sys.stderr)
+    if group_size is None:
+        return skipped, -1
+    fitting = group_size
+    while any(shape[0] % fitting for name, shape in shapes.items() if name not in skipped):
+        fitting //= 2
+    if fitting != group_size:
+        print(f"groups of {fitting} inputs: {group_size} does not divide every layer", file=sys.stderr)
+    return skipped, fitting
+
+
+def _samples(tokenizer: Any, texts: list[str], longest: int) -> list[Any]:
+    """Token ids [1, tokens] of the texts, one after the other, cut to pieces of one length."""
+    import torch  # noqa: PLC0415 - as above
+
+    ids = torch.tensor([token for each in tokenizer(texts)["input_ids"] for token in each], dtype=torch.int64)
+    if len(ids) < _LEAST_TOKENS:
+        raise StartError(f"the texts for calibration have {len(ids)} tokens, at least {_LEAST_TOKENS} are needed")
+    size = min(_SAMPLE_TOKENS, longest, len(ids))
+    return [piece[None] for piece in ids.split(size) if len(piece) == size][:_SAMPLES]
+
+
+def _add_config_files(source: Path, made: Path) -> None:
+    """Replace what transformers wrote of the tokenizer by the model's own files."""
+    for file in made.iterdir():
+        if file.name != "config.json" and ".safetensors" not in file.name:
+            file.unlink()
+    for file in source.iterdir():
+        copied = file.name != "config.json" and not file.name.endswith(".index.json")
+        if copied and file.is_file() and file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")):
+            shutil.copyfile(file, made / file.name)
