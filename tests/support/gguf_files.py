@@ -13,8 +13,9 @@ from gguf.quants import quantize as rounded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-_HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}  # where float16 stand
-_SMALL = {"Q4_K": 1 / 64, "Q6_K": 1 / 256}  # they are multiplied by codes
+# Where float16 stand
+_HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+_SMALL = {"Q4_K": 1 / 64, "Q5_K": 1 / 64, "Q6_K": 1 / 256}  # they are multiplied by codes
 
 
 def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:

@@ -224,7 +224,7 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
     "zeros": ({"qzeros": torch.ones(1, 6, dtype=torch.int32)}, r"qzeros are those of \[1, 48\], scales \[2, 48\]"),
     "groups": (
         {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},
-        r"has \[48, 3\] numbers of scale, not \[48, 2\]",
+        r"has \[48, 3\] scales, not \[48, 2\]",
     ),
     "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
 }
@@ -272,7 +272,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         load(path)
 
 
-GGUF = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K"]
+GGUF = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "d_model": 256, "d_ff": 256, "d_kv": 64}
 
 

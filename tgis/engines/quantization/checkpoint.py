@@ -158,8 +158,7 @@ def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpo
 
 def _packed_bytes(tensor: Tensor) -> int:
     """Scales in half precision become a scale and an offset in float32, codes stay as they are."""
-    size: int = 8 * tensor.numel() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.nbytes
-    return size
+    return int(8 * tensor.numel() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.nbytes)
 
 
 def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:

@@ -20,7 +20,8 @@ from tgis.models.gguf import BLOCKS, WEIGHTS, GgufTensor, read_header
 # llama.cpp writes weights of these as they are, with their rows in another order, or with norms that differ by 1
 _ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "phi3", "starcoder2", "nemotron", "gemma2", "gemma3", "t5"})
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PACKED_BYTES = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q8_0": 1.125, "Q5_0": 1.125, "Q6_K": 1.25}  # of a number
+# Of a number as it is multiplied
+_PACKED_BYTES = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q8_0": 1.125, "Q5_0": 1.125, "Q5_K": 1.25, "Q6_K": 1.25}
 _ROPE = "rope_"  # tensors with factors of frequencies, which the config has, too
 
 
@@ -115,8 +116,8 @@ def _q8_0(blocks: Tensor) -> QuantizedWeight:  # scale, codes with a sign
     return _weight(blocks[..., 2:] ^ 128, INT8, _halves(blocks[..., :2]))
 
 
-def _q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Scales of the scales and offsets, 8 scales and 8 offsets of 6 bits, codes of pairs of groups.
+def _k_ranges(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of 8 groups: scales of both in float16, and 8 of each in 6 bits.
 
     The first four of each stand in the low bits of bytes, whose high bits belong to the others.
     """
@@ -124,8 +125,18 @@ def _q4_k(blocks: Tensor) -> QuantizedWeight:
     first, second, rest = blocks[..., 4:16].split(4, -1)
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], -1)
     offsets = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], -1)
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
-    return _weight(codes, INT4, scale * scales, -(offset * offsets))
+    return scale * scales, -(offset * offsets)
+
+
+def _q4_k(blocks: Tensor) -> QuantizedWeight:  # ranges, codes of pairs of groups
+    return _weight(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))), INT4, *_k_ranges(blocks))
+
+
+def _q5_k(blocks: Tensor) -> QuantizedWeight:  # ranges, the highest bits of codes, their lower bits
+    scale, offset = _k_ranges(blocks)
+    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, groups, 32]
+    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    return _weight((low | high << 4) + 128, INT8, scale, offset)
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:  # lower bits of codes, higher bits, 16 scales with a sign, their scale
@@ -136,5 +147,5 @@ def _q6_k(blocks: Tensor) -> QuantizedWeight:  # lower bits of codes, higher bit
 
 
 _READERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
