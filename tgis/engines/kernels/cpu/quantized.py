@@ -4,8 +4,8 @@ bits themselves, or are as they were.
 
 import ctypes
 import logging
-from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _UNIT = 16  # inputs, as there: a group has a multiple of them
-_TILE_M = 8  # rows that quantized_gemm.c computes together, at the most
-_CACHE_LINE = 64
 _ROUNDING = 2e-3  # relative to the largest number: a code of a number that is halfway between two may be the other
 _MAX_INPUTS = 1 << 16  # whose products have a sum in 32 bits
 _NAMES = {id(INT4): "int4", id(INT8): "int8", id(NF4): "nf4", id(FP4): "fp4", id(E4M3): "fp8"}
@@ -40,6 +38,9 @@ class _CodesParams(ctypes.Structure):
 
 class PackedCodes:
     """What codes.h calls packed codes."""
+
+    function: str
+    restype: Any = None
 
     def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
         self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
@@ -66,6 +67,10 @@ class PackedCodes:
             steps=how.steps,
             scale=how.scale or 0,
         )
+        self._address = ctypes.addressof(self._params)
+        self._function = kernels.function(
+            self.function, dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, self.restype
+        )
         self._take_columns = kernels.function("take_columns", dtype, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3)
         self._point()
 
@@ -76,11 +81,12 @@ class PackedCodes:
         self._codes, self._ranges = memory.copy_of(self._codes), memory.copy_of(self._ranges)
         self._point()
 
-    def _run(self, function: Callable[..., object], x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+    def _run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(*x.shape[:-1], self._out_features)
-        pointers = None if bias is None else bias.data_ptr(), y.data_ptr(), *(each.data_ptr() for each in others)
-        sizes = x.numel() // x.shape[-1], x.shape[-1], self._out_features, torch.get_num_threads()
-        function(x.data_ptr(), self._params, *pointers, *sizes)
+        pointers = x.data_ptr(), self._address, None if bias is None else bias.data_ptr(), y.data_ptr()
+        rows = x.numel() // x.shape[-1]
+        if self._function(*pointers, rows, x.shape[-1], self._out_features, torch.get_num_threads()):
+            raise MemoryError(f"{rows} rows of {x.shape[-1]} codes")
         return y
 
     def _columns(self, x: Tensor) -> Tensor:
@@ -100,18 +106,10 @@ class QuantizedGemm(PackedCodes):
 
     rounds_inputs = True
 
-    def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        super().__init__(weight, kernels, dtype)
-        argtypes = [ctypes.c_void_p, ctypes.POINTER(_CodesParams), *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4]
-        self._function = kernels.function("quantized_gemm", dtype, argtypes)
-        code_bytes = 1 if kernels.library_isa == "avx512_bf16" else 2
-        inputs = self._in_features + -self._in_features % GROUP
-        self._row_bytes = inputs // _UNIT * 12 + (inputs + _CACHE_LINE) * code_bytes
+    function, restype = "quantized_gemm", ctypes.c_int
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.numel() // self._in_features + _TILE_M
-        scratch = torch.empty(rows * self._row_bytes, dtype=torch.uint8)
-        return self._run(self._function, self._columns(x), bias, scratch)
+        return self._run(self._columns(x), bias)
 
 
 class WidenedGemm(PackedCodes):
@@ -119,14 +117,11 @@ class WidenedGemm(PackedCodes):
 
     rounds_inputs = False
 
-    def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        super().__init__(weight, kernels, dtype)
-        argtypes = [ctypes.c_void_p, ctypes.POINTER(_CodesParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4]
-        self._function = kernels.function("widened_gemm", dtype, argtypes)
+    function = "widened_gemm"
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = self._columns(x)
-        return self._run(self._function, pad(x, (0, 1)) if self._in_features % 2 else x, bias)
+        return self._run(pad(x, (0, 1)) if self._in_features % 2 else x, bias)
 
 
 class PlainGemm:
@@ -145,7 +140,7 @@ class QuantizedGemms:
 
     def __init__(self, kernels: CpuKernels | None, dtype: torch.dtype) -> None:
         self._kernels, self._dtype = kernels if dtype in DTYPES else None, dtype
-        self._right: dict[Hashable, bool] = {}
+        self._right: dict[tuple[object, ...], bool] = {}
 
     def gemm(self, weight: QuantizedWeight) -> tuple[str, Gemm]:
         """A GEMM with a weight, and what multiplies."""

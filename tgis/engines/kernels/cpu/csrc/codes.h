@@ -34,6 +34,8 @@ typedef struct {
 
 static inline int64_t padded_inputs(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
 
+static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
+
 static inline u32_vec load_u32(const uint8_t *from) {
     u32_vec x;
     memcpy(&x, from, sizeof x);

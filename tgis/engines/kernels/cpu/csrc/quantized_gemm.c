@@ -7,6 +7,8 @@
 
 #include "codes.h"
 
+#include <stdlib.h>
+
 #define TINY 0x1p-100f /* a group without larger numbers is zero */
 
 typedef int8_t i8_vec __attribute__((vector_size(LANES)));
@@ -24,7 +26,7 @@ typedef i16_vec code_vec;
 #define VECTORS 2
 #endif
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
-#define STEP 8               /* inputs: those of a byte of codes of 4 bits */
+#define MAX_SMALL (1 << 16)  /* bytes on the stack */
 
 /* UNIT inputs of TILE_M rows of x; a segment and a range are described where they begin. */
 typedef struct {
@@ -38,90 +40,116 @@ typedef struct {
     const scalar_t *x, *bias; /* [m, k]; [n] or NULL */
     scalar_t *y;              /* [m, n] */
     x_unit *units;            /* [m / TILE_M, inputs / UNIT] */
-    code_t *codes;            /* [m, stride] */
-    int64_t k, n, inputs, segment, stride;
+    code_t *codes;            /* [m / TILE_M, inputs / 4, TILE_M, 4] */
+    int64_t k, n, inputs, segment;
 } quantized_args;
-
-/* How some numbers of x are rounded: to multiples of the scale. */
-typedef struct {
-    float scale, factor, low, high;
-} x_rounding;
-
-static inline u32_vec max_u32(u32_vec a, u32_vec b) {
-    const u32_vec larger = (u32_vec)(a > b);
-    return (larger & a) | (~larger & b);
-}
-
-static inline uint32_t reduce_max_u32(u32_vec x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_epu32((__m512i)x);
-#else
-    for (int lane = 1; lane < LANES; lane++) x[0] = x[lane] > x[0] ? x[lane] : x[0];
-    return x[0];
-#endif
-}
-
-static inline uint32_t reduce_add_u32(u32_vec x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)x);
-#else
-    for (int lane = 1; lane < LANES; lane++) x[0] += x[lane];
-    return x[0];
-#endif
-}
 
 static inline f32_vec load_x(const quantized_args *args, int64_t row, int64_t at) {
     return at < args->k ? load_partial(args->x + row * args->k + at, args->k - at) : (f32_vec){0};
 }
 
-/* For the numbers from `at` on up to `end`. */
-static inline x_rounding rounding_of(const quantized_args *args, int64_t row, int64_t at, int64_t end) {
-    u32_vec largest = {0}; /* the bits of absolute values are in the order of these, NaN last */
-    for (; at < end; at += LANES) largest = max_u32(largest, (u32_vec)load_x(args, row, at) & 0x7fffffff);
-    const uint32_t bits = reduce_max_u32(largest);
-    const float fixed = args->weight->scale, steps = args->weight->steps;
-    float amax;
-    memcpy(&amax, &bits, sizeof amax);
-    if (fixed != 0 && bits <= 0x7f800000) return (x_rounding){fixed, 1 / fixed, -128 * fixed, 127 * fixed};
-    if (bits >= 0x7f800000) return (x_rounding){.scale = amax};
-    if (amax < TINY) return (x_rounding){0};
-    const float scale = amax / steps;
-    float factor = steps / amax;
-    if (fmaf(factor, amax, -steps) < 0) factor += factor * 0x1p-24f * 1.5f; /* else the largest number may get 127 of 127.5 steps */
-    return (x_rounding){scale, factor, -128 * scale, 127 * scale};
+/* How LANES groups of x are rounded: to multiples of the scale. */
+typedef struct {
+    f32_vec scale, factor;
+} x_rounding;
+
+static inline u32_vec max_u32(u32_vec a, u32_vec b) {
+#if defined(__AVX512F__)
+    return (u32_vec)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#else
+    const u32_vec larger = (u32_vec)(a > b);
+    return (larger & a) | (~larger & b);
+#endif
+}
+
+/* The maximum, or the sum, of all lanes. */
+static inline __attribute__((always_inline)) uint32_t reduce_u32(const int adds, u32_vec x) {
+    const u32_vec lane = LANE_INDEX;
+#pragma GCC unroll 4
+    for (uint32_t n = LANES / 2; n; n /= 2) {
+        const u32_vec other = __builtin_shuffle(x, lane ^ n);
+        x = adds ? x + other : max_u32(x, other);
+    }
+    return x[0];
+}
+
+/* `largest` has the bits of absolute values, which are in the order of these, NaN last. */
+static inline x_rounding rounding_of(const packed_codes *weight, u32_vec largest) {
+    const f32_vec amax = (f32_vec)largest, steps = broadcast(weight->steps);
+    if (weight->scale != 0) {
+        const u32_vec is_nan = (u32_vec)(amax != amax);
+        return (x_rounding){(f32_vec)((u32_vec)broadcast(weight->scale) | is_nan), broadcast(1 / weight->scale)};
+    }
+    const u32_vec is_zero = (u32_vec)(amax < TINY), is_finite = (u32_vec)(largest < 0x7f800000);
+    const f32_vec factor = steps / amax;
+    /* Not rounded down, or the largest number gets 127 of 127.5 steps. */
+    const u32_vec rounded_up = (u32_vec)factor + ((u32_vec)(fma_vec(factor, amax, -steps) < 0.0f) & 1);
+    return (x_rounding){(f32_vec)((u32_vec)(amax / steps) & ~is_zero), (f32_vec)(rounded_up & ~is_zero & is_finite)};
+}
+
+/* Absolute values of inputs from `at` on, as bits, at the most GROUP. */
+static inline __attribute__((always_inline)) u32_vec largest_of_group(const quantized_args *args, int64_t row, int64_t at) {
+    u32_vec found = {0};
+    for (int64_t i = at; i < at + GROUP; i += LANES) found = max_u32(found, (u32_vec)load_x(args, row, i) & 0x7fffffff);
+    return found;
+}
+
+/* Codes of a group of x; `totals` gets the sum of those of each unit. */
+static inline __attribute__((always_inline)) void quantize_group(
+    const quantized_args *args, int64_t row, int64_t at, float scale, float factor, int32_t totals[2]
+) {
+    code_t codes[GROUP], *to = args->codes + (row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4;
+    u32_vec sums[2] = {{0}};
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+        f32_vec x = load_x(args, row, at + i);
+        if (args->weight->scale != 0 || args->weight->steps > 127) {
+            x = -max_vec(-x, broadcast(-127 * scale));
+            x = max_vec(x, broadcast(-128 * scale));
+        }
+        /* 1.5 * 2^23: the rounded number moves to the lowest bits */
+        const i32_vec code = (i32_vec)fma_vec(x, broadcast(factor), broadcast(12582912.0f)) - 0x4b400000;
+        sums[i / UNIT] += (u32_vec)code;
+        code_vec narrow = __builtin_convertvector(code, code_vec);
+#if defined(__AVX512VNNI__)
+        narrow = (code_vec)_mm_shuffle_epi8((__m128i)narrow, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+#endif
+        memcpy(codes + i, &narrow, sizeof narrow);
+    }
+    for (int i = 0; i < GROUP; i += 4) memcpy(to + i * TILE_M, codes + i, 4 * sizeof *codes);
+    if (args->segment == UNIT) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
+    else totals[0] = reduce_u32(1, sums[0] + sums[1]), totals[1] = 0;
 }
 
 static void quantize_row(const quantized_args *args, int64_t row) {
-    const int64_t r = row % TILE_M, range = args->weight->range, per_group = args->weight->per_group;
-    x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *of_segment = units, *of_range = units;
-    code_t *codes = args->codes + row * args->stride;
-    const x_rounding whole = per_group ? (x_rounding){0} : rounding_of(args, row, 0, args->k);
-    int64_t segment_end = 0, range_end = 0;
-    for (int64_t group = 0; group < args->inputs; group += GROUP) {
-        const x_rounding how = per_group ? rounding_of(args, row, group, group + GROUP) : whole;
-        for (int64_t at = group, end; at < group + GROUP; at = end) {
-            end = at + min_i64(args->segment, GROUP);
-            u32_vec sum = {0};
-            for (int64_t i = at; i < end; i += LANES) {
-                f32_vec x = max_vec((f32_vec){0} - load_x(args, row, i), (f32_vec){0} - how.high);
-                x = max_vec((f32_vec){0} - x, (f32_vec){0} + how.low);
-                /* 1.5 * 2^23: the rounded number moves to the lowest bits */
-                const i32_vec code = (i32_vec)fma_vec(x, (f32_vec){0} + how.factor, (f32_vec){0} + 12582912.0f) - 0x4b400000;
-                sum += (u32_vec)code;
-                code_vec narrow = __builtin_convertvector(code, code_vec);
-#if defined(__AVX512VNNI__)
-                narrow = (code_vec)_mm_shuffle_epi8((__m128i)narrow, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-#endif
-                memcpy(codes + i, &narrow, sizeof narrow);
+    const packed_codes *weight = args->weight;
+    const int64_t r = row % TILE_M;
+    x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *segment = units, *range = units;
+    u32_vec whole = {0};
+    for (int64_t at = 0; !weight->per_group && at < args->inputs; at += GROUP)
+        whole = max_u32(whole, largest_of_group(args, row, at));
+    whole = (u32_vec){0} + reduce_u32(0, whole);
+    for (int64_t first = 0, segment_end = 0, range_end = 0; first < args->inputs; first += LANES * GROUP) {
+        const int64_t groups = min_i64(LANES, (args->inputs - first) / GROUP);
+        uint32_t largest[LANES] = {0};
+        float scales[LANES], factors[LANES];
+        for (int64_t i = 0; weight->per_group && i < groups; i++)
+            largest[i] = reduce_u32(0, largest_of_group(args, row, first + i * GROUP));
+        if (weight->per_group) memcpy(&whole, largest, sizeof whole);
+        const x_rounding how = rounding_of(weight, whole);
+        memcpy(scales, &how.scale, sizeof scales), memcpy(factors, &how.factor, sizeof factors);
+        for (int64_t i = 0; i < groups; i++) {
+            int32_t totals[2];
+            quantize_group(args, row, first + i * GROUP, scales[i], factors[i], totals);
+            for (int64_t at = first + i * GROUP, half = 0; half < 1 + (args->segment == UNIT); half++, at += UNIT) {
+                if (at == segment_end) {
+                    segment_end += args->segment, segment = units + at / UNIT;
+                    segment->scale[r] = scales[i], segment->minus_128[r] = 0;
+                }
+                if (at == range_end) range_end += weight->range, range = units + at / UNIT, range->sum[r] = 0;
+                segment->minus_128[r] -= 128 * totals[half];
+                if (weight->has_offset) range->sum[r] = fmaf(totals[half], weight->per_group ? scales[i] : 1, range->sum[r]);
             }
-            if (at == segment_end) {
-                segment_end += args->segment, of_segment = units + at / UNIT;
-                of_segment->scale[r] = how.scale, of_segment->minus_128[r] = 0;
-            }
-            if (at == range_end) range_end += range, of_range = units + at / UNIT, of_range->sum[r] = 0;
-            const int32_t total = reduce_add_u32(sum);
-            of_segment->minus_128[r] -= 128 * total;
-            of_range->sum[r] = fmaf(total, per_group ? how.scale : 1, of_range->sum[r]);
         }
     }
 }
@@ -153,92 +181,122 @@ static inline __attribute__((always_inline)) i32_vec dot(i32_vec sums, const cod
 #endif
 }
 
+enum { ANY, RANGES_ARE_GROUPS, ONE_RANGE }; /* the last two with segments of GROUP */
+
 /* VECTORS of outputs of a tile, from `first` on, for some rows from `row` on. */
 static inline __attribute__((always_inline)) void multiply_rows(
-    const int bits, const int rows, const quantized_args *args, int64_t row, int64_t tile, int64_t first
+    const int bits, const int ranges, const int rows, int64_t stored, const quantized_args *args, int64_t row, int64_t tile,
+    int64_t first, const uint8_t *next, int64_t next_step
 ) {
     const packed_codes *weight = args->weight;
-    const x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT);
-    const code_t *x = args->codes + row * args->stride;
+    const int step = ranges == ANY ? UNIT : GROUP;
+    const x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *unit = units, *begin = units;
+    const code_t *x = args->codes + row * args->inputs;
     const uint8_t *codes = weight->codes + (tile * args->inputs * bits / 8 * TILE_N + first * 4);
-    f32_vec sums[TILE_M][VECTORS] = {{{0}}}, of_range[TILE_M][VECTORS] = {{{0}}};
-    for (int64_t range = 0, at = 0; at < args->inputs; range++) {
-        const x_unit *begin = units + at / UNIT;
-        for (int64_t range_end = min_i64(at + weight->range, args->inputs); at < range_end;) {
-            const x_unit *unit = units + at / UNIT;
-            i32_vec dots[TILE_M][VECTORS];
+    f32_vec sums[TILE_M][VECTORS], unfinished[TILE_M][VECTORS]; /* the latter of a range */
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? unit->minus_128[r] : 0);
-            for (int64_t end = min_i64(at + args->segment, range_end); at < end; at += STEP, codes += bits * TILE_N, x += STEP) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < VECTORS; i++) sums[r][i] = unfinished[r][i] = (f32_vec){0};
+    for (int64_t range = 0, at = 0, range_end = weight->range; at < args->inputs;) {
+        i32_vec dots[TILE_M][VECTORS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? unit->minus_128[r] : 0);
+        const int64_t end = ranges == ANY ? min_i64(at + args->segment, args->inputs) : at + GROUP;
+        do {
+#pragma GCC unroll 8
+            for (int quad = 0; quad < step / 4; quad++) {
                 u32_vec four[VECTORS];
-#pragma GCC unroll 2
-                for (int quad = 0; quad < 2; quad++) {
-                    for (int i = 0; i < VECTORS; i++) {
-                        const uint8_t *from = codes + (bits == 8 ? quad * TILE_N + i * LANES : i * LANES) * 4;
-                        if (bits == 8 || !quad) __builtin_prefetch(from + CODES_AHEAD);
-                        four[i] = bits == 8 ? load_u32(from) : load_u32(from) >> 4 * quad & 0x0f0f0f0f;
-                    }
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++)
-                        for (int i = 0; i < VECTORS; i++) dots[r][i] = dot(dots[r][i], x + r * args->stride + 4 * quad, four[i]);
+                for (int i = 0; i < VECTORS; i++) {
+                    const uint8_t *from = codes + ((bits == 8 ? quad : quad / 2) * TILE_N + i * LANES) * 4;
+                    if (bits == 8 || i == 0) __builtin_prefetch(next + quad * next_step + i * CACHE_LINE);
+                    four[i] = bits == 8 ? load_u32(from) : load_u32(from) >> 4 * (quad % 2) & 0x0f0f0f0f;
                 }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    for (int i = 0; i < VECTORS; i++) dots[r][i] = dot(dots[r][i], x + (quad * TILE_M + r) * 4, four[i]);
             }
+            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M, next += step / 4 * next_step;
+        } while (ranges == ANY && at < end);
+        const int ends = ranges == RANGES_ARE_GROUPS || (ranges == ANY && (at >= range_end || at == args->inputs));
+        for (int i = 0; i < VECTORS; i++) {
+            f32_vec scale = {0}, offset = {0};
+            if (ends) scale = load_range(weight, tile, range, 0, first + i * LANES);
+            if (ends && weight->has_offset) offset = load_range(weight, tile, range, 1, first + i * LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                const f32_vec scale = (f32_vec){0} + (weight->per_group ? unit->scale[r] : 1.0f);
-                for (int i = 0; i < VECTORS; i++)
-                    of_range[r][i] = fma_vec(__builtin_convertvector(dots[r][i], f32_vec), scale, of_range[r][i]);
+                const f32_vec x_scale = broadcast(ranges == ANY && !weight->per_group ? 1.0f : unit->scale[r]);
+                const f32_vec product = __builtin_convertvector(dots[r][i], f32_vec);
+                if (ranges == RANGES_ARE_GROUPS) {
+                    sums[r][i] = fma_vec(product * x_scale, scale, sums[r][i]);
+                    continue;
+                }
+                unfinished[r][i] = fma_vec(product, x_scale, unfinished[r][i]);
+                if (ends) sums[r][i] = fma_vec(unfinished[r][i], scale, sums[r][i]), unfinished[r][i] = (f32_vec){0};
             }
-        }
-        for (int i = 0; i < VECTORS; i++) {
-            const f32_vec scale = load_range(weight, tile, range, 0, first + i * LANES);
+            if (!ends || !weight->has_offset) continue;
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) sums[r][i] = fma_vec(of_range[r][i], scale, sums[r][i]), of_range[r][i] = (f32_vec){0};
-            if (!weight->has_offset) continue;
-            const f32_vec offset = load_range(weight, tile, range, 1, first + i * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) sums[r][i] = fma_vec(offset, (f32_vec){0} + begin->sum[r], sums[r][i]);
+            for (int r = 0; r < rows; r++) sums[r][i] = fma_vec(offset, broadcast(begin->sum[r]), sums[r][i]);
         }
+        unit = units + at / UNIT;
+        if (ends) range++, range_end += weight->range, begin = unit;
     }
     for (int i = 0; i < VECTORS; i++) {
         const int64_t column = tile * TILE_N + first + i * LANES;
         if (column >= args->n) return;
         const f32_vec bias = args->bias ? load_partial(args->bias + column, args->n - column) : (f32_vec){0};
+        f32_vec scale = broadcast(1.0f), offset = {0};
+        if (ranges == ONE_RANGE) scale = load_range(weight, tile, 0, 0, first + i * LANES);
+        if (ranges == ONE_RANGE && weight->has_offset) offset = load_range(weight, tile, 0, 1, first + i * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const f32_vec scale = (f32_vec){0} + (weight->per_group ? 1.0f : units->scale[r]);
-            store_partial(args->y + (row + r) * args->n + column, fma_vec(sums[r][i], scale, bias), args->n - column);
+            f32_vec y = ranges == ONE_RANGE ? unfinished[r][i] * scale : sums[r][i];
+            if (ranges == ONE_RANGE && weight->has_offset) y = fma_vec(offset, broadcast(units->sum[r]), y);
+            y = fma_vec(y, broadcast(weight->per_group ? 1.0f : units->scale[r]), bias);
+            if (r < stored) store_partial(args->y + (row + r) * args->n + column, y, args->n - column);
         }
     }
 }
 
-static void multiply_tile(const quantized_args *args, int64_t row, int64_t rows, int64_t tile) {
-#define ROWS(count) \
-    case count: \
-        if (args->weight->kind == INT8) multiply_rows(8, count, args, row, tile, first); \
-        else multiply_rows(4, count, args, row, tile, first); \
-        break;
-    for (int64_t first = 0; first < TILE_N; first += VECTORS * LANES)
-        switch (rows) {
-            ROWS(1) ROWS(2) ROWS(3) ROWS(4)
-#if TILE_M > 4
-            ROWS(5) ROWS(6) ROWS(7) ROWS(8)
-#endif
+/* Rows that are missing in a tile are computed as well, but not stored. */
+static void multiply_tile(
+    const quantized_args *args, int64_t row, int64_t rows, int64_t tile, const uint8_t *next, int64_t next_step
+) {
+    const int64_t range = args->weight->range, has_groups = args->weight->per_group && args->segment == GROUP, is_8_bit = args->weight->kind == INT8;
+    for (int64_t first = 0; first < TILE_N; first += VECTORS * LANES) {
+#define MULTIPLY(bits, ranges, count) \
+    if (rows <= count) { \
+        multiply_rows(bits, ranges, count, rows, args, row, tile, first, next, next_step); \
+        continue; \
+    }
+        if (is_8_bit && has_groups && range >= args->inputs) {
+            MULTIPLY(8, ONE_RANGE, 1) MULTIPLY(8, ONE_RANGE, 2) MULTIPLY(8, ONE_RANGE, TILE_M / 2)
+            MULTIPLY(8, ONE_RANGE, 3 * TILE_M / 4) MULTIPLY(8, ONE_RANGE, TILE_M)
+        } else if (is_8_bit) {
+            MULTIPLY(8, ANY, 1) MULTIPLY(8, ANY, TILE_M / 2) MULTIPLY(8, ANY, TILE_M)
+        } else if (has_groups && range == GROUP) {
+            MULTIPLY(4, RANGES_ARE_GROUPS, 1) MULTIPLY(4, RANGES_ARE_GROUPS, 2) MULTIPLY(4, RANGES_ARE_GROUPS, TILE_M / 2)
+            MULTIPLY(4, RANGES_ARE_GROUPS, 3 * TILE_M / 4) MULTIPLY(4, RANGES_ARE_GROUPS, TILE_M)
+        } else {
+            MULTIPLY(4, ANY, 1) MULTIPLY(4, ANY, TILE_M / 2) MULTIPLY(4, ANY, TILE_M)
         }
+    }
 }
 
-/* `scratch` has memory for an x_unit of each TILE_M rows and UNIT inputs, and then for codes, CACHE_LINE beyond those of
-   the inputs for each row: strides that are powers of two would share few sets of a cache. */
-void EXPORT(quantized_gemm)(
-    const scalar_t *x, const packed_codes *weight, const scalar_t *bias, scalar_t *y, void *scratch, int64_t m, int64_t k,
-    int64_t n, int64_t threads
+/* Returns 0, or 1 if there is no memory. */
+int EXPORT(quantized_gemm)(
+    const scalar_t *x, const packed_codes *weight, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
+    int64_t threads
 ) {
     const int64_t inputs = padded_inputs(k), tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
-    x_unit *units = scratch;
+    const int64_t bits = weight->kind == INT8 ? 8 : 4, row_tiles = (m + TILE_M - 1) / TILE_M;
+    const size_t units_size = row_tiles * (inputs / UNIT) * sizeof(x_unit);
+    const size_t size = units_size + row_tiles * TILE_M * inputs * sizeof(code_t);
+    char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
+    if (!scratch) return 1;
     const quantized_args args = {
-        weight, x, bias, y, units, (code_t *)(units + (m + TILE_M - 1) / TILE_M * (inputs / UNIT)), k, n, inputs,
-        weight->per_group ? min_i64(weight->range, GROUP) : weight->range, inputs + CACHE_LINE
+        weight, x, bias, y, (x_unit *)scratch, (code_t *)(scratch + units_size), k, n, inputs,
+        weight->per_group ? min_i64(weight->range, GROUP) : weight->range
     };
 #pragma omp parallel num_threads(threads)
     {
@@ -246,11 +304,16 @@ void EXPORT(quantized_gemm)(
         for (int64_t row = 0; row < m; row++) quantize_row(&args, row);
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < tiles * chunks; unit++) {
-            const int64_t first = unit % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m);
-            for (int64_t row = first; row < last; row += TILE_M)
-                multiply_tile(&args, row, min_i64(last - row, TILE_M), unit / chunks);
+            const int64_t first = unit % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = unit / chunks;
+            const int64_t count = (last - first + TILE_M - 1) / TILE_M, size = inputs * TILE_N * bits / 8;
+            /* One tile of rows fetches codes a little ahead; several share the codes of the next outputs. */
+            const uint8_t *next = weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);
+            for (int64_t row = first; row < last; row += TILE_M, next += size / count)
+                multiply_tile(&args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
         }
     }
+    if (scratch != small) free(scratch);
+    return 0;
 }
 
 /* y [m, k] = x [m, order]. */
