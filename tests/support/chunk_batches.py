@@ -21,6 +21,13 @@ class ChunkedBatch:
     layer: tuple[Tensor, Tensor]
     contexts: list[tuple[Tensor, Tensor]]  # keys and values of each chunk's whole context
 
+    def set_contexts(self, keys: Tensor, values: Tensor) -> None:
+        """Keys and values in the blocks of a layer are others."""
+        tables = [(chunk.block_table, chunk.seq_len) for chunk in self.batch.chunks]
+        self.contexts = [
+            (keys[table].flatten(0, 1)[:length], values[table].flatten(0, 1)[:length]) for table, length in tables
+        ]
+
     def expected(self, rules: AttentionParams) -> Tensor:
         """The oracle's output [tokens, H, E], decodes excluded."""
         return torch.cat(
