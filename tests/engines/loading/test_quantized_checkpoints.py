@@ -10,114 +10,26 @@ import numpy as np
 import pytest
 import torch
 from batches import engine_options
-from cpu_kernels import CACHE_DIR, CPU_ISA
 from gguf_files import one_more, permuted, write_directory, write_gguf
-from gptq_oracle import unpack
+from quantized_formats import AUTO_ROUND, AWQ, FORMATS, GPTQ, Quantize, awq, gptq, load, quantized_copy
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, make_model
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from tgis.engines.loading import loader
 from tgis.engines.quantization.gguf import read_gguf
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
-Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # a weight -> its tensors, and what they stand for
 
 
-def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """In groups of 16; the column of nibble i of an int32 is (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
-    outputs, inputs = weight.shape
-    codes = np.random.default_rng(outputs).integers(0, 16, (inputs, outputs))
-    zeros = np.random.default_rng(inputs).integers(0, 16, (inputs // 16, outputs))
-    scales = np.random.default_rng(1).uniform(1e-3, 2e-2, zeros.shape).astype(np.float16)
-    expected = np.zeros((outputs, inputs))
-    for k in range(inputs):
-        for n in range(outputs):
-            expected[n, k] = float(scales[k // 16, n]) * (int(codes[k, n]) - int(zeros[k // 16, n]))
-
-    def packed(numbers: np.ndarray) -> Tensor:
-        rows = [
-            [
-                sum(int(row[8 * j + (0, 2, 4, 6, 1, 3, 5, 7)[i]]) << 4 * i for i in range(8))
-                for j in range(len(row) // 8)
-            ]
-            for row in numbers
-        ]
-        return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
-
-    tensors = {"qweight": packed(codes), "qzeros": packed(zeros), "scales": torch.from_numpy(scales)}
-    return tensors, torch.from_numpy(expected)
-
-
-def gptq(
-    bits: int, group: int | None, stored_less: int, *, act_order: bool = False, zero: int | None = None
-) -> Quantize:
-    """Random codes; of zeros with the highest bit clear, or one number that is stored for all."""
-
-    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        outputs, inputs = weight.shape
-        rng = np.random.default_rng(inputs)  # the same order of what is merged
-        order = rng.permutation(inputs) if act_order else np.arange(inputs)
-        groups = -(-inputs // (group or inputs))
-        low, high = (0, 2 ** (bits - 1)) if zero is None else (zero, zero + 1)
-        each = rng.integers(low, high, (groups, outputs * bits // 32, 32 // bits))
-        tensors = {
-            "qweight": rng.integers(0, 2**32, (inputs * bits // 32, outputs), dtype=np.uint32).view(np.int32),
-            "qzeros": (each << np.arange(0, 32, bits)).sum(-1).astype(np.uint32).view(np.int32),
-            "scales": rng.uniform(1e-3, 2e-2, (groups, outputs)).astype(np.float16) / 2 ** (bits - 4),
-            "g_idx": order.astype(np.int32) // (group or inputs),
-        }
-        expected = torch.from_numpy(unpack(tensors, bits, stored_less))
-        return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, expected
-
-    return quantize
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
-AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False}
-FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
-    "awq": (AWQ, awq),
-    "awq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
-    "gptq": (GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq(4, 16, 1)),
-    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(4, 16, 1, act_order=True)),
-    "gptq, 8 bits, ragged": (GPTQ | {"bits": 8, "group_size": 32}, gptq(8, 32, 1, act_order=True)),
-    "gptq, 8 bits, symmetric": (GPTQ | {"bits": 8, "group_size": -1}, gptq(8, None, 1, zero=127)),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, gptq(4, None, 0)),
-    "gptq that is v2": (GPTQ | {"sym": True}, gptq(4, 16, 0, zero=8)),
-    "gptq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, gptq(4, 16, 1)),
-    "gptq_v2 by auto-round": (AUTO_ROUND | {"packing_format": "auto_round"}, gptq(4, 16, 0)),
-}
 # config.json says nothing: a file beside it, or tensors
 BESIDE: dict[str, tuple[str, dict[str, Any], Quantize]] = {
     "AutoAWQ": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}, awq),
     "AutoGPTQ": ("quantize_config.json", {"bits": 8, "group_size": 16, "desc_act": False}, gptq(8, 16, 1)),
     "TGIS": ("model.safetensors", {"gptq_bits": 4, "gptq_groupsize": 16}, gptq(4, 16, 1, act_order=True)),
 }
-
-
-def quantized_copy(path: Path, quantize: Quantize, config: dict[str, Any] | None) -> PreTrainedModel:
-    """Quantize the files of a model in place; also what they stand for."""
-    kind = AutoModelForSeq2SeqLM if "T5" in (path / "config.json").read_text() else AutoModelForCausalLM
-    expected = kind.from_pretrained(path, dtype=torch.float32).eval()
-    tensors = load_file(path / "model.safetensors")
-    for name, module in expected.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            found, numbers = quantize(tensors.pop(f"{name}.weight"))
-            module.weight.data = numbers.float()
-            tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    if config is not None:
-        file = path / "config.json"
-        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
-    return expected
-
-
-def load(path: Path, **others: Any) -> PreTrainedModel:
-    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
-    return loader.load_model(msgspec.structs.replace(engine_options(path, 8, threads=1), **given), torch.device("cpu"))
 
 
 def check_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:

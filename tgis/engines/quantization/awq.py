@@ -16,7 +16,7 @@ class AwqFormat:
     scale * (code - zero).
     """
 
-    required, optional = frozenset({"qweight", "qzeros", "scales"}), frozenset[str]()
+    marks, others = frozenset({"qweight"}), frozenset({"qzeros", "scales"})
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm"))

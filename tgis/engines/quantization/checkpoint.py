@@ -2,18 +2,22 @@
 when the layer is packed, so that little is in memory beside the result.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from msgspec import Meta
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 from tgis.errors import StartError
+
+Size = Annotated[int, Meta(ge=1)]  # in what files say
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class LayerTensors(Mapping[str, Tensor]):
         self._found[suffix] = file, name
 
     def __getitem__(self, suffix: str) -> Tensor:
+        if suffix not in self._found:
+            raise KeyError(f"{self.name} has no {suffix}")
         file, name = self._found[suffix]
         return file.get_tensor(name)
 
@@ -113,23 +119,46 @@ class LayerTensors(Mapping[str, Tensor]):
 
     def shape(self, suffix: str) -> list[int]:
         """The shape of a matrix that is not read for it."""
+        if suffix not in self._found:
+            raise KeyError(f"{self.name} has no {suffix}")
         file, name = self._found[suffix]
         shape: list[int] = file.get_slice(name).get_shape()
         if len(shape) != 2:
             raise StartError(f"{self.name}: {suffix} has the shape {shape}, which is no matrix")
         return shape
 
+    def numbers(self, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:  # float32 [out, groups]
+        """Numbers for blocks of a matrix, the last of which may have fewer rows and columns: those of each row."""
+        found = self[suffix]
+        counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+        is_number = found.is_floating_point() != suffix.endswith("zero_point")
+        if not is_number or found.numel() != math.prod(counts) or (found.dim() > 1 and [*found.shape] != counts):
+            kind = f"{found.dtype} {[*found.shape]}".removeprefix("torch.")
+            raise StartError(f"{self.name}: {suffix} is {kind}, not {counts} numbers for {[*shape]} weights")
+        return found.float().reshape(counts).repeat_interleave(min(block[0], shape[0]), 0)[: shape[0]]
+
+    def codes(self, dtype: torch.dtype) -> Tensor:  # uint8 [out, in]
+        """Those of a weight in int8 or E4M3, in the order of the table for it."""
+        weight = self["weight"]
+        if weight.dtype != dtype:
+            raise StartError(f"{self.name}: weight is {weight.dtype}, not {dtype}".replace("torch.", ""))
+        if dtype == torch.int8:
+            return weight.view(torch.uint8) ^ 128
+        if weight.float().isnan().any():
+            raise StartError(f"{self.name} has a weight that is NaN")
+        return weight.view(torch.uint8)
+
 
 class Format(Protocol):
     """How the files of a kind of checkpoint hold a quantized weight."""
 
     @property
-    def required(self) -> Collection[str]:
-        """What follows the layer's name in the names of the tensors that each quantized layer has."""
+    def marks(self) -> Collection[str]:
+        """What follows the layer's name in the names of tensors that make it a quantized one; it has one of them."""
 
     @property
-    def optional(self) -> Collection[str]:
-        """The same of those that some have."""
+    def others(self) -> Collection[str]:
+        """The same of tensors that they may have beside it."""
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         """[out, in], told from the shapes of the tensors."""
@@ -140,11 +169,16 @@ class Format(Protocol):
 
 def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpoint:
     """The checkpoint in the safetensors files of a directory, whose tensors stay in the files."""
-    plain, found = _grouped(path, {*layout.required, *layout.optional})
+    plain, found = _grouped(path, {*layout.marks, *layout.others})
     layers = []
     for tensors in found.values():
-        if not tensors.keys() >= set(layout.required):
-            plain |= {f"{tensors.name}.{suffix}": tensors[suffix] for suffix in tensors}
+        if tensors.keys().isdisjoint(layout.marks):
+            for suffix, tensor in tensors.items():
+                if not tensor.is_floating_point() or tensor.itemsize == 1:
+                    raise StartError(
+                        f"{tensors.name}: {suffix} has codes, but {' and '.join(sorted(layout.marks))} are missing"
+                    )
+                plain[f"{tensors.name}.{suffix}"] = tensor
             continue
         if ".experts." in tensors.name:
             raise StartError(f"{tensors.name}: experts quantized as {method} are not supported")

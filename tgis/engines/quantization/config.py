@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import PreTrainedConfig
 
 from tgis.engines.quantization.awq import AwqFormat
+from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
 from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint
+from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
+from tgis.engines.quantization.fp8 import Fp8Format
 from tgis.engines.quantization.gguf import read_gguf
 from tgis.engines.quantization.gptq import GptqFormat, tgis_description
 from tgis.engines.quantization.weight import ActivationCodes, QuantizedWeight
@@ -36,6 +40,9 @@ def _auto_round_format(config: Mapping[str, Any]) -> Format:
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantization_config
     "auto-round": _auto_round_format,
     "awq": AwqFormat,
+    "bitsandbytes": BitsAndBytesFormat,
+    "compressed-tensors": CompressedTensorsFormat,
+    "fp8": Fp8Format,
     "gptq": GptqFormat,
 }
 _GGUF = "gguf"  # said by directories that tgis makes for these files
@@ -108,8 +115,15 @@ def resolve_quantization(
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)
     vars(config).pop("quantization_config", None)
-    checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _FORMATS[method](found))
+    checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _layout(method, found))
     return Quantization(None, logits, activations, dtype, checkpoint)
+
+
+def _layout(method: str, description: Mapping[str, Any]) -> Format:
+    try:
+        return _FORMATS[method](description)
+    except msgspec.ValidationError as error:
+        raise StartError(f"quantization_config: {error}") from error
 
 
 def _description(config: PreTrainedConfig, path: Path) -> Any:

@@ -22,7 +22,7 @@ class GptqFormat:
     version 1 store zero - 1.
     """
 
-    required, optional = frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"})
+    marks, others = frozenset({"qweight"}), frozenset({"qzeros", "scales", "g_idx"})
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
@@ -38,7 +38,7 @@ class GptqFormat:
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         codes = unpacked(packed(tensors, "qweight").T, self._bits)
-        order = self._order(tensors, codes.shape[1])
+        order = column_order(tensors, "g_idx", codes.shape[1], self._group_size)
         codes = codes if order is None else codes[:, order]
         table = INT4 if self._bits == 4 else INT8
         return affine_weight(tensors, codes, self._zeros(tensors), table, self._group_size, order)
@@ -50,19 +50,6 @@ class GptqFormat:
         if self._version_2 or (self._symmetric and (zeros == 1 << self._bits - 1).all()):
             return zeros
         return unpacked(stored + _ONES[self._bits], self._bits)  # GPTQModel subtracts them from the int32, too
-
-    def _order(self, tensors: LayerTensors, inputs: int) -> Tensor | None:
-        groups, size = tensors.get("g_idx"), self._group_size or inputs
-        if groups is None or not groups.any():
-            return None
-        if groups.shape != (inputs,):
-            raise StartError(f"{tensors.name}: g_idx has the shape {[*groups.shape]}, not {[inputs]}")
-        own = torch.arange(inputs)
-        order = groups.argsort(stable=True)
-        if not torch.equal(groups[order].long(), own // size):
-            found = f"{groups.min()} to {groups.max()}"
-            raise StartError(f"{tensors.name}: g_idx {found} of {inputs} inputs is not {size} inputs for each group")
-        return None if torch.equal(order, own) else order
 
 
 def tgis_description(path: Path) -> dict[str, Any] | None:
@@ -96,6 +83,21 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:  # int32 [n, m] -> uint8 [n, 
     """The codes in each int32, from the lowest bits to the highest."""
     octets = packed.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def column_order(tensors: LayerTensors, suffix: str, inputs: int, group_size: int | None) -> Tensor | None:
+    """The inputs by their groups, of which a tensor tells; None where they are in this order."""
+    groups, size = tensors.get(suffix), group_size or inputs
+    if groups is None or not groups.any():
+        return None
+    if groups.shape != (inputs,):
+        raise StartError(f"{tensors.name}: {suffix} has the shape {[*groups.shape]}, not {[inputs]}")
+    own = torch.arange(inputs)
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order].long(), own // size):
+        found = f"{groups.min()} to {groups.max()}"
+        raise StartError(f"{tensors.name}: {suffix} {found} of {inputs} inputs is not {size} inputs for each group")
+    return None if torch.equal(order, own) else order
 
 
 def affine_weight(

@@ -1,0 +1,138 @@
+"""Checkpoints of compressed-tensors whose layers have different arguments, or activations in 8 bits; refusals."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_formats import (
+    CHANNELS,
+    E4M3,
+    GROUPS,
+    Quantize,
+    compressed_tensors,
+    in_bytes,
+    load,
+    packed,
+    quantized_copy,
+)
+from tiny_models import make_model
+from torch import Tensor, nn
+
+from tgis.engines.quantization import compressed_tensors as reader
+from tgis.errors import StartError
+
+IDS = torch.tensor([[5, 9, 13, 7, 40], [1, 2, 3, 4, 5]])
+TOKENS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC: dict[str, Any] = TOKENS | {"strategy": "tensor", "dynamic": False}
+INT8 = in_bytes(1, None, "weight_scale", e4m3=False)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
+    """The tensors of each fit no other; a name goes before a pattern, and this before a class."""
+    asymmetric = GROUPS | {"symmetric": False, "group_size": 8}
+    config = compressed_tensors("mixed-precision", GROUPS)
+    config["config_groups"] |= {
+        "patterns": {"targets": [r"re:.*\.mlp\.(up|gate)_proj$"], "weights": asymmetric, "format": "pack-quantized"},
+        "names": {"targets": ["model.layers.1.mlp.up_proj", "Embedding"], "weights": CHANNELS},
+        "floats": {"targets": [r"re:model\.layers\.\d\.self_attn\.[kv]_proj"], "weights": E4M3},
+    }
+    config["ignore"] += ["model.layers.0.self_attn.o_proj", "re:.*1.*down_proj"]
+    quantize: dict[str, Quantize | None] = {
+        r"0\.self_attn\.o_proj|1\.mlp\.down_proj": None,
+        r"1\.mlp\.up_proj": INT8,
+        "up_proj|gate_proj": packed(4, 8, symmetric=False),
+        "k_proj|v_proj": in_bytes(1, None, "weight_scale"),
+        "": packed(4, 16),
+    }
+    expected = quantized_copy(make_model("Llama", tmp_path), quantize, config)
+    logits = expected.double()(IDS).logits
+    assert (load(tmp_path)(IDS).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def rounded(x: Tensor, scale: float | None) -> Tensor:
+    """int8 with the scale, or with one for each token: of the largest number by 127.5."""
+    found = []
+    for row in x.double().flatten(0, -2).tolist():
+        largest = max(map(abs, row))
+        codes = [round(each / scale if scale else each * 127.5 / largest) for each in row]
+        found.append([min(max(code, -128), 127) * (scale or largest / 127.5) for code in codes])
+    return torch.tensor(found, dtype=torch.float64).view(x.shape)
+
+
+@pytest.mark.parametrize("scale", [None, 0.03])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_activations_in_8_bits(scale: float | None, tmp_path: Path) -> None:
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, expected = INT8(weight)
+        return tensors | ({} if scale is None else {"input_scale": torch.tensor([scale])}), expected
+
+    config = compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS if scale is None else STATIC)
+    expected = quantized_copy(make_model("Llama", tmp_path), {"": quantize}, config)
+    model, seen = load(tmp_path), {}
+    layers = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    for name in layers:
+        keep = lambda _module, args, output, name=name: seen.update({name: (args[0], output)})  # noqa: E731
+        model.get_submodule(name).register_forward_hook(keep)
+    model(IDS)
+    assert seen.keys() == layers
+    for name, (x, y) in seen.items():
+        answer = rounded(x, scale) @ expected.get_submodule(name).weight.double().T
+        assert (y - answer).abs().max() < 1e-4 * answer.abs().max(), name
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # changes of the configuration or of its group
+    "format": ({"format": "nvfp4-pack-quantized"}, "Invalid enum value 'nvfp4-pack-quantized' - at `$.format`"),
+    "sparsity": (
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "Invalid enum value 'sparse-24-bitmask' - at `$.sparsity_config.format`",
+    ),
+    "transform": (
+        {"transform_config": {"config_groups": {}}},
+        "Expected `object` of length <= 0 - at `$.transform_config`",
+    ),
+    "bits": (
+        {"weights": CHANNELS | {"num_bits": 3}},
+        "Invalid enum value 3 - at `$.config_groups[...].weights.num_bits`",
+    ),
+    "group": (
+        {"weights": GROUPS | {"group_size": "16"}},
+        "Expected `int | null`, got `str` - at `$.config_groups[...].weights.group_size`",
+    ),
+    "outputs": (
+        {"output_activations": TOKENS},
+        "Expected `null`, got `object` - at `$.config_groups[...].output_activations`",
+    ),
+    "inputs": (
+        {"input_activations": STATIC | {"symmetric": False}},
+        "LAYER: int weights with static asymmetric int8 activations by tensor are not supported",
+    ),
+    "floats": (
+        {"input_activations": TOKENS, "weights": E4M3},
+        "LAYER: float weights with dynamic symmetric int8 activations by token are not supported",
+    ),
+    "ignored": ({"ignore": ["re:.*q_proj"]}, "LAYER is quantized, but quantization_config does not say how"),
+    "targets": ({"targets": ["Embedding"]}, "LAYER is quantized, but quantization_config does not say how"),
+    "count": ({"targets": ["re:a{9}"]}, "the pattern 'a{9}' is too long, or has a count"),
+    "long": ({"targets": ["re:" + 301 * "."]}, "the pattern"),
+    "pattern": ({"targets": ["re:("]}, "the pattern '(': missing ) at position 1"),
+    "slow": ({"ignore": ["re:(?:.|..)+(?:.|..)+[xq]$"]}, "the pattern '(?:.|..)+(?:.|..)+[xq]$': regex timed out"),
+    "type": ({"weights": E4M3}, "LAYER: weight is int8, not float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MATCH_SECONDS", 0.05)
+    changes, error = REFUSED[name]
+    config = compressed_tensors("int-quantized", CHANNELS)
+    group = config["config_groups"]["group_0"]
+    for key, value in changes.items():
+        (config if key in ("format", "ignore") or key.endswith("_config") else group)[key] = value
+    quantized_copy(make_model("Llama", tmp_path), {"": INT8}, config)
+    with pytest.raises(StartError) as refusal:
+        load(tmp_path)
+    found = re.sub(r"^model\.layers\.\d[a-z_.]+", "LAYER", str(refusal.value).removeprefix("quantization_config: "))
+    assert found.startswith(error)

@@ -1,0 +1,268 @@
+"""Weights as the files of a format hold them, made of random codes, with what these stand for: loops over single values
+that share no code with the readers.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from batches import engine_options
+from cpu_kernels import CACHE_DIR, CPU_ISA
+from gptq_oracle import unpack
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+from tgis.engines.loading import loader
+
+Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # a weight -> its tensors, and what they stand for
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = tuple(sign * each / 12 for sign in (1, -1) for each in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+
+
+def numbers(shape: Any, low: float, high: float) -> np.ndarray:
+    return np.asarray(np.random.default_rng(0).uniform(low, high, shape), dtype=np.float32)
+
+
+def words(rows: np.ndarray, bits: int) -> Tensor:
+    """int32s that hold numbers of some bits, each row filled up with zeros, the first number lowest."""
+    per_word = 32 // bits
+    found = [
+        [
+            sum(int(each) << bits * i for i, each in enumerate(row[j : j + per_word]))
+            for j in range(0, len(row), per_word)
+        ]
+        for row in rows
+    ]
+    return torch.from_numpy(np.array(found, dtype=np.uint32).view(np.int32))
+
+
+def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Quantize:
+    """compressed-tensors' pack-quantized."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        rng, middle = np.random.default_rng(inputs), 1 << bits - 1
+        order = rng.permutation(inputs) // group if act_order else np.arange(inputs) // group
+        codes, zeros = rng.integers(0, 2 * middle, (2, outputs, inputs))
+        scales, zeros = numbers((outputs, inputs // group), 1e-3, 2e-2) * 8 / middle, zeros[:, : inputs // group]
+        expected = np.zeros((outputs, inputs))
+        for n in range(outputs):
+            for k in range(inputs):
+                zero = middle if symmetric else int(zeros[n, order[k]])
+                expected[n, k] = float(scales[n, order[k]]) * (int(codes[n, k]) - zero)
+        tensors = {
+            "weight_packed": words(codes, bits),
+            "weight_scale": torch.from_numpy(scales),
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).T
+        if act_order:
+            tensors["weight_g_idx"] = torch.from_numpy(order.astype(np.int32))
+        return tensors, torch.from_numpy(expected)
+
+    return quantize
+
+
+def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True) -> Quantize:
+    """E4M3 or int8 with a number for each block of rows and columns; None: all of them. That of SCB is for 127."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        tall, wide = rows or outputs, columns or inputs
+        codes = np.random.default_rng(inputs).integers(0, 256, (outputs, inputs), dtype=np.uint8)
+        codes[codes % 128 == 127] = 0  # NaN
+        scales = numbers((-(-outputs // tall), -(-inputs // wide)), 1e-3, 2e-2) / (50 if e4m3 else 10)
+        scales *= 127 if name == "SCB" else 1
+        expected = np.zeros((outputs, inputs))
+        for n in range(outputs):
+            for k in range(inputs):
+                code = int(codes[n, k])
+                value = e4m3_value(code) if e4m3 else code - 256 if code > 127 else code
+                expected[n, k] = value * float(scales[n // tall, k // wide]) / (127 if name == "SCB" else 1)
+        found = torch.from_numpy(codes).view(torch.float8_e4m3fn if e4m3 else torch.int8)
+        scale = torch.from_numpy(scales)
+        return {"weight": found, name: scale.flatten() if name == "SCB" else scale}, torch.from_numpy(expected)
+
+    return quantize
+
+
+def e4m3_value(code: int) -> float:
+    exponent, fraction = code >> 3 & 15, (code & 7) / 8
+    value = 2.0 ** (exponent - 7) * (1 + fraction) if exponent else 2.0**-6 * fraction
+    return -value if code > 127 else value
+
+
+def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
+    """bitsandbytes' NF4 and FP4, with blocks of the flat weight."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        count, table = outputs * inputs, NF4 if kind == "nf4" else FP4
+        codes, blocks = np.random.default_rng(inputs).integers(0, 16, count), -(-count // block)
+        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}
+        absmax = numbers(blocks, 0.1, 0.3)
+        tensors = {
+            "weight": torch.tensor([[int(codes[i]) << 4 | int(codes[i + 1])] for i in range(0, count, 2)]).byte(),
+            "weight.absmax": torch.from_numpy(absmax),
+            "weight.quant_map": torch.tensor(table),
+        }
+        if nested:
+            of_bytes, scales = np.sort(numbers(256, -0.1, 0.1)), numbers(-(-blocks // 256), 0.5, 1)
+            stored = np.random.default_rng(1).integers(0, 256, blocks)
+            for i in range(blocks):
+                absmax[i] = float(of_bytes[stored[i]]) * float(scales[i // 256]) + 0.2
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.2}
+            tensors |= {
+                "weight.absmax": torch.from_numpy(stored).byte(),
+                "weight.nested_absmax": torch.from_numpy(scales),
+                "weight.nested_quant_map": torch.from_numpy(of_bytes),
+            }
+        described = list(json.dumps(state).encode())
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(described).byte()
+        expected = [table[int(codes[i])] * float(absmax[i // block]) for i in range(count)]
+        return tensors, torch.tensor(expected, dtype=torch.float64).view(outputs, inputs)
+
+    return quantize
+
+
+def compressed_tensors(layout: str, weights: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """A quantization_config with one group."""
+    group = {"targets": ["Linear"], "weights": weights, **others}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """In groups of 16; the column of nibble i of an int32 is (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
+    outputs, inputs = weight.shape
+    codes = np.random.default_rng(outputs).integers(0, 16, (inputs, outputs))
+    zeros = np.random.default_rng(inputs).integers(0, 16, (inputs // 16, outputs))
+    scales = np.random.default_rng(1).uniform(1e-3, 2e-2, zeros.shape).astype(np.float16)
+    expected = np.zeros((outputs, inputs))
+    for k in range(inputs):
+        for n in range(outputs):
+            expected[n, k] = float(scales[k // 16, n]) * (int(codes[k, n]) - int(zeros[k // 16, n]))
+
+    def packed(numbers: np.ndarray) -> Tensor:
+        rows = [
+            [
+                sum(int(row[8 * j + (0, 2, 4, 6, 1, 3, 5, 7)[i]]) << 4 * i for i in range(8))
+                for j in range(len(row) // 8)
+            ]
+            for row in numbers
+        ]
+        return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
+
+    tensors = {"qweight": packed(codes), "qzeros": packed(zeros), "scales": torch.from_numpy(scales)}
+    return tensors, torch.from_numpy(expected)
+
+
+def gptq(
+    bits: int, group: int | None, stored_less: int, *, act_order: bool = False, zero: int | None = None
+) -> Quantize:
+    """Random codes; of zeros with the highest bit clear, or one number that is stored for all."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outputs, inputs = weight.shape
+        rng = np.random.default_rng(inputs)  # the same order of what is merged
+        order = rng.permutation(inputs) if act_order else np.arange(inputs)
+        groups = -(-inputs // (group or inputs))
+        low, high = (0, 2 ** (bits - 1)) if zero is None else (zero, zero + 1)
+        each = rng.integers(low, high, (groups, outputs * bits // 32, 32 // bits))
+        tensors = {
+            "qweight": rng.integers(0, 2**32, (inputs * bits // 32, outputs), dtype=np.uint32).view(np.int32),
+            "qzeros": (each << np.arange(0, 32, bits)).sum(-1).astype(np.uint32).view(np.int32),
+            "scales": rng.uniform(1e-3, 2e-2, (groups, outputs)).astype(np.float16) / 2 ** (bits - 4),
+            "g_idx": order.astype(np.int32) // (group or inputs),
+        }
+        expected = torch.from_numpy(unpack(tensors, bits, stored_less))
+        return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, expected
+
+    return quantize
+
+
+GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+CHANNELS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+E4M3: dict[str, Any] = CHANNELS | {"type": "float"}
+BITSANDBYTES: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False}
+FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "awq": (AWQ, awq),
+    "awq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
+    "gptq": (GPTQ | {"sym": True, "checkpoint_format": "gptq"}, gptq(4, 16, 1)),
+    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(4, 16, 1, act_order=True)),
+    "gptq, 8 bits, ragged": (GPTQ | {"bits": 8, "group_size": 32}, gptq(8, 32, 1, act_order=True)),
+    "gptq, 8 bits, symmetric": (GPTQ | {"bits": 8, "group_size": -1}, gptq(8, None, 1, zero=127)),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, gptq(4, None, 0)),
+    "gptq that is v2": (GPTQ | {"sym": True}, gptq(4, 16, 0, zero=8)),
+    "gptq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, gptq(4, 16, 1)),
+    "gptq_v2 by auto-round": (AUTO_ROUND | {"packing_format": "auto_round"}, gptq(4, 16, 0)),
+    "compressed-tensors": (compressed_tensors("pack-quantized", GROUPS), packed(4, 16)),
+    "compressed-tensors, act-order": (
+        compressed_tensors("pack-quantized", GROUPS | {"actorder": "group", "symmetric": False}),
+        packed(4, 16, symmetric=False, act_order=True),
+    ),
+    "compressed-tensors, 8 bits": (
+        compressed_tensors("pack-quantized", GROUPS | {"num_bits": 8, "symmetric": False}),
+        packed(8, 16, symmetric=False),
+    ),
+    "compressed-tensors, int8": (
+        compressed_tensors("int-quantized", CHANNELS),
+        in_bytes(1, None, "weight_scale", e4m3=False),
+    ),
+    "compressed-tensors, E4M3": (
+        compressed_tensors("float-quantized", E4M3, input_activations=E4M3 | {"strategy": "token", "dynamic": True}),
+        in_bytes(1, None, "weight_scale"),
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [20, 24]},
+        in_bytes(20, 24, "weight_scale_inv"),
+    ),
+    "fp8 by AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, in_bytes(None, None, "weight_scale")),
+    "bitsandbytes, int8": (BITSANDBYTES | {"load_in_4bit": False}, in_bytes(1, None, "SCB", e4m3=False)),
+    "bitsandbytes, nf4": (BITSANDBYTES, in_4_bits("nf4", 64, nested=True)),
+    "bitsandbytes, fp4": (BITSANDBYTES, in_4_bits("fp4", 32)),
+}
+
+
+def quantized_copy(
+    path: Path, quantize: Quantize | Mapping[str, Quantize | None], config: dict[str, Any] | None
+) -> PreTrainedModel:
+    """Quantize the files of a model in place; also what they stand for. The first pattern in a layer's name counts."""
+    of_layers = quantize if isinstance(quantize, Mapping) else {"": quantize}
+    kind = AutoModelForSeq2SeqLM if "T5" in (path / "config.json").read_text() else AutoModelForCausalLM
+    expected = kind.from_pretrained(path, dtype=torch.float32).eval()
+    tensors = load_file(path / "model.safetensors")
+    for name, module in expected.named_modules():
+        chosen = next((each for pattern, each in of_layers.items() if re.search(pattern, name)), None)
+        if isinstance(module, nn.Linear) and name != "lm_head" and chosen:
+            found, numbers = chosen(tensors.pop(f"{name}.weight"))
+            module.weight.data = numbers.float()
+            tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    if config is not None:
+        file = path / "config.json"
+        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+    return expected
+
+
+def load(path: Path, **others: Any) -> PreTrainedModel:
+    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
+    return loader.load_model(msgspec.structs.replace(engine_options(path, 8, threads=1), **given), torch.device("cpu"))
