@@ -37,8 +37,10 @@ def damaged(tensor: Tensor, draw: random.Random) -> Tensor | None:
         case 5:
             return torch.cat([tensor.flatten()] * 2)
         case 6 if tensor.is_floating_point() and tensor.itemsize > 1:
-            return tensor.clone().index_fill_(
-                0, torch.zeros((), dtype=torch.long), draw.choice([1e38, torch.nan, torch.inf])
+            return (
+                tensor.float()
+                .index_fill(0, torch.tensor([0]), draw.choice([1e38, torch.nan, torch.inf]))
+                .to(tensor.dtype)
             )
     octets = tensor.contiguous().view(-1).view(torch.uint8).clone()
     octets[draw.randrange(len(octets))] = draw.randrange(256)

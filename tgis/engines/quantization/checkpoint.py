@@ -175,9 +175,7 @@ def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpo
         if tensors.keys().isdisjoint(layout.marks):
             for suffix, tensor in tensors.items():
                 if not tensor.is_floating_point() or tensor.itemsize == 1:
-                    raise StartError(
-                        f"{tensors.name}: {suffix} has codes, but {' and '.join(sorted(layout.marks))} are missing"
-                    )
+                    raise StartError(f"{tensors.name}: {suffix} has codes, but no {' or '.join(sorted(layout.marks))}")
                 plain[f"{tensors.name}.{suffix}"] = tensor
             continue
         if ".experts." in tensors.name:
