@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
+from cpu_kernels import CPU_ISA
 from tiny_models import make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -76,3 +77,27 @@ def test_a_kernel_of_draws_is_tried_with_several_rows(tmp_path: Path, monkeypatc
     PagedEngine(engine_options(make_model("Llama", tmp_path), 4, threads=1)).warm_up()
     scores, keys = watched.call_args_list[0].args
     assert len(scores.values) == len(keys.unique()) == 8
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "M2M100"])
+@pytest.mark.parametrize("asked", ["int8", "fp8"])
+def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, asked: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path)
+    logits = []
+    for isa, kv_cache_dtype in ((CPU_ISA, asked), ("none", asked), ("none", "auto")):
+        options = msgspec.structs.replace(
+            engine_options(model, 4, threads=1), cpu_isa=isa, kv_cache_dtype=kv_cache_dtype
+        )
+        engine = PagedEngine(options)
+        engine.warm_up()
+        logits.append(engine._dummy_logits(tokens=range(1, 90), output=range(30, 70)))
+    by_kernel, by_pytorch, plain = logits
+    assert (by_kernel - by_pytorch).norm() < 1e-3 * plain.norm()
+    assert 1e-4 * plain.norm() < (by_pytorch - plain).norm() < 0.2 * plain.norm()
+
+
+def test_a_cache_that_changes_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tgis.engines.paged.attention.channel_scales", lambda key: key[:, 0].float() * torch.nan)
+    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, 1), kv_cache_dtype="int8")
+    with pytest.raises(Unsupported, match=r"^KV_CACHE_DTYPE=int8 steps do not give the logits of eager ones"):
+        PagedEngine(options)
