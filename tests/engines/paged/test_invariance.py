@@ -79,7 +79,7 @@ def requests() -> list[Request]:
     draw = random.Random(1)
     details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-    prompts[-1][:40], prompts[-2][:48] = prompts[5], prompts[-1][:48]  # shared prefixes
+    prompts[-2][:40] = prompts[-1][:40] = prompts[5]  # shared prefixes
     sampling = [
         SamplingParams(),
         SamplingParams(temperature=0.8, top_p=0.9, seed=5),
