@@ -1,0 +1,107 @@
+"""`python -m benchmarks.quantized_steps`: decode steps of tgis_native with quantized weights and KV caches, in turns.
+
+All variants of a model are loaded side by side; in a round each decodes some steps for one number of sequences, in an
+order that changes. The logits are quantized too where weights are. Times are milliseconds of a step, the median over
+rounds; factors are those of the plain model. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.batching_policies import engine_options
+from benchmarks.serving import cpu_name
+from demo.fetch import ensure
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.request import Request
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"quantize": "int8", "quantize_logits": True},
+    "int4": {"quantize": "int4", "quantize_logits": True},
+    "KV int8": {"kv_cache_dtype": "int8"},
+    "KV fp8": {"kv_cache_dtype": "fp8"},
+}
+LOADS = ((1, 130), (8, 130), (32, 130), (1, 2000), (8, 2000))  # sequences, and tokens of each
+STEPS, PLAIN = 12, "plain"
+
+
+def steps(engine: PagedEngine, count: int, context: int) -> list[float]:
+    """Seconds of decode steps after prompts, which are computed first."""
+    size = engine.info.block_size
+    blocks = -(-(context + STEPS + 1) // size)
+    seqs = []
+    for number in range(count):
+        seq = Sequence(Request(number, [1 + (7 * number + at) % 997 for at in range(context)], STEPS), 0.0)
+        seq.block_table = list(range(number * blocks, (number + 1) * blocks))
+        seqs.append(seq)
+        while seq.num_uncomputed_tokens:
+            chunk = min(512, seq.num_uncomputed_tokens)
+            sampled = [seq] if chunk == seq.num_uncomputed_tokens else []
+            result = engine.step(StepPlan([seq], [chunk], sampled, has_prefill=True))
+            seq.num_computed_tokens += chunk
+            if sampled:
+                seq.tokens += result.tokens[0]
+                break
+    found = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        result = engine.step(StepPlan(seqs, [1] * count, seqs, has_prefill=False))
+        found.append(time.perf_counter() - started)
+        for seq, tokens in zip(seqs, result.tokens, strict=True):
+            seq.num_computed_tokens += 1
+            seq.tokens += tokens
+    engine.release(seqs)
+    return found[2:]  # the first are recorded and verified
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_steps", description=__doc__)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: the demo model")
+    parser.add_argument("--dtype", default="bfloat16", metavar="NAME")
+    parser.add_argument("--cpu-isa", default="auto", metavar="NAME")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--checkpoints", nargs="*", type=Path, default=[], metavar="DIR", help="that are quantized")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args(arguments)
+    model = args.model or ensure("smollm2", args.cache)
+    cases = {name: (model, VARIANTS[name]) for name in args.variants} | {
+        path.name: (path, {}) for path in args.checkpoints
+    }
+    engines = {}
+    for name, (path, others) in cases.items():
+        plain = engine_options("tgis_native", path, args.dtype, 32, args.cache)
+        more = {"max_sequence_length": 2048, "kv_cache_bytes": 3 << 30, "cpu_isa": args.cpu_isa, **others}
+        engines[name] = PagedEngine(msgspec.structs.replace(plain, **more))
+        engines[name].warm_up()
+    report: list[dict[str, Any]] = []
+    for count, context in LOADS:
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for number in range(args.rounds):
+            for name in [*engines][:: -1 if number % 2 else 1]:
+                times[name].append(statistics.median(steps(engines[name], count, context)))
+        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        base = medians.get(PLAIN, next(iter(medians.values())))
+        told = (f"{name} {taken:.2f} ({base / taken:.2f})" for name, taken in medians.items())
+        print(f"{count} x {context}: ", *told, flush=True)
+        report.append(
+            {"sequences": count, "context": context, "ms": {key: round(ms, 3) for key, ms in medians.items()}}
+        )
+    found = {"cpu": cpu_name(), "model": model.name, "dtype": args.dtype, "cpu_isa": args.cpu_isa, "steps": report}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
