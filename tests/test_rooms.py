@@ -39,7 +39,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
         "startup_log tracing utils"
     ),
     # the engine process
-    "batcher": "errors ipc",
+    "speculation": "",
+    "batcher": "errors ipc speculation",
     "structured_output": "errors ipc",
     "engines": "batcher errors ipc",
     "engines/quantization": "errors ipc models",

@@ -1,0 +1,77 @@
+"""What lookup expects, in sequences made by hand and beside a search through the whole sequence."""
+
+import random
+
+import pytest
+
+from tgis.speculation.chances import Chances
+from tgis.speculation.lookup import Lookup
+
+
+def expected(tokens: list[int], count: int, start: int = 0) -> list[int]:
+    lookup, shared = Lookup(tokens, start), Chances()
+    lookup.advance(shared)
+    return lookup.expected(count) if lookup.survival(shared, count) else []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "then"),
+    [
+        ([], 0, []),
+        ([1], 0, []),
+        ([1, 2, 3, 4], 0, []),  # nothing comes twice
+        ([1, 2, 3, 9, 1], 0, []),  # one token is no match
+        ([1, 2, 3, 4, 1, 2], 0, [3, 4, 1]),
+        ([1, 2, 3, 4, 1, 2], 1, []),  # the first token is a placeholder
+        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], 0, [4, 7, 1]),  # of matches as long as each other the newest
+        ([7, 8, 1, 2, 3, 9, 9, 1, 2, 4, 7, 8, 1, 2], 0, [3, 9, 9]),  # the longest
+        ([1, 2, 3, 5, 1, 2, 3, 6, 1, 2, 4, 7, 1, 2], 0, [3, 6, 1]),  # the most frequent
+        ([1, 2, 3, 5, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2], 0, [3, 5, 1]),
+        ([9, 1, 2, 1, 2], 0, [1, 2, 1]),  # a period repeats
+    ],
+)
+def test_the_longest_match_and_its_most_frequent_continuation(tokens: list[int], start: int, then: list[int]) -> None:
+    assert expected(tokens, 3, start) == then
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 6, 20])
+def test_beside_a_search_through_the_whole_sequence(alphabet: int) -> None:
+    draw = random.Random(alphabet)
+    tokens, shared = [draw.randrange(alphabet)], Chances()
+    lookup = Lookup(tokens, 0)
+    for _ in range(400):
+        lookup.advance(shared)
+        found = bool(lookup.survival(shared, 4))
+        matches = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
+        assert bool(matches) <= found  # what has been coming true may go on from before the match was that long
+        if found:
+            continuations = [(tokens + tokens[end:] * 4)[end : end + 4] for end in range(1, len(tokens))]
+            assert lookup.expected(4) in continuations
+        tokens.append(draw.randrange(alphabet))
+
+
+def test_chances_follow_what_comes() -> None:
+    shared, word = Chances(), [*range(30)]
+    tokens = word * 2
+    lookup = Lookup(tokens, 0)
+    lookup.advance(shared)
+    assert lookup.survival(shared, 3) == [0.5, 0.25, 0.125]
+    for token in word * 3:
+        tokens.append(token)
+        lookup.advance(shared)
+        lookup.survival(shared, 1)
+    assert lookup.survival(shared, 3)[2] > 0.9
+    other = Lookup([5, 6, 7, 8, 9, 5, 6, 7, 8], 0)
+    other.advance(shared)
+    assert 0.4 < other.survival(shared, 1)[0] < 0.6  # of short matches none has been seen
+
+
+def test_a_long_input_is_indexed_bit_by_bit() -> None:
+    draw, shared = random.Random(1), Chances()
+    tokens = [draw.randrange(5) for _ in range(5000)]
+    lookup = Lookup(tokens, 0)
+    for _ in range(2):
+        lookup.advance(shared)
+        assert lookup.survival(shared, 1) == []
+    lookup.advance(shared)
+    assert lookup.survival(shared, 1)

@@ -1,0 +1,68 @@
+"""How many tokens pay: the policy beside all ways to share the rows, and what it learns of costs."""
+
+import itertools
+
+import pytest
+
+from tgis.speculation.policy import Policy, StepCosts
+
+MEASURED = {1: 9.6, 2: 9.8, 4: 10.7, 6: 12.6, 8: 15.3, 9: 24.0, 10: 24.1, 12: 24.5, 16: 28.3}  # ms on a Zen 5
+
+
+def taught(policy: Policy, costs: dict[int, float]) -> Policy:
+    for rows, cost in costs.items():
+        for _ in range(3):
+            policy.step_succeeded(rows, cost / 1000)
+    return policy
+
+
+def chances(*each: float, most: int = 4) -> list[list[float]]:
+    return [[chance**n for n in range(1, most + 1)] for chance in each]
+
+
+@pytest.mark.parametrize("each", [(0.9,), (0.2,), (0.99, 0.5), (0.7, 0.7, 0.1)])
+def test_no_other_way_gives_more_tokens_per_second(each: tuple[float, ...]) -> None:
+    policy, costs, survival = taught(Policy(16), MEASURED), StepCosts(), chances(*each)
+    for rows, cost in MEASURED.items():
+        for _ in range(3):
+            costs.add(rows, cost / 1000)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = len(each) + sum(sum(own[:count]) for own, count in zip(survival, counts, strict=True))
+        return tokens / costs.seconds(len(each) + sum(counts))
+
+    if not costs.known(len(each)):
+        for _ in range(3):
+            policy.step_succeeded(len(each), costs.seconds(len(each)))
+    best = max(map(rate, itertools.product(range(5), repeat=len(each))))
+    assert rate(tuple(policy.counts(len(each), survival))) == pytest.approx(best)
+
+
+def test_a_step_without_proposals_is_measured_first() -> None:
+    policy = Policy(16)
+    assert policy.counts(1, chances(0.9)) == [0]
+    assert taught(policy, {1: 10}).counts(1, chances(0.9)) == [4]  # nobody knows what they cost
+
+
+def test_a_jump_is_not_crossed_for_little() -> None:
+    likely, sure = ([[chance**n for n in range(1, 16)]] for chance in (0.95, 0.99))
+    assert taught(Policy(64), MEASURED).counts(1, likely)[0] < 8
+    assert taught(Policy(64), MEASURED).counts(1, sure) == [15]
+    assert taught(Policy(64), MEASURED | {16: 60.0}).counts(1, sure)[0] < 12
+    assert taught(Policy(8), MEASURED).counts(1, sure) == [7]  # rows of a step are limited
+    assert taught(Policy(8), {8: 15.3, 9: 24}).counts(8, [[1.0]] * 8) == [0] * 8
+
+
+def test_costs_are_measured_and_forgotten() -> None:
+    costs = StepCosts()
+    for seconds in (9.0, 9.0, 1.0):  # the first are recorded and verified
+        costs.add(1, seconds)
+    assert (costs.seconds(1), costs.seconds(5)) == (1.0, 1.0)
+    for seconds in (9.0, 9.0, 3.0):
+        costs.add(3, seconds)
+    assert costs.seconds(2) == 1.5  # half way to what lies between
+    costs.add(3, 90.0)  # something else took the time
+    assert costs.seconds(3) < 8
+    for _ in range(200):
+        costs.add(1, 1.0)
+    assert not costs.known(3)
