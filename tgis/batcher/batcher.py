@@ -16,6 +16,8 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.batcher.waiting_queue import WaitingQueue
 from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request, StopReason
+from tgis.speculation.lookup import Lookup
+from tgis.speculation.speculator import Speculator
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
 _MAX_SOLO_FAILURES = 2  # one may be an accident
@@ -40,6 +42,9 @@ class Batcher:
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_prefill_gap_ms)
         self._block_manager = BlockManager(limits) if limits.block_size else None
+        self._speculator: Speculator | None = None
+        if most := limits.proposed_tokens:
+            self._speculator = Speculator(most, max(limits.max_batch_size, 1 + most), limits.vocab_size)
         self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
@@ -92,6 +97,8 @@ class Batcher:
         """The next step; without sequences if nothing can run. They stay as they are until `commit` or `rollback`."""
         work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
+        if self._speculator and plan.seqs and self._block_manager:
+            plan.proposals.update(self._propose(self._speculator, self._block_manager, plan.seqs))
         self._to_release = []
         self._planned_at = now
         if self._wait_reason is not None:
@@ -101,17 +108,22 @@ class Batcher:
     def commit(self, plan: StepPlan, tokens: list[list[int]], now: float) -> list[Sequence]:
         """Append the new tokens of each sampled sequence, up to the one that ends it; return the sequences that ended.
 
-        Only scheduled tokens count as computed: of several new tokens the next step computes all.
+        Only scheduled tokens count as computed, and proposed ones that were kept: of several tokens that a grammar
+        forces the next step computes all.
         """
         self._num_steps += 1
         self._step_seconds = now - self._planned_at
         self._prefill_budget.step_succeeded(plan, self._step_seconds)
-        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
-            seq.num_computed_tokens += count
-            if self._block_manager:
-                self._block_manager.cache_full_blocks(seq)
+        if self._speculator and not plan.has_prefill:
+            rows = len(plan.seqs) + sum(map(len, plan.proposals.values()))
+            self._speculator.step_succeeded(rows, self._step_seconds)
         for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
             self._append(seq, new_tokens, now)
+        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
+            kept = self._settle(seq, plan.proposals[seq.id]) if seq.id in plan.proposals else 0
+            seq.num_computed_tokens += count + kept
+            if self._block_manager:
+                self._block_manager.cache_full_blocks(seq)
         for seq in self.running:
             seq.was_scheduled = True
         self._capacity.step_succeeded()
@@ -206,6 +218,34 @@ class Batcher:
             scheduled = self._allocate_blocks(block_manager, self._ready(), budget)
         block_manager.allocate_lookahead(scheduled)
         return scheduled
+
+    def _propose(
+        self, speculator: Speculator, block_manager: BlockManager, seqs: list[Sequence]
+    ) -> dict[int, list[int]]:
+        """Tokens that may follow in a step that only decodes, as far as there are blocks that nobody has."""
+        if not all(seq.decoding and not seq.retry_group for seq in seqs):
+            return {}
+        found, asked = {}, [seq for seq in seqs if seq.speculative]
+        for seq in asked:
+            seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
+        lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
+        for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
+            while tokens and not block_manager.allocate(seq, 1 + len(tokens)):
+                tokens.pop()
+            if tokens:
+                found[seq.id] = tokens
+        return found
+
+    def _settle(self, seq: Sequence, proposed: list[int]) -> int:
+        """Give back what a sequence had for proposed tokens that were not kept; returns the number of those that were:
+        all new tokens but the newest.
+        """
+        assert self._block_manager
+        kept = seq.num_uncomputed_tokens - 2
+        self._block_manager.free_unused(seq)
+        self._counters.proposed_tokens += len(proposed)
+        self._counters.accepted_tokens += kept
+        return kept
 
     def _ready(self, retry_group: int | None = None) -> list[Sequence]:
         """The running sequences, of all groups or of one."""
@@ -322,6 +362,8 @@ class Batcher:
         if removed:
             self.running = [seq for seq in self.running if not predicate(seq)]
             self._to_release += removed
+            for seq in removed:
+                seq.lookup = None
             if self._block_manager:
                 self._block_manager.free(removed)
         return removed

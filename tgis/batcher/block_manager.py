@@ -106,6 +106,13 @@ class BlockManager:
             if count == seq.num_uncomputed_tokens:
                 self.allocate(seq, count + min(self._lookahead, seq.num_remaining_tokens - 1))
 
+    def free_unused(self, seq: Sequence) -> None:
+        """Take away the blocks that a sequence does not need for its tokens: those of proposals that were not kept."""
+        needed = self.blocks_for(seq, len(seq.tokens))
+        if needed < len(seq.block_table):
+            self.pool.free(seq.block_table[needed:])
+            seq.block_table = seq.block_table[:needed]  # a new list: engines expect others only to grow
+
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Let others find the blocks that the sequence has filled."""
         if self._prefix_cache:

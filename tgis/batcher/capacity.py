@@ -60,10 +60,14 @@ class BatchLimits:
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take
     max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
     encoder_decoder: bool = False  # one with blocks: an input has blocks of its own, and is computed in one step
+    proposed_tokens: int = 0  # that the engine verifies for a sequence in one step; 0: none
+    vocab_size: int = 1 << 40  # that they are below
 
     def __post_init__(self) -> None:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"
         assert self.block_size or not self.encoder_decoder, "other engines count no blocks"
+        assert self.block_size or not self.proposed_tokens, "other engines verify no proposals"
+        assert not (self.lookahead and self.proposed_tokens), "a step in flight expects one token of each"
 
     @property
     def max_request_tokens(self) -> int:

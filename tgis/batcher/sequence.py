@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from tgis.ipc.request import Request, StopReason
+from tgis.speculation.lookup import Lookup
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class Sequence:
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
     grammar: Any = None  # what the output must be; opaque but for `ready`
+    lookup: Lookup | None = None  # that proposes tokens, while it runs
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -72,6 +74,11 @@ class Sequence:
         return self.grammar is None or self.grammar.ready
 
     @property
+    def speculative(self) -> bool:
+        """Whether several tokens may come from its next step."""
+        return self.grammar is None and self.num_generated_tokens > 0 and self.num_remaining_tokens > 1
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are to be computed: they have been reported once there is a generated token."""
         return self.request.logprob_options.input_tokens and not self.num_generated_tokens
@@ -97,6 +104,7 @@ class StepPlan:
     sampled: list[Sequence]  # those whose tokens are all computed after the step
     has_prefill: bool  # some sequence does more than decode
     to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
+    proposals: dict[int, list[int]] = field(default_factory=dict)  # by request id: tokens that may follow its newest
 
     @property
     def num_prefill_tokens(self) -> list[int]:

@@ -137,7 +137,8 @@ class EngineCore:
         stats = record.stats(computed_at=computed_at, now=time.monotonic())
         self._send_prompt_logprobs(plan.sampled, result.prompt_logprobs)
         ids, stop_reasons = [seq.id for seq in plan.sampled], [seq.stop_reason for seq in plan.sampled]
-        self.channel.send(Step(ids, tokens, stop_reasons, result.logprobs, stats))
+        logprobs = [own[: len(new)] for own, new in zip(result.logprobs, tokens, strict=False)]
+        self.channel.send(Step(ids, tokens, stop_reasons, logprobs, stats))
         self.masks.prepare(
             (seq.grammar, seq.tokens[seq.prompt_length :])
             for seq in plan.sampled

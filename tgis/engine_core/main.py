@@ -43,6 +43,8 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
         max_prefill_gap_ms=options.max_prefill_gap_ms or info.max_prefill_gap_ms,
         max_waiting_tokens=options.max_waiting_tokens,
         encoder_decoder=info.encoder_decoder and info.block_size > 0,
+        proposed_tokens=info.proposed_tokens,
+        vocab_size=info.vocab_size,
     )
 
 

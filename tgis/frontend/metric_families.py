@@ -135,6 +135,8 @@ _STEP_FAILURE_LABELS: Labels = {
 }  # the last for dashboards: a lost engine ends the process
 _STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
 
+_PROPOSERS: Labels = {"proposer": ["lookup"]}
+
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 _INFO_LABELS: Labels = dict.fromkeys(
     ("version", "commit", "engine", "model", "dtype", "device", "quantize", "kv_cache_dtype"), ()
@@ -212,6 +214,8 @@ class BatchFamilies:
             add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks."),
             add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache."),
             add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache."),
+            add.counter("tgi_speculation_proposed_tokens", "Tokens computed ahead.", _PROPOSERS).labels("lookup"),
+            add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS).labels("lookup"),
         ]
 
         self.prompt_tokens = add.counter(

@@ -50,6 +50,8 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     quantize_activations: str = "auto"  # none or int8
     verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
+    speculation: str = "auto"  # auto, off or lookup
+    speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int = 0  # tokens of a KV block; with blocks, prefills are mixed with decodes, in chunks or whole
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
+    proposed_tokens: int = 0  # that such an engine verifies for a sequence in one step; 0: none
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     kv_cache_dtype: str = "auto"  # int8 or fp8; auto: that of the model
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
@@ -125,6 +128,8 @@ class BatcherCounters(msgspec.Struct, array_like=True, gc=False):
     preemptions: int = 0  # lost their KV blocks to older sequences, to be recomputed
     prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
     prefix_cache_hits: int = 0  # tokens found there
+    proposed_tokens: int = 0  # computed beside the newest token of a sequence, since they may follow it
+    accepted_tokens: int = 0  # of these, those that did
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):

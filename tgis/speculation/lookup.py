@@ -82,7 +82,7 @@ class Lookup:
 
     def _chain(self, previous: "array[int]") -> list[int]:
         """The ends of earlier occurrences of the last n-gram, the newest first; hashes may mistake others for it."""
-        ends, end = [], previous[self._end - self._start]
+        ends, end = list[int](), previous[self._end - self._start]
         while end != _NONE and len(ends) < _MAX_OCCURRENCES:
             ends.append(end)
             end = previous[end - self._start]

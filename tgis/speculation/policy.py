@@ -7,6 +7,7 @@ where another tile of a matrix product begins.
 from bisect import bisect, insort
 from collections.abc import Sequence
 
+_MIN_SECONDS = 1e-6
 _WARM_STEPS = 2  # with a new number of rows: engines record and verify them
 _FALLING, _RISING = 0.3, 0.05  # weights of a measurement: disturbed ones are too high
 _STEPS_PER_MEASUREMENT, _MAX_STEPS = 64, 4096  # until it is forgotten
@@ -24,6 +25,7 @@ class StepCosts:
 
     def add(self, rows: int, seconds: float) -> None:
         self._num_steps += 1
+        seconds = max(seconds, _MIN_SECONDS)
         count = self._counts[rows] = self._counts.get(rows, 0) + 1
         if count <= _WARM_STEPS:
             return

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
+from proposers import Adversary, ForcedLookup, proposing
+from random_requests import KINDS
 from tiny_models import (
     OWN_ATTENTION,
     SHAPE_OF_512,
@@ -23,6 +25,7 @@ from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, P
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.speculation.speculator import Speculator
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama": LlamaConfig(**SHAPE_OF_512),
@@ -35,6 +38,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
+DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
 Outcome = tuple[list[int], list[TokenLogprobs]]
 
@@ -77,7 +81,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def requests() -> list[Request]:
     draw = random.Random(1)
-    details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
     prompts[-2][:40] = prompts[-1][:40] = prompts[5]  # shared prefixes
     sampling = [
@@ -85,16 +88,17 @@ def requests() -> list[Request]:
         SamplingParams(temperature=0.8, top_p=0.9, seed=5),
         SamplingParams(repetition_penalty=1.3),
     ]
-    return [Request(number, prompt, NEW, False, sampling[number % 3], details) for number, prompt in enumerate(prompts)]
+    return [Request(number, prompt, NEW, False, sampling[number % 3], DETAILS) for number, prompt in enumerate(prompts)]
 
 
 def outcomes(
-    engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random
+    engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random, proposed: int = 0
 ) -> list[Outcome]:
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
     bounds = limits(
         blocks * 16,
         prefix_cache=not engine.info.encoder_decoder,
+        proposed_tokens=proposed,
         padded=False,
         block_size=16,
         prefill_tokens=chunk,
@@ -103,10 +107,12 @@ def outcomes(
     )
     found: dict[int, Outcome] = {request.id: ([], []) for request in together}
     for plan, result, _ in run_steps(engine, bounds, together, rng):
-        for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
-            assert len(facts) == len(tokens)
-            found[row.id][0].extend(tokens)
-            found[row.id][1].extend(facts)
+        logprobs = result.logprobs or [[]] * len(plan.sampled)
+        for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
+            assert len(facts) in (len(tokens), 0)
+            kept = row.num_generated_tokens - len(found[row.id][0])  # one of several tokens may be the end
+            found[row.id][0].extend(tokens[:kept])
+            found[row.id][1].extend(facts[:kept])
     return [found[request.id] for request in together]
 
 
@@ -119,3 +125,23 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
         together = outcomes(engine, asked, chunk, draw.choice([24, 100]), draw)
         for request, outcome in zip(asked, together, strict=True):
             assert outcome == alone[request.id], (chunk, request.id)
+
+
+@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
+def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -> None:
+    """With every way to sample; what is proposed is often right."""
+    draw = random.Random(3)
+    penalty = SamplingParams(watermark=(0.3, 2.0), logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
+    sampling = [*KINDS, *KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]
+    motif = [draw.randrange(3, VOCAB_SIZE) for _ in range(9)]
+    asked = [
+        Request(number, motif * draw.randint(1, 5), 24, False, params, DETAILS)
+        for number, params in enumerate(msgspec.structs.replace(each, seed=draw.getrandbits(64)) for each in sampling)
+    ]
+    expected = outcomes(engine, asked, 512, 100, draw)
+    right = [request.tokens + tokens for request, (tokens, _) in zip(asked, expected, strict=True)]
+    with proposing(kind, right):
+        for most, blocks in ((1, 100), (5, 24), (15, 100)):
+            found = outcomes(engine, asked, 512, blocks, draw, most)
+            for request, one, other in zip(asked, found, expected, strict=True):
+                assert one == other, (most, request)

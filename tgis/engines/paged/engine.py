@@ -46,6 +46,7 @@ from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
+from tgis.engines.paged.proposals import keep_what_follows, with_proposals
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
@@ -187,12 +188,19 @@ class PagedEngine:
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
+            proposed_tokens=0 if lookahead else self._proposed_tokens(),
             max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
             decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=self._lora.targets,
             kv_cache_dtype=self._options.kv_cache_dtype if self._attention.cache.codes else "auto",
         )
+
+    def _proposed_tokens(self) -> int:
+        """The tokens that are verified for a sequence in one step."""
+        options = self._options
+        can = self._device.type == "cpu" and options.num_shards == 1
+        return options.speculation_max_tokens if can and options.speculation != "off" else 0
 
     @warm_up_errors()
     def warm_up(self) -> None:
@@ -235,7 +243,8 @@ class PagedEngine:
             self._capture_graphs(cuda_capture(), eager_logits)
         if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
             self._tabulate_angles(eager_logits)
-            sizes = self.info.max_batch_size, self._max_blocks, self.info.max_prefill_tokens
+            rows = max(self.info.max_batch_size, 1 + self.info.proposed_tokens)
+            sizes = rows, self._max_blocks, self.info.max_prefill_tokens
             self._graphs = RecordedSteps(self._forward, self._kernels, *sizes, cross_attention=bool(self._encoder))
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
@@ -337,7 +346,11 @@ class PagedEngine:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
-            result = self._decoder.step(plan)
+            if plan.proposals:
+                rows = with_proposals(plan)
+                result = keep_what_follows(plan, rows, self._decoder.step(rows))
+            else:
+                result = self._decoder.step(plan)
         if self._encoder:
             result.prompt_logprobs |= self._encoder.outputs.prompt_logprobs(plan.sampled)
         return result
