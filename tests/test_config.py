@@ -13,11 +13,13 @@ from tgis import __main__, config
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
-from tgis.utils.options import Secret, declared_options, flag_name
+from tgis.utils.options import Secret, SpeculativeConfig, declared_options, flag_name
 
 TGIS = Path(config.__file__).parent
 
 # Every option: two values as text, the first of which is not the default, and what they are.
+SUFFIX_JSON = '{"method": "suffix", "num_speculative_tokens": 7}'
+NGRAM, SUFFIX = SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix", num_speculative_tokens=7)
 SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "model_name": (("a/b", "a/b"), ("/m", "/m")),
     "served_model_name": (("a", "a"), ("b c", "b")),
@@ -60,6 +62,9 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
+    "speculation": (("lookup", "lookup"), ("[ngram]", "lookup")),
+    "speculation_max_tokens": (("0", 0), ("7", 7)),
+    "speculative_config": (('{"method": "ngram"}', NGRAM), (SUFFIX_JSON, SUFFIX)),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "lora_modules": (("a=/x b=y=z", {"a": "/x", "b": "y=z"}), ('{"name": "a", "path": "/x"}', {"a": "/x"})),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),
@@ -273,7 +278,7 @@ def test_options_of_others_are_no_misspelt_ones(name: str) -> None:
     ("name", "neutral", "asking"),
     [
         ("TRUST_REMOTE_CODE", ["false", "0", "False"], "true"),
-        ("SPECULATOR_NAME", [], "m"),
+        ("SPECULATOR_NAME", ["none"], "m"),
     ],
 )
 def test_options_without_effect_are_warnings(name: str, neutral: list[str], asking: str) -> None:
@@ -440,3 +445,19 @@ def test_only_config_reads_the_environment() -> None:
     assert len(sources) > 20
     found = {path.name for path in sources if reads.search(path.read_text())}
     assert found == {"config.py", "environment.py"}  # the second only sets what is unset
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--speculative-config", '{"method": "eagle"}'], "Invalid enum value 'eagle'"),
+        (["--speculative-config", '{"method": "ngram", "draft": 1}'], "`draft`"),
+        (["--speculative-config", "[" * 5000], "must be JSON"),
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 64}'], "<= 63"),
+        (["--speculative-config", '{"method": "ngram"}', "--speculation", "off"], "SPECULATION='off'"),
+        (["--speculative-model", "a/draft"], "--speculative-model='a/draft' must be one of auto, off, lookup"),
+        (["--speculate", "64"], "from 0 to 63"),
+    ],
+)
+def test_speculation_that_is_no_lookup_is_refused(flags: list[str], told: str) -> None:
+    assert told in refusal(*flags)

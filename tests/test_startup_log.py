@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tgis.config import Config
@@ -23,10 +24,10 @@ INFO = EngineInfo(
 )
 
 
-def lines(reason: str = "", api_port: int | None = 3000, **options: Any) -> dict[str, str]:
+def lines(reason: str = "", api_port: int | None = 3000, proposed: int = 0, **options: Any) -> dict[str, str]:
     """The text of each line by its name."""
-    config = Config(model_name="m", **options)
-    shown = startup_lines(config, INFO, reason, (2048, 1024), (8033, 3000, api_port))
+    config, info = Config(model_name="m", **options), msgspec.structs.replace(INFO, proposed_tokens=proposed)
+    shown = startup_lines(config, info, reason, (2048, 1024), (8033, 3000, api_port))
     assert {line[9] for line in shown} == {" "}
     assert not [line for line in shown if line[10] == " "]  # aligned
     return {line.split()[0]: line[10:] for line in shown}
@@ -45,6 +46,7 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM: ", "cpu, bfloat16", "2048
     ("options", "name", "text"),
     [
         ({}, "engine", f"{RUNS}the first choice of auto"),
+        ({"proposed": 15}, "engine", f"{RUNS}the first choice of auto; lookup of up to 15 tokens ahead"),
         ({"reason": "not hf_optimum_ort: m has no graphs"}, "engine", f"{RUNS}not hf_optimum_ort: m has no graphs"),
         ({"deployment_framework": "tgis_native"}, "engine", f"{RUNS}set by DEPLOYMENT_FRAMEWORK"),
         ({"flash_attention": True}, "engine", f"{RUNS}FLASH_ATTENTION, PAGED_ATTENTION or NUM_SHARD needs it"),

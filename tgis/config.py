@@ -30,12 +30,14 @@ from tgis.utils.options import (
     NAMED_PATHS,
     PATH,
     SECRET,
+    SPECULATIVE_CONFIG,
     TEXT,
     WORDS,
     Option,
     Parser,
     RawValue,
     Secret,
+    SpeculativeConfig,
     add_flags,
     choice,
     closest,
@@ -44,6 +46,7 @@ from tgis.utils.options import (
     find_raw_values,
     flag_name,
     integer,
+    named_by,
     option,
     parse_option,
     required_option,
@@ -62,6 +65,7 @@ FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compresse
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
+SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(("[ngram]", "ngram", "suffix"), "lookup"))
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
@@ -200,6 +204,11 @@ class Config:
         BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx", "auto",
         shown_default="the CPU's best")
 
+    speculation: str = option(BATCHES, SPECULATION, "guess tokens on CPUs", "auto", vllm_names=("speculative_model",))
+    speculation_max_tokens: int = option(BATCHES, integer(0, 63), "tokens that are guessed for a sequence at most", 15,
+        aliases=("speculate",), vllm_names=("num_speculative_tokens",))
+    speculative_config: SpeculativeConfig | None = option(BATCHES, SPECULATIVE_CONFIG, "both as vLLM's JSON", None)
+
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,
         aliases=("adapter_cache",))
@@ -331,6 +340,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
         values.setdefault("quantize", load_format)
     if values.get("dtype") == "int8":
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
+    values |= named_by(values.get("speculative_config"), values)
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)

@@ -23,7 +23,7 @@ def startup_lines(
     """
     lines = {
         "versions": _versions(),
-        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}",
+        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}{_speculation(info)}",
         "device": _device(config, info),
         "limits": _limits(config, info, *lengths),
         "ports": _ports(config, *ports),
@@ -35,6 +35,10 @@ def startup_lines(
 def _versions() -> str:
     libraries = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
     return f"tgis {__version__}, {libraries}"
+
+
+def _speculation(info: EngineInfo) -> str:
+    return f"; lookup of up to {info.proposed_tokens} tokens ahead" if info.proposed_tokens else ""
 
 
 def _why(config: Config) -> str:

@@ -1,12 +1,14 @@
 """The batcher under random arrivals, cancels, deadlines, failed steps and lack of memory."""
 
 import zlib
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
 
 from batches import EOS, check_pool, limits, next_plan, pool_of, preempted, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proposers import proposing
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
@@ -14,6 +16,8 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import RequestState
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
+from tgis.speculation.lookup import Lookup
+from tgis.speculation.speculator import Speculator
 
 SALTS = (b"", b"tenant")
 CLIENTS = (b"", b"one", b"other")
@@ -51,6 +55,20 @@ def next_token(tokens: list[int]) -> int:
     return 10_000 + zlib.crc32(str(tokens).encode()) % 1000
 
 
+class Guesses(Speculator):
+    """Some right tokens, then wrong ones."""
+
+    def propose(self, _rows: int, lookups: SequenceOf[tuple[Lookup, int]]) -> list[list[int]]:
+        found = []
+        for lookup, most in lookups:
+            tokens, count = list(lookup._tokens), min(most, self._max_tokens)
+            right = next_token([*tokens, 1]) % (count + 1)
+            for at in range(count):
+                tokens.append(next_token(tokens) if at < right else 0)
+            found.append(tokens[len(tokens) - count :])
+        return found
+
+
 @dataclass
 class World:
     """An engine that only counts, and its clients. A step takes half a second."""
@@ -71,7 +89,8 @@ class World:
     trace: list[list[tuple[int, int]]] = field(default_factory=list)  # of each plan: ids and scheduled tokens
 
     def run(self) -> None:
-        batcher = Batcher(self.bounds, {EOS})
+        with proposing(Guesses):
+            batcher = Batcher(self.bounds, {EOS})
         for step in range(3000):
             now = step * 0.5
             self._come_and_go(batcher, step, now)
@@ -163,6 +182,7 @@ class World:
             self.held[seq.id] = seq.num_computed_tokens + count
             self._write(seq, count)
         self._write_lookahead(plan)
+        self._write_proposed(plan)
         manager = batcher._block_manager
         context = manager.pool.num_used * manager.block_size if manager else self._context([*self.held.values()])
         lacking = context > self.memory
@@ -173,14 +193,20 @@ class World:
             self.out_of_memory |= {seq.id for seq in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [self._next_tokens(seq) for seq in plan.sampled], now + 0.25)
+        ended = batcher.commit(plan, [self._next_tokens(seq, plan.proposals) for seq in plan.sampled], now + 0.25)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
 
-    def _next_tokens(self, seq: Sequence) -> list[int]:
-        """Several if there are blocks, sometimes more than the sequence may still get."""
+    def _next_tokens(self, seq: Sequence, proposals: dict[int, list[int]]) -> list[int]:
+        """Several if there are blocks, sometimes more than the sequence may still get; one more than was guessed."""
         tokens = list(seq.tokens)
+        if proposed := proposals.get(seq.id):
+            assert 0 < len(proposed) < seq.num_remaining_tokens
+            for guess in [*proposed, None]:
+                tokens.append(next_token(tokens))
+                if tokens[-1] != guess:
+                    return tokens[len(seq.tokens) :]
         several = next_token([*tokens, 0]) % self.max_new_tokens if self.bounds.block_size else 0
         for _ in range(1 + several):
             tokens.append(next_token(tokens))
@@ -222,6 +248,15 @@ class World:
                 at = self._place(seq, len(seq.tokens))
                 if self.bounds.lookahead and seq.num_remaining_tokens > 1 and at < len(seq.block_table) * size:
                     self.slots[seq.block_table[at // size] * size + at % size] = b"", -1
+
+    def _write_proposed(self, plan: StepPlan) -> None:
+        """Write what has been guessed into blocks that only its sequence has."""
+        size = self.bounds.block_size
+        for seq in plan.seqs:
+            for at, token in enumerate(plan.proposals.get(seq.id, ()), self._place(seq, len(seq.tokens))):
+                block = seq.block_table[at // size]
+                assert all(block not in other.block_table for other in plan.seqs if other is not seq)
+                self.slots[block * size + at % size] = seq.request.cache_salt, token
 
     def _check_future(self, batcher: Batcher) -> None:
         """Memory must suffice if all that runs goes on to its end without further arrivals."""
@@ -292,7 +327,14 @@ ENCODER_DECODER = FLAT | {
     "block_size": st.sampled_from([1, 4]),
     "encoder_decoder": st.just(True),
 }
-BOUNDS = st.builds(limits, **PADDED) | st.builds(limits, **FLAT) | st.builds(limits, **ENCODER_DECODER)
+GUESSED = {"lookahead": st.just(0), "block_size": st.sampled_from([1, 4]), "proposed_tokens": st.integers(1, 6)}
+BOUNDS = (
+    st.builds(limits, **PADDED)
+    | st.builds(limits, **(FLAT | GUESSED))
+    | st.builds(limits, **(ENCODER_DECODER | GUESSED))
+    | st.builds(limits, **FLAT)
+    | st.builds(limits, **ENCODER_DECODER)
+)
 
 
 @settings(max_examples=150)

@@ -115,7 +115,9 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
         with pytest.raises(Unsupported, match=MESSAGES[why]):
             PagedEngine(options)
         return
-    bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
+    bounds = limits(
+        80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7, proposed_tokens=3
+    )
     encodes = make_config(name).is_encoder_decoder
     check(directory, PagedEngine(options), dataclasses.replace(bounds, encoder_decoder=encodes))
 

@@ -31,6 +31,8 @@ LABELS = {
         "stop_reason": "MAX_TOKENS EOS_TOKEN TIME_LIMIT STOP_SEQUENCE TOKEN_LIMIT",
         "kind": "single batch stream",
     },
+    "tgi_speculation_proposed_tokens": {"proposer": "lookup"},
+    "tgi_speculation_accepted_tokens": {"proposer": "lookup"},
     "tgi_batch_inference_count": STEP,
     "tgi_batch_inference_success": STEP,
     "tgi_batch_inference_failure": {**STEP, "reason": "oom error connection"},
@@ -48,6 +50,7 @@ BUCKETS = {
     "tgi_request_total_tokens": (64, 1.5, 96),
     "tgi_batch_inference_batch_size": (4, 1, 4),
     "tgi_batch_next_tokens": (14, 64, 524288),
+    "tgi_speculation_step_tokens": (7, 1, 64),
     "tgi_tokenize_request_tokens": (14, 64, 524288),
 }
 GAUGES = (
@@ -252,13 +255,19 @@ def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
 def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
-        stats = msgspec.structs.replace(PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7), token_capacity=900)
+        stats = msgspec.structs.replace(
+            PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7, 8, 3), token_capacity=900
+        )
         metrics.step_succeeded(stats, 3, 0.0, {})
     assert value(metrics, "tgi_batch_context_limit") == 900
     names = ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
     names += ["prefill_padding_limit_exceeded", "batch_preemption"]
     names += ["prefix_cache_query_tokens", "prefix_cache_hit_tokens"]
     assert [value(metrics, f"tgi_{name}") for name in names] == [2, 4, 6, 8, 10, 12, 14]
+    metrics.batches.count_step_tokens(stats.counters, [[1, 2, 3, 4], [], [5]])
+    kept = ("proposed_tokens", "accepted_tokens")
+    assert [value(metrics, f"tgi_speculation_{name}", proposer="lookup") for name in kept] == [16, 6]
+    assert [value(metrics, f"tgi_speculation_step_tokens_{name}") for name in ("count", "sum")] == [3, 5]
 
 
 def test_a_failed_step(metrics: Metrics) -> None:

@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ import torch
 from batches import engine_options, limits
 from fake_cuda_graphs import record
 from onnx_exports import exported
+from proposers import Adversary, ForcedLookup, proposing
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
@@ -36,6 +37,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
+from tgis.speculation.speculator import Speculator
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
@@ -114,6 +116,7 @@ class Subject:
         """Every token and logprob; how many are too close to a tie to tell."""
         request, facts = seq.request, self.facts.pop(seq.id, [])
         prompt, output = request.tokens[request.soft_prompt_length :], seq.tokens[seq.prompt_length :]
+        facts = facts[: len(output)]  # of several tokens one may be the end
         assert len(facts) in ({len(output)} if request.logprob_options.generated_tokens else {0})
         logits, ambiguous = self._logits(prompt + output, seq.adapter)[len(prompt) - 1 :], 0
         for step, token in enumerate(output):
@@ -204,6 +207,14 @@ def test_rows_are_those_of_brute_force(llama: Path, paged: bool, masks: bool) ->
     ends = _check_all(subject, random.Random(4 if masks else 1))
     assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
     assert (subject.forced > 0) == (paged and not masks)
+
+
+@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
+def test_proposals_beside_grammars(llama: Path, kind: type[Speculator]) -> None:
+    subject = _subject(llama, PagedEngine, replace(PAGED, lookahead=0, proposed_tokens=5), block_size=4)
+    with proposing(kind):
+        _check_all(subject, random.Random(5), share=0.2)
+    assert subject.forced > 0
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

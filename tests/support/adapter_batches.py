@@ -34,7 +34,9 @@ ENGINES: dict[str, type[PaddedEngine] | type[PagedEngine]] = {
 BOUNDS = {
     "padded": limits(100_000, max_batch_size=8, prefill_tokens=512, max_prefill_padding=0.9),
     # chunks end anywhere in prompts; few enough blocks that sequences are preempted
-    "paged": limits(160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7),
+    "paged": limits(
+        160, padded=False, block_size=16, prefix_cache=True, max_batch_size=8, prefill_tokens=7, proposed_tokens=4
+    ),
 }
 
 

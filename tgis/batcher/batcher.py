@@ -35,7 +35,7 @@ class Batcher:
         self.running: list[Sequence] = []  # in the order of their turns; callers must not change the list
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
-        self._num_generated_tokens = 0
+        self._num_generated_tokens = self._num_proposed_tokens = self._num_accepted_tokens = 0
         self._planned_at = 0.0
         self._step_seconds = 0.0  # of the last step
         self._capacity = CapacityLimits(limits)
@@ -191,6 +191,8 @@ class Batcher:
             chunked_prefill=limits.block_size > 0 and not limits.encoder_decoder,
             running_requests=[_state(seq, now) for seq in islice(self.running, max_seqs)],
             waiting_requests=[_state(seq, now) for seq in islice(self.waiting, max_seqs)],
+            total_proposed_tokens=self._num_proposed_tokens,
+            total_accepted_tokens=self._num_accepted_tokens,
         )
 
     def _schedule_padded(self, now: float) -> list[Scheduled]:
@@ -245,6 +247,8 @@ class Batcher:
         self._block_manager.free_unused(seq)
         self._counters.proposed_tokens += len(proposed)
         self._counters.accepted_tokens += kept
+        self._num_proposed_tokens += len(proposed)
+        self._num_accepted_tokens += kept
         return kept
 
     def _ready(self, retry_group: int | None = None) -> list[Sequence]:

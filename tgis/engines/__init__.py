@@ -44,6 +44,8 @@ def load_engine(
         )
     if options.kv_cache_dtype == "bfloat16" != info.dtype:
         raise StartError(f"KV_CACHE_DTYPE=bfloat16, but {info.model_class} is in {info.dtype}")
+    if options.speculation == "lookup" and not info.proposed_tokens:
+        warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, with one rank")
     store = options.adapter_store
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")

@@ -137,6 +137,7 @@ _STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
 
 _PROPOSERS: Labels = {"proposer": ["lookup"]}
 
+_POWERS_OF_TWO_TO_64 = [2.0**k for k in range(7)]
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 _INFO_LABELS: Labels = dict.fromkeys(
     ("version", "commit", "engine", "model", "dtype", "device", "quantize", "kv_cache_dtype"), ()
@@ -218,6 +219,10 @@ class BatchFamilies:
             add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS).labels("lookup"),
         ]
 
+        self.step_tokens = add.histogram(
+            "tgi_speculation_step_tokens", "Tokens of a sequence from a step with proposals.", _POWERS_OF_TWO_TO_64
+        )
+
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
         )
@@ -241,6 +246,11 @@ class BatchFamilies:
         self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens still to be generated.")
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
+
+    def count_step_tokens(self, counts: BatcherCounters, tokens: list[list[int]]) -> None:
+        """Count the new tokens of each sequence, if any were proposed."""
+        for each in tokens if counts.proposed_tokens else ():
+            self.step_tokens.observe(len(each))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
         for counter, count in zip(self.admissions, msgspec.structs.astuple(counts), strict=True):

@@ -234,6 +234,8 @@ class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
     waiting_requests: list[RequestState]  # the first of them, in queue order
     kv_cache_bytes: int = 0  # set aside
     resident_cache_bytes: int = 0  # of these, what takes memory; a second old
+    total_proposed_tokens: int = 0  # since the start, computed beside the newest token of a sequence
+    total_accepted_tokens: int = 0  # of these, those that were kept
 
 
 class FailureKind(enum.StrEnum):

@@ -55,7 +55,7 @@ def test_all_and_none_in_one_batch_generate_what_each_generates_alone(
     room = setup.engine.info.token_capacity
     for bounds in (
         setup.bounds,
-        dataclasses.replace(setup.bounds, max_batch_size=16, token_capacity=room, prefill_tokens=64),
+        dataclasses.replace(setup.bounds, max_batch_size=16, token_capacity=room, prefill_tokens=64, proposed_tokens=0),
     ):
         generated, _ = generate_all(EngineSetup(setup.engine, bounds, setup.ids), jobs, seed=chunk_tokens)
         assert generated == [one.generated for one in wanted]

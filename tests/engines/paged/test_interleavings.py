@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from batches import check_pool, engine_options, limits, pool_of
+from proposers import Adversary, ForcedLookup, proposing
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import BatcherCounters
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.speculation.speculator import Speculator
 
 MAX_NEW_TOKENS, MAX_BATCH_SIZE = 20, 6
 PENALTIES = (1.0, 1.3)
@@ -158,6 +160,8 @@ class Run:
         self.counts.preemptions += new.preemptions
         self.counts.prefix_cache_hits += new.prefix_cache_hits
         self.counts.queue_jumps += new.queue_jumps
+        self.counts.proposed_tokens += new.proposed_tokens
+        self.counts.accepted_tokens += new.accepted_tokens
 
 
 def _request(rng: random.Random, number: int) -> Request:
@@ -205,6 +209,22 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert (total.preemptions >= len(seeds)) == few_blocks
     assert (total.prefix_cache_hits > len(seeds)) == prefix_cache
     assert total.queue_jumps or not few_blocks
+
+
+@pytest.mark.parametrize("subject", [("Llama", 2, "float64", False)], indirect=True)
+@pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few blocks"])
+@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
+def test_interleavings_with_proposals(subject: Subject, few_blocks: bool, kind: type[Speculator]) -> None:
+    total = BatcherCounters()
+    right = [[*prompt, *subject.solo(prompt, penalty)] for prompt in PROMPTS for penalty in PENALTIES]
+    with proposing(kind, right):
+        for seed in range(100, 108):
+            rng = random.Random(seed)
+            blocks, chunk = rng.randint(22, 30) if few_blocks else 200, rng.choice([2, 5, 64])
+            batcher = subject.batcher(blocks, chunk, prefix_cache=True, proposed_tokens=rng.choice([1, 3, 15]))
+            _interleave(rng, Run(subject, batcher, counts=total))
+    assert 0 < total.accepted_tokens < total.proposed_tokens
+    assert (total.preemptions > 0) == few_blocks
 
 
 PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS = (
