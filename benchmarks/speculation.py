@@ -100,7 +100,8 @@ def main(argv: list[str]) -> None:
     batchers = {}
     for way in _WAYS:
         proposed = engine.info.proposed_tokens if way == "auto" else 0
-        limits = replace(batch_limits(engine_options, engine.info), proposed_tokens=proposed)
+        limits = batch_limits(engine_options, engine.info)
+        limits = replace(limits, proposed_tokens=proposed, prefix_cache=False)  # the two share one KV cache
         batchers[way] = Batcher(limits, engine_options.eos_ids)
     loads = [(kind, streams) for kind in _TASKS for streams in _STREAMS]
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
