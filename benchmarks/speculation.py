@@ -82,6 +82,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=120, help="of an output")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--streams", type=int, nargs="+", default=_STREAMS)
+    parser.add_argument("--kinds", nargs="+", default=list(_TASKS), choices=_TASKS)
     args = parser.parse_args(argv)
     options = ["--model-name", str(args.model), "--max-sequence-length", "1024", "--num-threads", str(args.threads)]
     config = parse(options, os.environ, "tgis serve")
@@ -103,7 +105,7 @@ def main(argv: list[str]) -> None:
         limits = batch_limits(engine_options, engine.info)
         limits = replace(limits, proposed_tokens=proposed, prefix_cache=False)  # the two share one KV cache
         batchers[way] = Batcher(limits, engine_options.eos_ids)
-    loads = [(kind, streams) for kind in _TASKS for streams in _STREAMS]
+    loads = [(kind, streams) for kind in args.kinds for streams in args.streams]
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for number in range(args.rounds + 1):  # the first one warms up
         for kind, streams in loads:

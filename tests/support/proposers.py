@@ -12,6 +12,9 @@ from tgis.speculation.speculator import Speculator
 
 
 class _Everything(Policy):
+    def may_pay(self, _rows: int) -> bool:
+        return True
+
     def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
         counts, left = [], self._max_rows - rows
         for own in survival:
@@ -36,6 +39,9 @@ class Adversary(Speculator):
     def __init__(self, max_tokens: int, max_rows: int, vocab_size: int) -> None:
         super().__init__(max_tokens, max_rows, vocab_size)
         self._draw, self._free_rows = random.Random(max_rows), max_rows
+
+    def may_pay(self, _rows: int) -> bool:
+        return True
 
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> list[list[int]]:
         left, found = self._free_rows - rows, []

@@ -225,7 +225,7 @@ class Batcher:
         self, speculator: Speculator, block_manager: BlockManager, seqs: list[Sequence]
     ) -> dict[int, list[int]]:
         """Tokens that may follow in a step that only decodes, as far as there are blocks that nobody has."""
-        if not all(seq.decoding and not seq.retry_group for seq in seqs):
+        if not all(seq.decoding and not seq.retry_group for seq in seqs) or not speculator.may_pay(len(seqs)):
             return {}
         found, asked = {}, [seq for seq in seqs if seq.speculative]
         for seq in asked:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 _MIN_SECONDS = 1e-6
 _WARM_STEPS = 2  # with a new number of rows: engines record and verify them
 _FALLING, _RISING = 0.3, 0.05  # weights of a measurement: disturbed ones are too high
-_STEPS_PER_MEASUREMENT, _MAX_STEPS = 64, 4096  # until it is forgotten
+_STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # until it is forgotten
+_MIN_GAIN = 1.1  # of tokens per second: less is not told from noise, and lost to rows that are recorded for it
 
 
 class StepCosts:
@@ -41,18 +42,20 @@ class StepCosts:
         return rows in self._seconds
 
     def seconds(self, rows: int) -> float:
-        """Measured, or a guess where at least one step has had fewer rows: costs do not fall. Guesses are low, so that
-        what may pay is tried.
+        """Measured, or a guess where at least one step has had fewer rows: on the line between the steps beside it, or
+        beyond the largest step as much for each row as from the smallest on. Costs do not fall.
         """
         if rows in self._seconds:
             return self._seconds[rows]
         at = bisect(self._known, rows)
         below = self._known[at - 1]
-        low = self._seconds[below]
-        if at == len(self._known):
-            return low
-        above = self._known[at]
-        return low + max(self._seconds[above] - low, 0.0) * (rows - below) / (above - below) / 2
+        first, last = (below, self._known[at]) if at < len(self._known) else (self._known[0], below)
+        slope = (self._seconds[last] - self._seconds[first]) / (last - first) if last > first else 0.0
+        return self._seconds[below] + max(slope, 0.0) * (rows - below)
+
+    def larger(self, rows: int) -> list[int]:
+        """The numbers of rows above it that were measured."""
+        return self._known[bisect(self._known, rows) :]
 
     def _forget(self) -> None:
         """Measurements of few steps soonest: what was slow once may be tried again."""
@@ -75,13 +78,21 @@ class Policy:
         """A step that only decodes."""
         self._costs.add(rows, seconds)
 
+    def may_pay(self, rows: int) -> bool:
+        """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is
+        measured.
+        """
+        if not self._costs.known(rows) or rows >= self._max_rows:
+            return False
+        least = _MIN_GAIN * rows / self._costs.seconds(rows)
+        larger = (rows + 1, *self._costs.larger(rows), self._max_rows)  # between them the gain only rises or only falls
+        return any(more / self._costs.seconds(more) > least for more in larger if more <= self._max_rows)
+
     def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
         """How many tokens to propose for each of some of `rows` sequences, from the chances that they are kept."""
         counts = [0] * len(survival)
-        if not self._costs.known(rows):
-            return counts
         ranked = sorted(((chance, row) for row, own in enumerate(survival) for chance in own), reverse=True)
-        tokens, best, best_rate = float(rows), 0, rows / self._costs.seconds(rows)
+        tokens, best, best_rate = float(rows), 0, _MIN_GAIN * rows / self._costs.seconds(rows)
         for extra, (chance, _) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
             tokens += chance
             rate = tokens / self._costs.seconds(rows + extra)

@@ -17,6 +17,10 @@ class Speculator:
         self._chances = Chances()
         self._policy = Policy(max_rows)
 
+    def may_pay(self, rows: int) -> bool:
+        """Whether to look for tokens in a step of so many sequences."""
+        return self._policy.may_pay(rows)
+
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> list[list[int]]:
         """Tokens for some of the `rows` sequences of a step that only decodes, at most so many for each."""
         survival = []
