@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import git_revision
-from tgis.config import parse, prepare_environment
+from tgis.config import parse
+from tgis.environment import prepare_environment
 
 _TEXT = (
     "The harbour of Lindau was built in 1856. Its lighthouse is thirty-three metres high, and the only one in Bavaria. "
