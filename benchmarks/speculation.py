@@ -87,6 +87,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kinds", nargs="+", default=list(_TASKS), choices=_TASKS)
     args = parser.parse_args(argv)
     options = ["--model-name", str(args.model), "--max-sequence-length", "1024", "--num-threads", str(args.threads)]
+    options += ["--speculation", "lookup"]
     config = parse(options, os.environ, "tgis serve")
     prepare_environment(config)
     from tokenizers import Tokenizer  # noqa: PLC0415 - as above

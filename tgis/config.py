@@ -204,7 +204,9 @@ class Config:
         BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx", "auto",
         shown_default="the CPU's best")
 
-    speculation: str = option(BATCHES, SPECULATION, "guess tokens on CPUs", "auto", vllm_names=("speculative_model",))
+    speculation: str = option(
+        BATCHES, SPECULATION, "lookup or, where it can, auto: guess tokens from the text so far, on CPUs", "off",
+        vllm_names=("speculative_model",))
     speculation_max_tokens: int = option(BATCHES, integer(0, 63), "tokens that are guessed for a sequence at most", 15,
         aliases=("speculate",), vllm_names=("num_speculative_tokens",))
     speculative_config: SpeculativeConfig | None = option(BATCHES, SPECULATIVE_CONFIG, "both as vLLM's JSON", None)
@@ -341,6 +343,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     if values.get("dtype") == "int8":
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
     values |= named_by(values.get("speculative_config"), values)
+    if "speculation_max_tokens" in values:
+        values.setdefault("speculation", "auto")
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)

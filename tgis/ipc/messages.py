@@ -50,7 +50,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     quantize_activations: str = "auto"  # none or int8
     verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
-    speculation: str = "auto"  # auto, off or lookup
+    speculation: str = "off"  # auto, off or lookup
     speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
 
 
