@@ -32,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8, plain activations": {"quantize": "int8", "quantize_activations": "none"},
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
+    "KV int8": {"kv_cache_dtype": "int8"},
+    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 
 
@@ -72,7 +74,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantization_quality", description=__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: the demo model")
     parser.add_argument("--tokens", type=int, default=2000, metavar="N")
-    parser.add_argument("--variants", default=",".join(VARIANTS).replace(", plain", "; plain"), metavar="NAME,...")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--checkpoint", type=Path, action="append", default=[], metavar="DIR", help="quantized, too")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -81,8 +83,9 @@ def main(arguments: list[str]) -> int:
     tokens = texts(model, args.tokens)
     reference = log_probabilities(model, {}, tokens, args.cache)
     figures = {}
-    names = [name.replace(";", ",") for name in args.variants.split(",")]
-    cases = {name: (model, VARIANTS[name]) for name in names} | {path.name: (path, {}) for path in args.checkpoint}
+    cases = {name: (model, VARIANTS[name]) for name in args.variants} | {
+        path.name: (path, {}) for path in args.checkpoint
+    }
     for name, (path, options) in cases.items():
         figures[name] = compare(reference, log_probabilities(path, options, tokens, args.cache))
         print(f"{name:<28}", *(f"{key} {figure:.5f}" for key, figure in figures[name].items()), flush=True)
