@@ -48,7 +48,7 @@ def texts(model: Path, count: int) -> list[list[int]]:
 
 
 def log_probabilities(model: Path, options: dict[str, Any], tokens: list[list[int]], cache: Path) -> Tensor:
-    """Of each next token, float32 [all tokens, V]."""
+    """The log probabilities of each next token, float32 [all tokens, V]."""
     plain = engine_options("tgis_native", model, "float32", 8, cache)
     engine = PagedEngine(msgspec.structs.replace(plain, **options))
     engine.warm_up()

@@ -29,7 +29,7 @@ GROUPS = ActivationCodes()
 
 @dataclass(frozen=True)
 class Kind:
-    """Of weights and the activations that they multiply."""
+    """A kind of weight, and how the activations are rounded that it multiplies."""
 
     table: Tensor
     group: int | None = None

@@ -87,10 +87,11 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]
         yield sum(layer.num_bytes for layer in (*layers, *tied))
         yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0)
         return
+    assert how.bits is not None
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}
     quantized = {module.weight for module in linears if how.logits or module is not head}
     for module in linears:
-        bits = 8 if module is head else how.bits or 8
+        bits = 8 if module is head else how.bits
         scales = 4 / module.in_features if bits == 8 else 4 / 32
         yield int(module.weight.numel() * (bits / 8 + scales)) if module.weight in quantized else module.weight.nbytes
     others = {

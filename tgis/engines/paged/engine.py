@@ -117,12 +117,11 @@ class PagedEngine:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
-        codes = codes_of(options.kv_cache_dtype, self._device)
+        self._codes = codes_of(options.kv_cache_dtype, self._device)  # of the KV cache
         self._model, self._arguments = _load(options, self._device)
         self._kernels = select_kernels(options, self._device)
         self._lora = LoraLayers(self._model, self._kernels, _MIN_LORA_COLUMNS[self._device.type])
         self._attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self._kernels)
-        ops = select_ops(self._device, self._kernels)
         vocab_size = model_info(self._model).vocab_size
         self._batch_builder = BatchBuilder(block_size, self._device, self._lora)
         self._encoder: PagedEncoder | None = None
@@ -134,6 +133,7 @@ class PagedEngine:
             history = self._encoder.outputs.token_history
         decoder = self._model.get_decoder() if self._encoder else self._model
         self._embed_tokens = decoder.get_input_embeddings()
+        ops = select_ops(self._device, self._kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history, ops)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
@@ -143,8 +143,6 @@ class PagedEngine:
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
         self._verify_attention()
-        if codes:
-            self._quantize_cache(codes)
         self.info = self._describe(lookahead=int(async_decode))
 
     def _verify_attention(self) -> None:
@@ -156,6 +154,8 @@ class PagedEngine:
             verify_encoder_decoder(self._model, self._attention, *steps, start, install, length)
         else:
             verify_attention(self._model, self._attention, self.compute_logits, length)
+        if self._codes:
+            self._quantize_cache(self._codes)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _quantize_cache(self, codes: torch.dtype) -> None:
@@ -204,37 +204,15 @@ class PagedEngine:
 
     @warm_up_errors()
     def warm_up(self) -> None:
-        """Allocate the KV cache from the memory that the largest step leaves; compile and capture what can be."""
-        bytes_per_block = self._attention.cache.bytes_per_block
-        measure = partial(profile, self, self._options, self._device)
-        extra = EXTRA_BLOCKS if self._encoder else 0
-        budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
-        num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
-        codes = codes_of(self._options.kv_cache_dtype, self._device)
-        scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
-        self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, codes)
-        log.info(
-            "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all%s",
-            num_blocks,
-            self._block_size,
-            bytes_per_block / self._block_size / 1024,
-            num_blocks * bytes_per_block / 2**30,
-            f", in {self._options.kv_cache_dtype}" if codes else "",
-        )
-        capacity = num_blocks * self._block_size
-        self.info = msgspec.structs.replace(
-            self.info,
-            token_capacity=capacity,
-            max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self._encoder else capacity,
-            kv_cache_bytes=num_blocks * bytes_per_block,
-        )
+        """Allocate the KV cache; compile and capture what can be."""
+        self._allocate_cache()
         started = time.monotonic()
         eager_logits = self._dummy_logits()
         self._warm_sampler(eager_logits)
         log.info("warm after %.1f s", time.monotonic() - started)
         on_cuda = self._device.type == "cuda"
         wanted = self._options.compile
-        if wanted and (self._encoder or codes):
+        if wanted and (self._encoder or self._codes):
             what = "encoder-decoders are" if self._encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
             warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
         elif (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
@@ -249,6 +227,31 @@ class PagedEngine:
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
         self.clear_cache()
+
+    def _allocate_cache(self) -> None:
+        """Take the memory that the largest step leaves."""
+        bytes_per_block = self._attention.cache.bytes_per_block
+        measure = partial(profile, self, self._options, self._device)
+        extra = EXTRA_BLOCKS if self._encoder else 0
+        budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
+        num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
+        scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
+        self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self._codes)
+        log.info(
+            "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all%s",
+            num_blocks,
+            self._block_size,
+            bytes_per_block / self._block_size / 1024,
+            num_blocks * bytes_per_block / 2**30,
+            f", in {self._options.kv_cache_dtype}" if self._codes else "",
+        )
+        capacity = num_blocks * self._block_size
+        self.info = msgspec.structs.replace(
+            self.info,
+            token_capacity=capacity,
+            max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self._encoder else capacity,
+            kv_cache_bytes=num_blocks * bytes_per_block,
+        )
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Sample in every way once, since kernels compile at their first use."""

@@ -138,7 +138,7 @@ class LayerTensors(Mapping[str, Tensor]):
         return found.float().reshape(counts).repeat_interleave(min(block[0], shape[0]), 0)[: shape[0]]
 
     def codes(self, dtype: torch.dtype) -> Tensor:  # uint8 [out, in]
-        """Those of a weight in int8 or E4M3, in the order of the table for it."""
+        """The codes of a weight in int8 or E4M3, as its table numbers them."""
         weight = self["weight"]
         if weight.dtype != dtype:
             raise StartError(f"{self.name}: weight is {weight.dtype}, not {dtype}".replace("torch.", ""))
@@ -158,7 +158,7 @@ class Format(Protocol):
 
     @property
     def others(self) -> Collection[str]:
-        """The same of tensors that they may have beside it."""
+        """What follows the layer's name in the names of other tensors of such layers."""
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         """[out, in], told from the shapes of the tensors."""

@@ -134,7 +134,7 @@ class CompressedTensorsFormat:
         return QuantizedWeight(codes, table, scale, offset, group, order, _activations(tensors, inputs))
 
     def _arguments(self, layer: str) -> tuple[_Weights, _Inputs | None]:
-        """Those of the weight and inputs: names go before patterns, these before classes."""
+        """The arguments of a layer's weight and inputs: names go before patterns, these before classes."""
         if layer not in self._by_layer:
             targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
             target = next((target for target in targets if self._matches(layer, target)), "Linear")

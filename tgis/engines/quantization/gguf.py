@@ -20,7 +20,7 @@ from tgis.models.gguf import BLOCKS, WEIGHTS, GgufTensor, read_header
 # llama.cpp writes weights of these as they are, with their rows in another order, or with norms that differ by 1
 _ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "phi3", "starcoder2", "nemotron", "gemma2", "gemma3", "t5"})
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of a number as it is multiplied
+# Bytes that a number takes where it is multiplied
 _PACKED_BYTES = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q8_0": 1.125, "Q5_0": 1.125, "Q5_K": 1.25, "Q6_K": 1.25}
 _ROPE = "rope_"  # tensors with factors of frequencies, which the config has, too
 

@@ -45,7 +45,7 @@ class BadWords:
         self._rows = repeat_rows(rows[:, 0], words_of)
         self._in_batch = np.repeat(in_batch, [len(own) for own in words_of])
         self._last = to_device([word[-1] for word in words], torch.int64, device)
-        # Of each token of the beginnings: its row in the batch, its word, and its distance from the end of the output.
+        # The row in the batch, the word, and the distance from the end of the output, for each token of the beginnings.
         self._token_rows = to_device(np.repeat(self._in_batch, [len(own) for own in beginnings]), torch.int64, device)
         self._words = repeat_rows(torch.arange(len(words), device=device), beginnings)
         self._distances = flat_ids([range(len(each), 0, -1) for each in beginnings], device)

@@ -219,7 +219,7 @@ class BatchSampler:
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
         self._sampled_lengths: _Lengths | None = None  # in the last step; None if the next one must not reuse it
         self._next_lengths: _Lengths = []  # in the step that is prepared
-        self._num_generated = np.empty(0, np.int64)  # likewise
+        self._num_generated = np.empty(0, np.int64)  # tokens of each sequence of that step
         self._append_newest = False
         self._set_batch([])
 

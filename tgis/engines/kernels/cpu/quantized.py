@@ -182,7 +182,7 @@ def _is_ours(weight: QuantizedWeight) -> bool:
 
 
 def _stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with groups that C has, and their numbers in the smallest dtype that keeps them as they are."""
+    """A weight with groups that C has, and their numbers in the smallest dtype that keeps them as they are."""
     inputs, size = weight.codes.shape[1], weight.group_size
     numbers = [each for each in (weight.scale, weight.offset) if each is not None]
     is_short = all(torch.equal(each.bfloat16().float(), each.float()) for each in numbers)
