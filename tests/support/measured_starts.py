@@ -1,0 +1,40 @@
+"""What checks tell and starts measure of memory: `measured_starts.py OPTIONS`, JSON lists of changed EngineOptions.
+
+Each has a process of its own, forked before anything was computed: what ran before it would change what it takes.
+"""
+
+import io
+import json
+import logging
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from batches import engine_options
+
+from tgis.engines import describe_memory, load_engine
+
+ROWS = 16
+
+
+def main(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return pool.map(start, starts, chunksize=1)
+
+
+def start(changes: dict[str, Any]) -> dict[str, Any]:
+    """The lines of a check, and what a start logs and says of its engine."""
+    given = engine_options(Path(changes["model_path"]), ROWS, threads=1)
+    options, log = msgspec.structs.replace(given, **changes), io.StringIO()
+    logging.basicConfig(level=logging.INFO, stream=log, format="%(message)s")
+    lines = describe_memory(options)
+    engine, _ = load_engine(options, sys.exit, print)
+    engine.warm_up()
+    files = sum(file.stat().st_size for file in Path(options.model_path).glob("*.safetensors"))
+    return {"check": lines, "log": log.getvalue(), "info": msgspec.to_builtins(engine.info), "files": files}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
