@@ -97,8 +97,9 @@ def prepare(config: Config) -> "Server":
         logging.getLogger(request_log.__name__).setLevel(logging.WARNING)
     credentials = load_credentials(config)
     log.info("tgis %s, starting engine %s with model %s", __version__, config.engine, config.model_name)
-    name = ensure_directory(config.model_name, config.cache_dir)
-    model = find_model(name, config.revision, str(config.hub_cache))
+    revision, hub_cache = config.revision, str(config.hub_cache)
+    name = ensure_directory(config.model_name, config.cache_dir, revision, hub_cache)
+    model = find_model(name, revision, hub_cache)
     if config.engine not in _OTHER_WEIGHTS and not needs_conversion(model.path):
         find_weights(model.path)
     tokenizer = ensure_tokenizer(model, config.cache_dir)

@@ -191,11 +191,11 @@ def _read(path: Path) -> bytes:
 
 
 def find_directory(name: str, revision: str | None, cache_dir: str | None, config: str = "config.json") -> Path:
-    """The directory `name`, else that of this name and revision in the hub cache; it must have the file `config`."""
+    """The directory `name`, else that of this name and revision in the hub cache; `config` must exist there."""
     if not name or not name.isprintable():
         raise StartError(f"{name!r} is no model name")
     local, entry = Path(name), _cache_entry(name, cache_dir)
-    if (local / config).is_file():
+    if (local / config).exists():
         return local
     if entry is not None and entry.is_dir():
         return _snapshot(entry, revision or "main", config)
@@ -220,7 +220,7 @@ def _snapshot(entry: Path, revision: str, config: str) -> Path:
     path = entry / "snapshots" / commit
     if not COMMIT.fullmatch(commit) or not path.is_dir():
         raise StartError(f"revision {revision!r} is not in the cache: {entry} has no snapshot {commit!r:.60}")
-    if not (path / config).is_file():
+    if not (path / config).exists():
         raise StartError(f"{path} has no {config}")
     return path
 

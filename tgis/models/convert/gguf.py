@@ -19,7 +19,7 @@ from tgis import __version__
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert.weights import needs_conversion
-from tgis.models.files import read_json
+from tgis.models.files import find_directory, read_json
 from tgis.models.gguf import WEIGHTS, GgufHeader, read_header
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -37,11 +37,11 @@ _SENTENCEPIECE = {"t5": 1, "llama": 2}  # unigram and BPE, as in sentencepiece_m
 _BYTE = 6  # the type of a token there
 
 
-def ensure_directory(name: str, cache_dir: Path) -> str:
-    """MODEL_NAME, unless that is a GGUF file or a directory with one and no other weights: then the name of a directory
-    below `cache_dir`/gguf, made once.
+def ensure_directory(name: str, cache_dir: Path, revision: str | None = None, hub_cache: str | None = None) -> str:
+    """MODEL_NAME, unless that is a GGUF file or a directory with one and no other weights, which may be in the hub
+    cache: then the name of a directory below `cache_dir`/gguf, made once.
     """
-    file = find_gguf(name)
+    file = find_gguf(name, revision, hub_cache)
     if file is None:
         return name
     if importlib.util.find_spec("gguf") is None:
@@ -55,12 +55,15 @@ def ensure_directory(name: str, cache_dir: Path) -> str:
         raise StartError(f"cannot keep the configuration and tokenizer of {file}: {error}") from error
 
 
-def find_gguf(name: str) -> Path | None:
-    """The file of this name, or in the directory of this name."""
-    path = Path(name)
+def find_gguf(name: str, revision: str | None = None, hub_cache: str | None = None) -> Path | None:
+    """The file of this name, or in the directory of this name, which may be in the hub cache."""
     if name.endswith(".gguf") and os.path.isfile(name):
-        return path
-    found = sorted(path.glob("*.gguf")) if os.path.isdir(name) else []
+        return Path(name)
+    try:
+        path = find_directory(name, revision, hub_cache, ".")
+    except (StartError, OSError):  # which are said again where other weights are not found, either
+        return None
+    found = sorted(path.glob("*.gguf"))
     if not found or any(path.glob("*.safetensors")) or needs_conversion(path):
         return None
     if len(found) > 1:
