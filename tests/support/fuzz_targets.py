@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import math
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,11 +17,15 @@ from typing import Any
 
 import msgspec
 import torch
+from batches import engine_options
+from transformers import PreTrainedConfig
 
 from tgis import config
 from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
 from tgis.api.grpc.parsing import parse
+from tgis.engines.loading.loader import library_errors
+from tgis.engines.quantization.config import resolve_quantization
 from tgis.errors import OptionError, RequestError, TgisError
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -41,6 +46,8 @@ MAX_LENGTH, MAX_NEW, MAX_INPUTS = 64, 60, 100
 ADAPTER_BYTES = 1 << 16
 _LINEARS = {"model.layers.0.q_proj": (16, 24), "model.layers.0.up_proj": (16, 40)}
 _TARGET = TargetModel(16, 8, torch.float32, torch.device("cpu"), encoder_decoder=None, lora_targets=_LINEARS)
+_WIDTHS = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8}  # of safetensors
+_MAX_TENSORS = 1 << 16  # bytes
 _MAX_ERROR = 2000  # characters: errors quote what they are about, but not all of it
 
 
@@ -147,6 +154,34 @@ def gguf(data: bytes) -> None:
             assert tensor.start % 8 == 0
 
 
+def quantized(data: bytes) -> None:
+    """A quantized checkpoint: codes, scales and offsets of its layers fit together."""
+    description, names, content = (data + 2 * SEPARATOR).split(SEPARATOR, 2)
+    with _directory({"model.safetensors": _safetensors(names, content)}) as path, _tgis_errors():
+        with library_errors("cannot load it"):
+            config = PreTrainedConfig(quantization_config=msgspec.json.decode(description))
+            found = resolve_quantization(engine_options(path, 1, 1), config, torch.float32, torch.device("cpu"))
+            layers = found.checkpoint.layers if found and found.checkpoint else []
+            weights = [layer.checked() for layer in layers]
+        for layer, weight in zip(layers, weights, strict=True):
+            assert weight.codes.dtype == torch.uint8
+            assert not weight.codes.numel() or int(weight.codes.max()) < len(weight.table)
+            assert weight.dequantized().shape == layer.shape
+
+
+def _safetensors(names: bytes, content: bytes) -> bytes:
+    """The file with the tensors of lines "NAME DTYPE SIZE...": a fuzzer cannot count bytes."""
+    header, end = {}, 0
+    for name, dtype, sizes in re.findall(rf"(\S+) ({'|'.join(_WIDTHS)})((?: [0-9]{{1,20}})*)", names.decode("latin-1")):
+        shape = [int(size) for size in sizes.split()]
+        start, end = end, end + math.prod(shape) * _WIDTHS[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    if end > _MAX_TENSORS:
+        return b""
+    encoded = msgspec.json.encode(header)
+    return len(encoded).to_bytes(8, "little") + encoded + content[:end].ljust(end, b"1")
+
+
 def tokenizers(data: bytes) -> None:
     """A tokenizer.json: one that is accepted makes tokens of text, and text of tokens."""
     with _directory({"tokenizer.json": data}) as path, _tgis_errors():
@@ -169,7 +204,7 @@ def options(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (frames, requests, adapters, models, gguf, tokenizers, options)
+    target.__name__: target for target in (frames, requests, adapters, models, gguf, quantized, tokenizers, options)
 }
 
 

@@ -27,7 +27,7 @@ class GptqFormat:
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
         version = "marlin" if config.get("is_marlin_format") else version
-        if bits not in _ONES or version not in _VERSIONS:
+        if bits not in tuple(_ONES) or version not in _VERSIONS:
             raise StartError(f"gptq with {bits!r:.20} bits, checkpoint_format {version!r:.20} is not supported")
         self._bits, self._group_size = int(bits), group_size_of(config)
         self._version_2, self._symmetric = version == "gptq_v2", config.get("sym", True)
@@ -81,7 +81,7 @@ def packed(tensors: LayerTensors, suffix: str) -> Tensor:
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:  # int32 [n, m] -> uint8 [n, m * 32 / bits]
     """The codes in each int32, from the lowest bits to the highest."""
-    octets = packed.contiguous().view(torch.uint8)
+    octets = packed.flatten().view(torch.uint8).view(packed.shape[0], 4 * packed.shape[1])
     return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
 
 
