@@ -3,8 +3,9 @@ that share no code with the readers.
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,33 @@ def words(rows: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(np.array(found, dtype=np.uint32).view(np.int32))
 
 
-def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Quantize:
-    """compressed-tensors' pack-quantized."""
+def nearest(weight: Tensor, values: Sequence[float], tall: int, wide: int) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of the values nearest to a weight's numbers, and the scale of each block."""
+    numbers, table = weight.double().numpy(), np.array(values)
+    outputs, inputs = numbers.shape
+    scales = np.zeros((-(-outputs // tall), -(-inputs // wide)), dtype=np.float32)
+    codes = np.zeros((outputs, inputs), dtype=np.uint8)
+    for i, j in np.ndindex(*scales.shape):
+        block = slice(tall * i, tall * (i + 1)), slice(wide * j, wide * (j + 1))
+        scales[i, j] = abs(numbers[block]).max() / np.nanmax(table)
+        codes[block] = np.nanargmin(abs(numbers[block][..., None] / scales[i, j] - table), -1)
+    return codes, scales
+
+
+def packed(
+    bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False, trained: bool = False
+) -> Quantize:
+    """compressed-tensors' pack-quantized; random codes, or those of a `trained` weight."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
-        rng, middle = np.random.default_rng(inputs), 1 << bits - 1
-        order = rng.permutation(inputs) // group if act_order else np.arange(inputs) // group
+        rng, middle, size = np.random.default_rng(inputs), 1 << bits - 1, group or inputs
+        order = rng.permutation(inputs) // size if act_order else np.arange(inputs) // size
         codes, zeros = rng.integers(0, 2 * middle, (2, outputs, inputs))
-        scales, zeros = numbers((outputs, inputs // group), 1e-3, 2e-2) * 8 / middle, zeros[:, : inputs // group]
+        scales, zeros = numbers((outputs, -(-inputs // size)), 1e-3, 2e-2) * 8 / middle, zeros[:, ::size]
+        if trained:
+            codes, scales = nearest(weight, range(-middle, middle), 1, size)
+            zeros = zeros // middle + middle - 1  # as good as the middle
         expected = np.zeros((outputs, inputs))
         for n in range(outputs):
             for k in range(inputs):
@@ -74,8 +93,11 @@ def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = F
     return quantize
 
 
-def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True) -> Quantize:
+def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True, trained: bool = False) -> Quantize:
     """E4M3 or int8 with a number for each block of rows and columns; None: all of them. That of SCB is for 127."""
+
+    def value_of(code: int) -> float:
+        return e4m3_value(code) if e4m3 else code - 256 if code > 127 else code
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
@@ -83,12 +105,13 @@ def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = T
         codes = np.random.default_rng(inputs).integers(0, 256, (outputs, inputs), dtype=np.uint8)
         codes[codes % 128 == 127] = 0  # NaN
         scales = numbers((-(-outputs // tall), -(-inputs // wide)), 1e-3, 2e-2) / (50 if e4m3 else 10)
+        if trained:
+            codes, scales = nearest(weight, [value_of(code) for code in range(256)], tall, wide)
         scales *= 127 if name == "SCB" else 1
         expected = np.zeros((outputs, inputs))
         for n in range(outputs):
             for k in range(inputs):
-                code = int(codes[n, k])
-                value = e4m3_value(code) if e4m3 else code - 256 if code > 127 else code
+                value = value_of(int(codes[n, k]))
                 expected[n, k] = value * float(scales[n // tall, k // wide]) / (127 if name == "SCB" else 1)
         found = torch.from_numpy(codes).view(torch.float8_e4m3fn if e4m3 else torch.int8)
         scale = torch.from_numpy(scales)
@@ -98,12 +121,14 @@ def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = T
 
 
 def e4m3_value(code: int) -> float:
+    if code % 128 == 127:
+        return math.nan
     exponent, fraction = code >> 3 & 15, (code & 7) / 8
     value = 2.0 ** (exponent - 7) * (1 + fraction) if exponent else 2.0**-6 * fraction
     return -value if code > 127 else value
 
 
-def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
+def in_4_bits(kind: str, block: int, *, nested: bool = False, trained: bool = False) -> Quantize:
     """bitsandbytes' NF4 and FP4, with blocks of the flat weight."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -112,6 +137,9 @@ def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
         codes, blocks = np.random.default_rng(inputs).integers(0, 16, count), -(-count // block)
         state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}
         absmax = numbers(blocks, 0.1, 0.3)
+        if trained:
+            flat, scales = nearest(weight.reshape(1, -1), table, 1, block)
+            codes, absmax = flat[0], scales[0]
         tensors = {
             "weight": torch.tensor([[int(codes[i]) << 4 | int(codes[i + 1])] for i in range(0, count, 2)]).byte(),
             "weight.absmax": torch.from_numpy(absmax),
@@ -134,6 +162,35 @@ def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
         return tensors, torch.tensor(expected, dtype=torch.float64).view(outputs, inputs)
 
     return quantize
+
+
+def rounded(x: Tensor, scale: float | None = None, *, group: int | None = None, steps: float = 127.5) -> Tensor:
+    """int8 with the scale, or with one for each token and group of inputs: of the largest number by `steps`."""
+    found = []
+    for row in x.double().flatten(0, -2).tolist():
+        size, numbers = group or len(row), []
+        for part in (row[at : at + size] for at in range(0, len(row), size)):
+            largest = max(map(abs, part))
+            codes = [round(each / scale if scale else each * steps / largest) for each in part]
+            numbers += [min(max(code, -128), 127) * (scale or largest / steps) for code in codes]
+        found.append(numbers)
+    return torch.tensor(found, dtype=torch.float64).view(x.shape)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def check_layers(
+    model: PreTrainedModel, expected: PreTrainedModel, ids: Tensor, inputs: Callable[[Tensor], Tensor]
+) -> None:
+    """Compare the output of each layer with its weight in `expected` times what `inputs` makes of its input."""
+    layers, seen = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)}, {}
+    for name in layers - {"lm_head"}:
+        keep = lambda _module, args, output, name=name: seen.update({name: (args[0], output)})  # noqa: E731
+        model.get_submodule(name).register_forward_hook(keep)
+    model(ids)
+    assert seen.keys() == layers - {"lm_head"}
+    for name, (x, y) in seen.items():
+        answer = inputs(x) @ expected.get_submodule(name).weight.double().T
+        assert (y - answer).abs().max() < 1e-4 * answer.abs().max(), name
 
 
 def compressed_tensors(layout: str, weights: dict[str, Any], **others: Any) -> dict[str, Any]:

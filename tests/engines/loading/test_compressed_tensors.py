@@ -11,14 +11,16 @@ from quantized_formats import (
     E4M3,
     GROUPS,
     Quantize,
+    check_layers,
     compressed_tensors,
     in_bytes,
     load,
     packed,
     quantized_copy,
+    rounded,
 )
 from tiny_models import make_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from tgis.engines.quantization import compressed_tensors as reader
 from tgis.errors import StartError
@@ -52,16 +54,6 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
     assert (load(tmp_path)(IDS).logits - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
-def rounded(x: Tensor, scale: float | None) -> Tensor:
-    """int8 with the scale, or with one for each token: of the largest number by 127.5."""
-    found = []
-    for row in x.double().flatten(0, -2).tolist():
-        largest = max(map(abs, row))
-        codes = [round(each / scale if scale else each * 127.5 / largest) for each in row]
-        found.append([min(max(code, -128), 127) * (scale or largest / 127.5) for code in codes])
-    return torch.tensor(found, dtype=torch.float64).view(x.shape)
-
-
 @pytest.mark.parametrize("scale", [None, 0.03])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_activations_in_8_bits(scale: float | None, tmp_path: Path) -> None:
@@ -71,16 +63,7 @@ def test_activations_in_8_bits(scale: float | None, tmp_path: Path) -> None:
 
     config = compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS if scale is None else STATIC)
     expected = quantized_copy(make_model("Llama", tmp_path), {"": quantize}, config)
-    model, seen = load(tmp_path), {}
-    layers = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
-    for name in layers:
-        keep = lambda _module, args, output, name=name: seen.update({name: (args[0], output)})  # noqa: E731
-        model.get_submodule(name).register_forward_hook(keep)
-    model(IDS)
-    assert seen.keys() == layers
-    for name, (x, y) in seen.items():
-        answer = rounded(x, scale) @ expected.get_submodule(name).weight.double().T
-        assert (y - answer).abs().max() < 1e-4 * answer.abs().max(), name
+    check_layers(load(tmp_path), expected, IDS, lambda x: rounded(x, scale))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # changes of the configuration or of its group
