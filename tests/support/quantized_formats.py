@@ -255,6 +255,7 @@ def gptq(
 
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
 CHANNELS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TOKENS: dict[str, Any] = CHANNELS | {"strategy": "token", "dynamic": True}
 E4M3: dict[str, Any] = CHANNELS | {"type": "float"}
 BITSANDBYTES: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
@@ -297,6 +298,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "bitsandbytes, nf4": (BITSANDBYTES, in_4_bits("nf4", 64, nested=True)),
     "bitsandbytes, fp4": (BITSANDBYTES, in_4_bits("fp4", 32)),
 }
+
+
+def with_input_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """int8 by output, with a scale of its inputs."""
+    tensors, expected = in_bytes(1, None, "weight_scale", e4m3=False)(weight)
+    return tensors | {"input_scale": torch.tensor([0.03])}, expected
 
 
 def quantized_copy(

@@ -10,6 +10,7 @@ from quantized_formats import (
     CHANNELS,
     E4M3,
     GROUPS,
+    TOKENS,
     Quantize,
     check_layers,
     compressed_tensors,
@@ -18,15 +19,14 @@ from quantized_formats import (
     packed,
     quantized_copy,
     rounded,
+    with_input_scale,
 )
 from tiny_models import make_model
-from torch import Tensor
 
 from tgis.engines.quantization import compressed_tensors as reader
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40], [1, 2, 3, 4, 5]])
-TOKENS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 STATIC: dict[str, Any] = TOKENS | {"strategy": "tensor", "dynamic": False}
 INT8 = in_bytes(1, None, "weight_scale", e4m3=False)
 
@@ -57,12 +57,8 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", [None, 0.03])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_activations_in_8_bits(scale: float | None, tmp_path: Path) -> None:
-    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        tensors, expected = INT8(weight)
-        return tensors | ({} if scale is None else {"input_scale": torch.tensor([scale])}), expected
-
     config = compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS if scale is None else STATIC)
-    expected = quantized_copy(make_model("Llama", tmp_path), {"": quantize}, config)
+    expected = quantized_copy(make_model("Llama", tmp_path), INT8 if scale is None else with_input_scale, config)
     check_layers(load(tmp_path), expected, IDS, lambda x: rounded(x, scale))
 
 

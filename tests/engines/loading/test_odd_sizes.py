@@ -16,6 +16,7 @@ from quantized_formats import (
     E4M3,
     GPTQ,
     GROUPS,
+    TOKENS,
     Quantize,
     check_layers,
     compressed_tensors,
@@ -33,7 +34,6 @@ from tgis.errors import StartError
 
 IDS = torch.tensor([[2, 9, 130, 700, 40], [5, 4, 3, 2, 1]])
 CHANNEL4 = CHANNELS | {"num_bits": 4}
-TOKENS = CHANNELS | {"strategy": "token", "dynamic": True}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 HELD: dict[str, tuple[dict[str, Any], Quantize]] = {
     "4 bits, channels": (compressed_tensors("pack-quantized", CHANNEL4), packed(4, None, trained=True)),

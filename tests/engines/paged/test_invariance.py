@@ -11,6 +11,20 @@ import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
 from proposers import Adversary, ForcedLookup, proposing
+from quantized_formats import (
+    BITSANDBYTES,
+    CHANNELS,
+    FORMATS,
+    GPTQ,
+    TOKENS,
+    Quantize,
+    compressed_tensors,
+    gptq,
+    in_4_bits,
+    in_bytes,
+    quantized_copy,
+    with_input_scale,
+)
 from random_requests import KINDS
 from tiny_models import (
     OWN_ATTENTION,
@@ -59,7 +73,20 @@ QUANTIZED: dict[str, Any] = {
     "KV int8": {"kv_cache_dtype": "int8"},
     "KV fp8": {"kv_cache_dtype": "fp8"},
 }
-CASES += [("Llama", "bfloat16", "auto", kind) for kind in QUANTIZED] + [("GPT2", "float32", "avx2", "int8")]
+STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
+CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arithmetic
+    **{name: FORMATS[name] for name in ("gptq, act-order", "gptq, 8 bits, ragged", "awq", "bitsandbytes, fp4")},
+    "int4 by channel": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, gptq(4, None, 0)),
+    "int8 in groups": FORMATS["compressed-tensors, 8 bits"],
+    "nf4": (BITSANDBYTES, in_4_bits("nf4", 64)),
+    "E4M3 in blocks": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, in_bytes(64, 32, "weight_scale_inv")),
+    "E4M3 by channel": FORMATS["compressed-tensors, E4M3"],
+    "W8A8 by token": (compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS), with_input_scale),
+    "W8A8 static": (compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC), with_input_scale),
+}
+CASES += [("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS)]
+CASES += [("GPT2", "float32", "avx2", "int8"), ("Llama", "float32", "auto", "gptq, act-order")]
+CASES += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static")]
 CASES += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
 CASES += [("Marian", "float32", "auto", "KV fp8"), ("Llama", "float32", "avx2", "KV fp8")]
 
@@ -73,7 +100,10 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kernels_of(isa)
     path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
     options = msgspec.structs.replace(engine_options(path, ROWS, threads=2), dtype=dtype, cpu_isa=isa)
-    options = msgspec.structs.replace(options, **QUANTIZED[kind[0]] if kind else {})
+    if kind and kind[0] in CHECKPOINTS:
+        config, quantize = CHECKPOINTS[kind[0]]
+        quantized_copy(path, quantize, config)
+    options = msgspec.structs.replace(options, **QUANTIZED.get(kind[0], {}) if kind else {})
     engine = PagedEngine(options)
     engine.warm_up()
     return engine
