@@ -22,18 +22,17 @@ def chances(*each: float, most: int = 4) -> list[list[float]]:
 
 @pytest.mark.parametrize("each", [(0.9,), (0.2,), (0.99, 0.5), (0.7, 0.7, 0.1)])
 def test_no_other_way_gives_more_tokens_per_second(each: tuple[float, ...]) -> None:
-    policy, costs, survival = taught(Policy(16), MEASURED), StepCosts(), chances(*each)
+    measured, survival = StepCosts(), chances(*each)
     for rows, cost in MEASURED.items():
         for _ in range(3):
-            costs.add(rows, cost / 1000)
+            measured.add(rows, cost / 1000)
+    costs = {rows: measured.seconds(rows) for rows in range(1, 17)}
+    policy = taught(Policy(16), {rows: 1000 * cost for rows, cost in costs.items()})
 
     def rate(counts: tuple[int, ...]) -> float:
         tokens = len(each) + sum(sum(own[:count]) for own, count in zip(survival, counts, strict=True))
-        return tokens / costs.seconds(len(each) + sum(counts))
+        return tokens / costs[len(each) + sum(counts)]
 
-    if not costs.known(len(each)):
-        for _ in range(3):
-            policy.step_succeeded(len(each), costs.seconds(len(each)))
     best, none = max(map(rate, itertools.product(range(5), repeat=len(each)))), rate((0,) * len(each))
     assert rate(tuple(policy.counts(len(each), survival))) == pytest.approx(best if best > 1.1 * none else none)
 
@@ -58,8 +57,24 @@ def test_a_jump_is_not_crossed_for_little() -> None:
 @pytest.mark.parametrize(("slope", "pays"), [(1.0, True), (1.5, True), (1.7, False), (3.0, False)])
 def test_nothing_is_looked_up_where_even_certain_tokens_do_not_pay(slope: float, pays: bool) -> None:
     """Steps of 32 rows take 60 ms."""
-    policy = taught(Policy(64), {rows: 60 + slope * (rows - 32) for rows in (1, 8, 32)})
+    policy = taught(Policy(64), {rows: 60 + slope * (rows - 32) for rows in (1, 8, 32, 64)})
     assert policy.may_pay(32) == pays == any(policy.counts(32, [[1.0] * 15] * 32))
+
+
+def test_few_numbers_of_rows_are_tried_and_only_for_much() -> None:
+    """Engines record and verify the first steps of each, which takes a multiple of the time."""
+    for most, tried in {1: 2, 5: 6, 7: 8, 10: 8, 14: 8, 15: 16}.items():
+        assert taught(Policy(64), {1: 10}).counts(1, chances(0.95, most=most)) == [tried - 1]
+    for cost, counts in {10.4: [8], 10.8: [0]}.items():  # 16 rows would give 1.5 or 1.2 times the tokens per second
+        assert taught(Policy(64), {8: 10, 9: cost}).counts(8, [[1.0] * 8]) == counts
+
+
+def test_after_a_step_without_proposals_some_are_not_looked_at() -> None:
+    policy = taught(Policy(64), {8: 10, 16: 12})
+    assert policy.counts(8, [[0.1]]) == [0]
+    assert [policy.may_pay(8) for _ in range(6)] == [False] * 4 + [True] * 2
+    policy.counts(8, [[0.9] * 8])
+    assert policy.may_pay(8)
 
 
 def test_costs_are_measured_and_forgotten() -> None:

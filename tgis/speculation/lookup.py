@@ -15,6 +15,7 @@ _MAX_OCCURRENCES = 8  # that are compared, the newest first
 _MAX_COMPARED = 8  # tokens of their continuations
 _MAX_INDEXED = 1 << 15  # tokens before the output: about 250 bytes each
 _MAX_ADVANCE = 2048  # tokens that are indexed at once, in about 2 ms
+_LEAST_CHANCE = 0.05  # what follows a token less likely than this does not pay
 _NONE = -1
 
 
@@ -59,6 +60,8 @@ class Lookup:
             kind = kind_of_match(self._length + ahead)
             chance *= self.chances.mixed(kind, shared)
             found.append(chance)
+            if chance < _LEAST_CHANCE:
+                break
         return found
 
     def expected(self, count: int) -> list[int]:

@@ -11,7 +11,9 @@ _MIN_SECONDS = 1e-6
 _WARM_STEPS = 2  # with a new number of rows: engines record and verify them
 _FALLING, _RISING = 0.3, 0.05  # weights of a measurement: disturbed ones are too high
 _STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # until it is forgotten
-_MIN_GAIN = 1.1  # of tokens per second: less is not told from noise, and lost to rows that are recorded for it
+_MIN_GAIN = 1.1  # of tokens per second: less is not told from noise
+_MIN_UNKNOWN_GAIN = 1.3  # of a number of rows that is not measured: its first steps, which are recorded, take much more
+_TILE = 8  # rows: in larger steps their number is a multiple of it, or one that is measured, so that few are recorded
 
 
 class StepCosts:
@@ -73,6 +75,7 @@ class Policy:
         """Steps have at most `max_rows` rows, those without a proposal included."""
         self._max_rows = max_rows
         self._costs = StepCosts()
+        self._resting = 0  # steps in which nothing is looked up
 
     def step_succeeded(self, rows: int, seconds: float) -> None:
         """A step that only decodes."""
@@ -80,24 +83,33 @@ class Policy:
 
     def may_pay(self, rows: int) -> bool:
         """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is
-        measured.
+        measured, and not in the steps after one in which none paid: lookups have their price, too.
         """
-        if not self._costs.known(rows) or rows >= self._max_rows:
+        if self._resting or not self._costs.known(rows) or rows >= self._max_rows:
+            self._resting = max(self._resting - 1, 0)
             return False
-        least = _MIN_GAIN * rows / self._costs.seconds(rows)
         larger = (rows + 1, *self._costs.larger(rows), self._max_rows)  # between them the gain only rises or only falls
-        return any(more / self._costs.seconds(more) > least for more in larger if more <= self._max_rows)
+        return any(more > self._least_tokens(rows, more) for more in larger if more <= self._max_rows)
 
     def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
         """How many tokens to propose for each of some of `rows` sequences, from the chances that they are kept."""
         counts = [0] * len(survival)
         ranked = sorted(((chance, row) for row, own in enumerate(survival) for chance in own), reverse=True)
-        tokens, best, best_rate = float(rows), 0, _MIN_GAIN * rows / self._costs.seconds(rows)
+        tokens, best, best_gain = float(rows), 0, 1.0
         for extra, (chance, _) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
             tokens += chance
-            rate = tokens / self._costs.seconds(rows + extra)
-            if rate > best_rate:
-                best, best_rate = extra, rate
+            more = rows + extra
+            if more > _TILE and more % _TILE and not self._costs.known(more):
+                continue
+            gain = tokens / self._least_tokens(rows, more)
+            if gain > best_gain:
+                best, best_gain = extra, gain
         for _, row in ranked[:best]:
             counts[row] += 1
+        self._resting = 0 if best else rows // 2
         return counts
+
+    def _least_tokens(self, rows: int, more: int) -> float:
+        """The tokens from which on a step with more rows pays."""
+        gain = _MIN_GAIN if self._costs.known(more) else _MIN_UNKNOWN_GAIN
+        return gain * rows * self._costs.seconds(more) / self._costs.seconds(rows)
