@@ -97,3 +97,10 @@ def test_the_command_writes_a_table_and_json(options: list[str], capsys: pytest.
     summary = json.loads(last)
     assert [line.split()[0] for line in table] == list(summary)
     assert summary["requests"] == 20
+
+
+def test_copies_of_prompts_are_guessed() -> None:
+    bounds = BatchLimits(4, 10**6, 512, 1.0, padded=False, block_size=16, proposed_tokens=15)
+    jobs = [TraceRequest(0.0, 100, 400)] * 3
+    seconds = [Simulation(bounds, SimulatedEngine(SMOLLM2_TWO_CORES, chance), jobs).run().seconds for chance in (0, 1)]
+    assert 3 < seconds[0] / seconds[1] < 16

@@ -87,12 +87,24 @@ class StepEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """Takes the time that the model of step times says, and computes nothing."""
+    """Takes the time that the model of step times says, and computes nothing: each token is the next one of a copy of
+    the prompt, with the chance `acceptance`.
+    """
 
     model: StepModel
+    acceptance: float = 0.0
+    _draw: random.Random = field(default_factory=lambda: random.Random(1))
 
     def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        return [[0]] * len(plan.sampled), self.model.seconds(plan)
+        tokens = [self._next_tokens(seq, plan.proposals.get(seq.id, [])) for seq in plan.sampled]
+        return tokens, self.model.seconds(plan)
+
+    def _next_tokens(self, seq: Sequence, proposed: list[int]) -> list[int]:
+        new: list[int] = []
+        while len(new) <= len(proposed) and new == proposed[: len(new)]:
+            copied = seq.tokens[(seq.num_generated_tokens + len(new)) % seq.prompt_length]
+            new.append(copied if self._draw.random() < self.acceptance else self._draw.getrandbits(30))
+        return new
 
     def release(self, seqs: Iterable[Sequence]) -> None:
         pass

@@ -24,7 +24,8 @@ _PARTS = ("step", "row", "context", "prefill", "prefill_token", "prefill_context
 def main(argv: list[str], prog: str) -> int:
     """Simulate; print a table, and the same numbers as JSON in the last line."""
     options = _parser(prog).parse_args(argv)
-    simulation = Simulation(_limits(options), SimulatedEngine(_model(options)), _jobs(options), options.clients)
+    engine = SimulatedEngine(_model(options), options.acceptance)
+    simulation = Simulation(_limits(options), engine, _jobs(options), options.clients)
     summary = simulation.run().summary()
     for name, value in summary.items():
         print(f"{name:<22}{value:>14,.4g}" if value < 1000 else f"{name:<22}{value:>14,.0f}")
@@ -47,6 +48,8 @@ def _parser(prog: str) -> Parser:
     batch.add_argument("--weight-limit", type=int, default=1 << 40, help="context tokens (default: no limit)")
     batch.add_argument("--prefill-tokens", type=int, default=512, help="per step (default: 512)")
     batch.add_argument("--max-prefill-gap-ms", type=int, default=250, help="of chunked (default: 250)")
+    copies = "chance that a token is the next one of the prompt, which lookup then guesses (default: 0, no lookup)"
+    batch.add_argument("--acceptance", type=float, default=0.0, help=copies)
     engines = ["padded", "flat", "chunked", "encoder-decoder"]  # the last one has KV blocks, too
     batch.add_argument("--engine", choices=engines, default="padded", help="default: padded")
     times = parser.add_argument_group("Step time in milliseconds (default: SmolLM2 on two cores)")
@@ -67,6 +70,7 @@ def _limits(options: Namespace) -> BatchLimits:
         encoder_decoder=options.engine == "encoder-decoder",
         max_waiting_tokens=options.max_waiting_tokens,
         max_prefill_gap_ms=options.max_prefill_gap_ms,
+        proposed_tokens=15 if options.acceptance and _block_size(options) else 0,
     )
 
 

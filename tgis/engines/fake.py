@@ -31,7 +31,7 @@ class StepModel(msgspec.Struct, frozen=True):
     largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
     step_seconds: float = 0.0
-    row_seconds: float = 0.0  # per sequence that decodes
+    row_seconds: float = 0.0  # per sequence that decodes, and per token that is proposed for one
     context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
     prefill_seconds: float = 0.0  # of a step with prompts beside what others take
     prefill_token_seconds: float = 0.0  # padding included
@@ -48,7 +48,7 @@ class StepModel(msgspec.Struct, frozen=True):
         attended = sum(count * (seq.num_computed_tokens + count // 2) for seq, count in work if not seq.decoding)
         return (
             self.step_seconds
-            + self.row_seconds * len(decoding)
+            + self.row_seconds * (len(decoding) + sum(map(len, plan.proposals.values())))
             + self.context_seconds * padded_tokens(decoding, self.padded)
             + self.prefill_seconds * plan.has_prefill
             + self.prefill_token_seconds * padded_tokens(plan.num_prefill_tokens, self.padded)
