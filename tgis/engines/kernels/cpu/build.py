@@ -14,6 +14,7 @@ _SOURCE_DIR = Path(__file__).parent / "csrc"
 _SOURCES = (
     "argmax.c",
     "attention.c",
+    "collectives.c",
     "elementwise.c",
     "gemm.c",
     "gemm_amx.c",
