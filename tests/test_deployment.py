@@ -65,6 +65,16 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container.get("env", ())}
 
 
+def inherited_environment(folder: Path) -> dict[str, str]:
+    """What the overlays that an overlay is based on set, and the base."""
+    resources = yaml.safe_load((folder / "kustomization.yaml").read_text()).get("resources", [])
+    for parent in (folder / name for name in resources):
+        if (parent / "deployment.yaml").exists() and "base" not in parent.parts:
+            (container,) = load(str(parent / "deployment.yaml"))["spec"]["template"]["spec"]["containers"]
+            return inherited_environment(parent) | environment(container)
+    return environment(SERVER)
+
+
 def test_manifests_agree_with_the_server_and_with_each_other() -> None:
     assert len(OBJECTS) > 12
     assert consistency.problems(OBJECTS) == []
@@ -113,18 +123,28 @@ def test_a_patch_of_the_deployment_sets_options_of_the_server(path: Path) -> Non
     assert patch["metadata"]["name"] == DEPLOYMENT["metadata"]["name"]
     for container in patch["spec"]["template"]["spec"].get("containers", ()):
         assert container["name"] == SERVER["name"]
-        patched = parse([], environment(SERVER) | environment(container), "tgis serve")
+        patched = parse([], inherited_environment(path.parent) | environment(container), "tgis serve")
         assert not patched.warnings
         assert patched.max_batch_size is not None
         assert patched.max_concurrent_requests >= 2 * patched.max_batch_size  # a full batch may wait
 
 
-def test_each_rank_has_a_gpu_and_a_start_has_an_hour() -> None:
-    changes = load("overlays/cuda-n/deployment.yaml")["spec"]
+@pytest.mark.parametrize(("name", "gpus"), [("cuda-n", "4"), ("bloom", "8"), ("flan-ul2-tp", "2")])
+def test_each_rank_has_a_gpu(name: str, gpus: str) -> None:
+    (container,) = load(f"overlays/{name}/deployment.yaml")["spec"]["template"]["spec"]["containers"]
+    assert environment(container)["NUM_SHARD"] == container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("cuda-n", 3600), ("flan-ul2-tp", 1200)])
+def test_a_start_of_several_ranks_has_time(name: str, seconds: int) -> None:
+    changes = load(f"overlays/{name}/deployment.yaml")["spec"]
     (container,) = changes["template"]["spec"]["containers"]
-    assert environment(container)["NUM_SHARD"] == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert container["startupProbe"]["failureThreshold"] * SERVER["startupProbe"]["periodSeconds"] == 3600
-    assert changes["progressDeadlineSeconds"] > 3600
+    assert container["startupProbe"]["failureThreshold"] * SERVER["startupProbe"]["periodSeconds"] == seconds
+    assert changes["progressDeadlineSeconds"] > seconds
+
+
+def test_ranks_share_memory() -> None:
+    (container,) = load("overlays/cuda-n/deployment.yaml")["spec"]["template"]["spec"]["containers"]
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm"}
 
 
