@@ -9,7 +9,7 @@
 
 #define PARALLEL_ELEMENTS 16384 /* fewer are not worth waking the other threads */
 #define SPINS 256               /* before the CPU is given to others, which may be other ranks */
-#define YIELDS 16384           /* before sleeping: a rank may be loading, or be stopped */
+#define YIELDS 16384            /* before sleeping: a rank may be loading, or be stopped */
 
 /* A rank's view of the memory: a counter for each rank, a cache line apart, then two slots for each rank. */
 typedef struct {
