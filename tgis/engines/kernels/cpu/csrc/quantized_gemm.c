@@ -12,19 +12,25 @@
 #define TINY 0x1p-100f /* a group without larger numbers is zero */
 
 typedef int8_t i8_vec __attribute__((vector_size(LANES)));
-typedef int16_t i16_vec __attribute__((vector_size(2 * LANES)));
+typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __attribute__((vector_size(4 * LANES)));
 
+/* TILE_M rows are computed together, for VECTORS of outputs. A code of x has CODE_SIZE bytes, by the bits of the weight's:
+   with one, four are in the order of the weight's. With SHORT_SUMS products of codes of 4 bits, 15 * 128 at the most, are
+   added in 16 bits: those of two inputs, 8 times. */
 #if defined(__AVX512VNNI__)
-typedef int8_t code_t; /* of x */
-typedef i8_vec code_vec;
-#define TILE_M 8 /* rows that are computed together, for VECTORS of outputs */
-#define VECTORS 2
-#else
-typedef int16_t code_t;
-typedef i16_vec code_vec;
+#define TILE_M 8
+#define CODE_SIZE(bits) 1
+#define SHORT_SUMS(bits) 0
+#elif defined(__AVX2__)
 #define TILE_M 4
-#define VECTORS 2
+#define CODE_SIZE(bits) (bits == 8 ? 2 : 1)
+#define SHORT_SUMS(bits) (bits == 4)
+#else
+#define TILE_M 4
+#define CODE_SIZE(bits) 2
+#define SHORT_SUMS(bits) 0
 #endif
+#define VECTORS 2
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */
 
@@ -40,7 +46,7 @@ typedef struct {
     const scalar_t *x, *bias; /* [m, k]; [n] or NULL */
     scalar_t *y;              /* [m, n] */
     x_unit *units;            /* [m / TILE_M, inputs / UNIT] */
-    code_t *codes;            /* [m / TILE_M, inputs / 4, TILE_M, 4] */
+    char *codes;              /* [m / TILE_M, inputs / 4, TILE_M, 4, CODE_SIZE] */
     int64_t k, n, inputs, segment;
 } quantized_args;
 
@@ -96,9 +102,10 @@ static inline __attribute__((always_inline)) u32_vec largest_of_group(const quan
 
 /* Codes of a group of x; `totals` gets the sum of those of each unit. */
 static inline __attribute__((always_inline)) void quantize_group(
-    const quantized_args *args, int64_t row, int64_t at, float scale, float factor, int32_t totals[2]
+    const int size, const quantized_args *args, int64_t row, int64_t at, float scale, float factor, int32_t totals[2]
 ) {
-    code_t codes[GROUP], *to = args->codes + (row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4;
+    char codes[GROUP * 2], *to = args->codes + ((row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4) * size;
+    const i32_vec lane = LANE_INDEX, places = (lane & 12) + (lane & 1) * 2 + (lane >> 1 & 1);
     u32_vec sums[2] = {{0}};
 #pragma GCC unroll 8
     for (int64_t i = 0; i < GROUP; i += LANES) {
@@ -110,13 +117,11 @@ static inline __attribute__((always_inline)) void quantize_group(
         /* 1.5 * 2^23: the rounded number moves to the lowest bits */
         const i32_vec code = (i32_vec)fma_vec(x, broadcast(factor), broadcast(12582912.0f)) - 0x4b400000;
         sums[i / UNIT] += (u32_vec)code;
-        code_vec narrow = __builtin_convertvector(code, code_vec);
-#if defined(__AVX512VNNI__)
-        narrow = (code_vec)_mm_shuffle_epi8((__m128i)narrow, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-#endif
-        memcpy(codes + i, &narrow, sizeof narrow);
+        const i8_vec narrow = __builtin_convertvector(__builtin_shuffle(code, places), i8_vec);
+        const i16_vec wide = __builtin_convertvector(code, i16_vec);
+        memcpy(codes + i * size, size == 1 ? (const void *)&narrow : &wide, LANES * size);
     }
-    for (int i = 0; i < GROUP; i += 4) memcpy(to + i * TILE_M, codes + i, 4 * sizeof *codes);
+    for (int i = 0; i < GROUP; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
     if (args->segment == UNIT) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
     else totals[0] = reduce_u32(1, sums[0] + sums[1]), totals[1] = 0;
 }
@@ -140,7 +145,9 @@ static void quantize_row(const quantized_args *args, int64_t row) {
         memcpy(scales, &how.scale, sizeof scales), memcpy(factors, &how.factor, sizeof factors);
         for (int64_t i = 0; i < groups; i++) {
             int32_t totals[2];
-            quantize_group(args, row, first + i * GROUP, scales[i], factors[i], totals);
+            if (CODE_SIZE(8) != 1 && weight->kind == INT8)
+                quantize_group(CODE_SIZE(8), args, row, first + i * GROUP, scales[i], factors[i], totals);
+            else quantize_group(CODE_SIZE(4), args, row, first + i * GROUP, scales[i], factors[i], totals);
             for (int64_t at = first + i * GROUP, half = 0; half < 1 + (args->segment == UNIT); half++, at += UNIT) {
                 if (at == segment_end) {
                     segment_end += args->segment, segment = units + at / UNIT;
@@ -154,31 +161,50 @@ static void quantize_row(const quantized_args *args, int64_t row) {
     }
 }
 
-/* sums += the products of four codes of x, the same for all lanes, with four of each lane's */
-static inline __attribute__((always_inline)) i32_vec dot(i32_vec sums, const code_t *x, u32_vec weights) {
-#if defined(__AVX512VNNI__)
-    int32_t quad;
-    memcpy(&quad, x, sizeof quad);
-    return (i32_vec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(quad));
+/* Four bytes in each lane. */
+static inline i32_vec broadcast_bytes(const char *from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (i32_vec)_mm256_broadcast_ss((const float *)from); /* else GCC loads eight bytes into a general register */
 #else
-    const u32_vec even = weights & 0x00ff00ff, odd = (weights >> 8) & 0x00ff00ff;
-#if defined(__SSE2__)
-    int32_t pairs[2];
-    memcpy(pairs, x, sizeof pairs);
-    const i32_vec first = (i32_vec){0} + pairs[0], second = (i32_vec){0} + pairs[1];
+    int32_t four;
+    memcpy(&four, from, sizeof four);
+    return (i32_vec){0} + four;
+#endif
+}
+
+/* Products of 16 bits, those of each pair added. */
+static inline i32_vec multiply_words(i32_vec a, i32_vec b) {
 #if defined(__AVX512F__)
-    sums += (i32_vec)_mm512_madd_epi16((__m512i)even, (__m512i)first) + (i32_vec)_mm512_madd_epi16((__m512i)odd, (__m512i)second);
+    return (i32_vec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    sums += (i32_vec)_mm256_madd_epi16((__m256i)even, (__m256i)first) + (i32_vec)_mm256_madd_epi16((__m256i)odd, (__m256i)second);
+    return (i32_vec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (i32_vec)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-    sums += (i32_vec)_mm_madd_epi16((__m128i)even, (__m128i)first) + (i32_vec)_mm_madd_epi16((__m128i)odd, (__m128i)second);
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
-    return sums;
-#else
-    sums += (i32_vec)(even & 0xff) * x[0] + (i32_vec)(even >> 16) * x[1];
-    return sums + (i32_vec)(odd & 0xff) * x[2] + (i32_vec)(odd >> 16) * x[3];
+}
+
+/* A sum that is in a register: else GCC keeps all products of a loop in memory and adds them in a tree. */
+static inline i32_vec keep(i32_vec sum) {
+#if defined(__SSE2__)
+    __asm__("" : "+v"(sum));
 #endif
+    return sum;
+}
+
+/* sums += the products of four codes of x, the same for all lanes, with four of each lane's */
+static inline __attribute__((always_inline)) i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights) {
+    const i32_vec first = broadcast_bytes(x);
+#if defined(__AVX512VNNI__)
+    return (i32_vec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)first);
+#elif defined(__AVX512F__)
+    if (SHORT_SUMS(bits)) return keep((i32_vec)((short_vec)sums + (short_vec)_mm512_maddubs_epi16((__m512i)weights, (__m512i)first)));
+#elif defined(__AVX2__)
+    if (SHORT_SUMS(bits)) return keep((i32_vec)((short_vec)sums + (short_vec)_mm256_maddubs_epi16((__m256i)weights, (__m256i)first)));
 #endif
+    const i32_vec even = (i32_vec)(weights & 0x00ff00ff), odd = (i32_vec)((weights >> 8) & 0x00ff00ff);
+    return keep(sums + (multiply_words(even, first) + multiply_words(odd, broadcast_bytes(x + 4))));
 }
 
 enum { ANY, RANGES_ARE_GROUPS, ONE_RANGE }; /* the last two with segments of GROUP */
@@ -191,7 +217,8 @@ static inline __attribute__((always_inline)) void multiply_rows(
     const packed_codes *weight = args->weight;
     const int step = ranges == ANY ? UNIT : GROUP;
     const x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *unit = units, *begin = units;
-    const code_t *x = args->codes + row * args->inputs;
+    const char *x = args->codes + row * args->inputs * CODE_SIZE(bits);
+    const i32_vec ones = (i32_vec){0} + 0x10001;
     const uint8_t *codes = weight->codes + (tile * args->inputs * bits / 8 * TILE_N + first * 4);
     f32_vec sums[TILE_M][VECTORS], unfinished[TILE_M][VECTORS]; /* the latter of a range */
 #pragma GCC unroll 8
@@ -204,6 +231,10 @@ static inline __attribute__((always_inline)) void multiply_rows(
             for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? unit->minus_128[r] : 0);
         const int64_t end = ranges == ANY ? min_i64(at + args->segment, args->inputs) : at + GROUP;
         do {
+            i32_vec part[TILE_M][VECTORS]; /* of a step, with SHORT_SUMS */
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < VECTORS; i++) part[r][i] = SHORT_SUMS(bits) ? (i32_vec){0} : dots[r][i];
 #pragma GCC unroll 8
             for (int quad = 0; quad < step / 4; quad++) {
                 u32_vec four[VECTORS];
@@ -214,9 +245,14 @@ static inline __attribute__((always_inline)) void multiply_rows(
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
-                    for (int i = 0; i < VECTORS; i++) dots[r][i] = dot(dots[r][i], x + (quad * TILE_M + r) * 4, four[i]);
+                    for (int i = 0; i < VECTORS; i++)
+                        part[r][i] = dot(bits, part[r][i], x + (quad * TILE_M + r) * 4 * CODE_SIZE(bits), four[i]);
             }
-            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M, next += step / 4 * next_step;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < VECTORS; i++)
+                    dots[r][i] = SHORT_SUMS(bits) ? dots[r][i] + multiply_words(ones, part[r][i]) : part[r][i];
+            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M * CODE_SIZE(bits), next += step / 4 * next_step;
         } while (ranges == ANY && at < end);
         const int ends = ranges == RANGES_ARE_GROUPS || (ranges == ANY && (at >= range_end || at == args->inputs));
         for (int i = 0; i < VECTORS; i++) {
@@ -291,11 +327,11 @@ int EXPORT(quantized_gemm)(
     const int64_t inputs = padded_inputs(k), tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
     const int64_t bits = weight->kind == INT8 ? 8 : 4, row_tiles = (m + TILE_M - 1) / TILE_M;
     const size_t units_size = row_tiles * (inputs / UNIT) * sizeof(x_unit);
-    const size_t size = units_size + row_tiles * TILE_M * inputs * sizeof(code_t);
+    const size_t size = units_size + row_tiles * TILE_M * inputs * (bits == 8 ? CODE_SIZE(8) : CODE_SIZE(4));
     char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
     if (!scratch) return 1;
     const quantized_args args = {
-        weight, x, bias, y, (x_unit *)scratch, (code_t *)(scratch + units_size), k, n, inputs,
+        weight, x, bias, y, (x_unit *)scratch, scratch + units_size, k, n, inputs,
         weight->per_group ? min_i64(weight->range, GROUP) : weight->range
     };
 #pragma omp parallel num_threads(threads)
