@@ -54,9 +54,9 @@ def _parser(prog: str) -> Parser:
     parser.add_argument(
         "--iterations",
         type=integer(1, 10_000),
-        default=200,
+        default=40,
         metavar="N",
-        help="of calibration, for each block (default: 200)",
+        help="of calibration, for each block (default: 40)",
     )
     parser.add_argument("--format", type=choice(*FORMATS), default="gptq", help=f"{', '.join(FORMATS)} (default: gptq)")
     parser.add_argument("--percdamp", type=decimal(0, 1), help="no effect")
