@@ -43,7 +43,13 @@ from tgis.utils.cpus import usable_cores
 _HERE = Path(__file__).parents[1]
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 NATIVE, REFERENCE, CTRANSLATE2 = "tgis_native float32", "hf_transformers float32", "ctranslate2 float32"
-SYSTEMS = (NATIVE, "tgis_native bfloat16", REFERENCE, "hf_transformers bfloat16", CTRANSLATE2, "ctranslate2 int8")
+SYSTEMS = (NATIVE, "tgis_native bfloat16", "tgis_native int8", REFERENCE, "hf_transformers bfloat16")
+SYSTEMS += (CTRANSLATE2, "ctranslate2 int8")
+_BESIDE = {
+    "float32": (REFERENCE, CTRANSLATE2),
+    "bfloat16": ("hf_transformers bfloat16",),
+    "int8": ("ctranslate2 int8",),
+}
 _NEAR_TIE = 1e-4  # of the largest logit
 
 
@@ -60,6 +66,7 @@ def start(
         return engine_process(args.ctranslate2_python, engine, str(converted), str(usable_cores()))
     options = ["--model-name", str(model), "--cache-dir", str(args.cache), "--deployment-framework", engine]
     options += ["--dtype", dtype, "--strict-options", "true", "--max-batch-size", str(max(load.streams))]
+    options += ["--quantize-logits", "true"] if dtype == "int8" else []
     options += ["--max-sequence-length", "256", "--max-new-tokens", "128", "--prefix-cache", "false"]
     return engine_process(sys.executable, "tgis", str(_HERE), *options)
 
@@ -220,8 +227,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         figures = f"{row['requests_per_s']:>10.2f} {row['output_tokens_per_s']:>8.1f} {row['latency_p50_ms']:>8.0f}"
         figures += f" {row['limit']:>8.2f} {row['peak_mb']:>8.0f} {row['taken_cores']:>6.2f}"
-        beside = [REFERENCE, CTRANSLATE2] if row["system"].endswith("float32") else ["hf_transformers bfloat16"]
-        ratios = ", ".join(f"{other} {row['ratios'][other]:.2f}" for other in beside if other in row["ratios"])
+        beside = [other for other in _BESIDE[row["system"].split()[1]] if other in row["ratios"]]
+        ratios = ", ".join(f"{other} {row['ratios'][other]:.2f}" for other in beside)
         print(f"{row['model']:<14} {row['streams']:>3} {row['system']:<24} {figures}  {ratios}")
 
 

@@ -1,6 +1,7 @@
-"""`python -m benchmarks.llama_cpp MODEL`: decode steps of llama.cpp in bfloat16, which `benchmarks.cpu_steps` compares.
+"""`python -m benchmarks.llama_cpp MODEL`: decode steps of llama.cpp, for `benchmarks.cpu_steps` and `quantized_steps`.
 
-Needs llama-cpp-python and gguf. MODEL is a Llama in the format of transformers; a GGUF file is written from it first.
+Needs llama-cpp-python. MODEL is a GGUF file, or a Llama in the format of transformers, from which one in bfloat16 is
+written first, with gguf.
 The last line is one JSON object: milliseconds of `llama_decode`, without sampling, by number of sequences.
 """
 
@@ -132,10 +133,12 @@ def measure_steps(model: Any, prompt: list[int], streams: int, steps: int) -> tu
     return 1e3 * statistics.median(times), output
 
 
-def measure(directory: Path, all_streams: Iterable[int], input_tokens: int, steps: int) -> dict[str, Any]:
+def measure(given: Path, all_streams: Iterable[int], input_tokens: int, steps: int) -> dict[str, Any]:
     llama_cpp.llama_backend_init()
     with tempfile.TemporaryDirectory() as scratch:
-        write_gguf(directory, path := Path(scratch, "model.gguf"))
+        path = given
+        if given.is_dir():
+            write_gguf(given, path := Path(scratch, "model.gguf"))
         params = llama_cpp.llama_model_default_params()
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         assert model, "llama.cpp loaded no model"
@@ -147,7 +150,7 @@ def measure(directory: Path, all_streams: Iterable[int], input_tokens: int, step
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_cpp", description=__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="model directory")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="GGUF file or model directory")
     parser.add_argument("--streams", default="1,8,32", metavar="N,...", help="numbers of sequences per step")
     parser.add_argument("--input-tokens", type=int, default=130, metavar="N")
     parser.add_argument("--steps", type=int, default=40, metavar="N")

@@ -328,6 +328,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--openvino-python", metavar="FILE", help="the Python of OpenVINO GenAI's environment")
     parser.add_argument("--openvino-model", type=Path, metavar="FILE", help="GGUF in F16, or a directory with an IR")
     parser.add_argument("--vllm-python", metavar="FILE", help="the Python of vLLM's environment")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="for tgis and vLLM; default: the demo")
+    parser.add_argument("--no-engine", action="store_true", help="do not measure the engine of tgis alone")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--option", dest="options", action="append", default=[], metavar="--NAME=VALUE", help="of tgis")
@@ -336,14 +338,15 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if bool(args.openvino_python) != bool(args.openvino_model):
         parser.error("--openvino-python and --openvino-model go together")
-    args.model, args.cache = ensure("smollm2", args.cache).resolve(), args.cache.resolve()
-    given = {SERVED: True, ENGINE: True, OPENVINO: args.openvino_python, VLLM: args.vllm_python}
+    args.model = (args.model or ensure("smollm2", args.cache)).resolve()
+    args.cache = args.cache.resolve()
+    given = {SERVED: True, ENGINE: not args.no_engine, OPENVINO: args.openvino_python, VLLM: args.vllm_python}
     args.systems = [name for name, wanted in given.items() if wanted]
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     report = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rounds": []}
     for _ in range(args.rounds):
         report["rounds"].append(measure_round(args, tokenizer, len(report["rounds"])))
-        report |= {"cpu": cpu_name(), "cores": usable_cores(), "revision": git_revision()}
+        report |= {"cpu": cpu_name(), "cores": usable_cores(), "revision": git_revision(), "model": args.model.name}
         report |= {"loads": {name: asdict(load) for name, load in LOADS.items()}}
         report["rows"] = summarize_rounds(report["rounds"], report["cores"])
         if args.json:

@@ -2,14 +2,17 @@
 
 All variants of a model are loaded side by side; in a round each decodes some steps for one number of sequences, in an
 order that changes. The logits are quantized too where weights are. Times are milliseconds of a step, the median over
-rounds; factors are those of the plain model. The last line is JSON.
+rounds; factors are those of the plain model. With --llama-cpp, llama.cpp takes its turns with GGUF files, in processes
+of its own; it needs llama-cpp-python. The last line is JSON.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,8 @@ LOADS = ((1, 130), (8, 130), (32, 130), (1, 2000), (8, 2000))  # sequences, and 
 STEPS, PLAIN = 12, "plain"
 
 
-def steps(engine: PagedEngine, count: int, context: int) -> list[float]:
-    """Seconds of decode steps after prompts, which are computed first."""
+def step_seconds(engine: PagedEngine, count: int, context: int) -> float:
+    """The median time of decode steps after prompts, which are computed first."""
     size = engine.info.block_size
     blocks = -(-(context + STEPS + 1) // size)
     seqs = []
@@ -59,7 +62,15 @@ def steps(engine: PagedEngine, count: int, context: int) -> list[float]:
             seq.num_computed_tokens += 1
             seq.tokens += tokens
     engine.release(seqs)
-    return found[2:]  # the first are recorded and verified
+    return statistics.median(found[2:])  # the first are recorded and verified
+
+
+def llama_cpp_step(file: Path, count: int, context: int) -> float:
+    """Seconds of a decode step of llama.cpp, in a process of its own, so that no threads are shared."""
+    lengths = ("--streams", str(count), "--input-tokens", str(context), "--steps", str(STEPS))
+    command = [sys.executable, "-m", "benchmarks.llama_cpp", str(file), *lengths]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return float(json.loads(done.stdout)["step_ms"][str(count)]) / 1e3
 
 
 def main(arguments: list[str]) -> int:
@@ -69,6 +80,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cpu-isa", default="auto", metavar="NAME")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--checkpoints", nargs="*", type=Path, default=[], metavar="DIR", help="that are quantized")
+    parser.add_argument("--llama-cpp", nargs="*", type=Path, default=[], metavar="GGUF", help="for llama.cpp")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[130, 2000], metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -77,18 +90,20 @@ def main(arguments: list[str]) -> int:
     cases = {name: (model, VARIANTS[name]) for name in args.variants} | {
         path.name: (path, {}) for path in args.checkpoints
     }
-    engines = {}
+    systems: dict[str, partial[float]] = {}
     for name, (path, others) in cases.items():
         plain = engine_options("tgis_native", path, args.dtype, 32, args.cache)
         more = {"max_sequence_length": 2048, "kv_cache_bytes": 3 << 30, "cpu_isa": args.cpu_isa, **others}
-        engines[name] = PagedEngine(msgspec.structs.replace(plain, **more))
-        engines[name].warm_up()
+        engine = PagedEngine(msgspec.structs.replace(plain, **more))
+        engine.warm_up()
+        systems[name] = partial(step_seconds, engine)
+    systems |= {f"llama.cpp {file.name}": partial(llama_cpp_step, file) for file in args.llama_cpp}
     report: list[dict[str, Any]] = []
-    for count, context in LOADS:
-        times: dict[str, list[float]] = {name: [] for name in engines}
+    for count, context in [load for load in LOADS if load[1] in args.contexts]:
+        times: dict[str, list[float]] = {name: [] for name in systems}
         for number in range(args.rounds):
-            for name in [*engines][:: -1 if number % 2 else 1]:
-                times[name].append(statistics.median(steps(engines[name], count, context)))
+            for name in [*systems][:: -1 if number % 2 else 1]:
+                times[name].append(systems[name](count, context))
         medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
         base = medians.get(PLAIN, next(iter(medians.values())))
         told = (f"{name} {taken:.2f} ({base / taken:.2f})" for name, taken in medians.items())
