@@ -33,7 +33,7 @@ from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
-from tgis.engines.kernels.cpu.quantized import QuantizedGemm
+from tgis.engines.kernels.cpu.quantized import QuantizedGemm, stored
 from tgis.engines.quantization.weight import ActivationCodes, quantize
 from tgis.utils.cpus import usable_cores
 
@@ -122,7 +122,7 @@ def _quantized_gemms(kernels: CpuKernels | None) -> dict[str, MakeGemm]:
 
     def make(bits: int, weight: Tensor) -> Gemm:
         assert kernels is not None
-        return QuantizedGemm(quantize(weight, bits, ActivationCodes()), kernels, weight.dtype)
+        return QuantizedGemm(stored(quantize(weight, bits, ActivationCodes())), kernels, weight.dtype)
 
     return {f"int{bits}": partial(make, bits) for bits in (8, 4)} if kernels is not None else {}
 

@@ -37,7 +37,7 @@ class _CodesParams(ctypes.Structure):
 
 
 class PackedCodes:
-    """What codes.h calls packed codes."""
+    """What codes.h calls packed codes, made of a weight as `stored` has it."""
 
     function: str
     restype: Any = None
@@ -48,9 +48,8 @@ class PackedCodes:
         codes = pad(weight.codes, (0, inputs - self._in_features, 0, missing))
         quads = codes.unflatten(0, (-1, _TILE_N)).unflatten(-1, (-1, 4)).transpose(1, 2)[..., _ORDER]
         self._codes = (quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4).contiguous()
-        stored = _stored(weight)
-        size = stored.group_size or inputs
-        ranges = torch.stack([each for each in (stored.scale, stored.offset) if each is not None], 1)
+        size = weight.group_size or inputs
+        ranges = torch.stack([each for each in (weight.scale, weight.offset) if each is not None], 1)
         unused = -(-inputs // size) - ranges.shape[2]
         tiles = pad(ranges, (0, unused, 0, 0, 0, missing)).unflatten(0, (-1, _TILE_N))
         self._ranges = tiles.permute(0, 3, 2, 1).contiguous()  # [tiles, ranges, 1 or 2, tile]
@@ -61,8 +60,8 @@ class PackedCodes:
             kind=0 if weight.bits == 4 else 1 if weight.table is INT8 else 2,
             range=size,
             num_ranges=tiles.shape[3],
-            has_offset=stored.offset is not None,
-            in_bf16=stored.scale.dtype == torch.bfloat16,
+            has_offset=weight.offset is not None,
+            in_bf16=weight.scale.dtype == torch.bfloat16,
             per_group=how.per_group and how.scale is None,
             steps=how.steps,
             scale=how.scale or 0,
@@ -147,7 +146,8 @@ class QuantizedGemms:
         kind, kernels = _kind(weight), self._kernels
         if kernels is None or not _is_ours(weight):
             return f"{kind} by PyTorch", PlainGemm(weight)
-        make, sample = QuantizedGemm if weight.activations else WidenedGemm, _sample(_stored(weight))
+        ours = stored(weight)
+        make, sample = QuantizedGemm if weight.activations else WidenedGemm, _sample(ours)
         how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
         key = id(weight.table), sample.group_size, how
         if key not in self._right:
@@ -164,7 +164,7 @@ class QuantizedGemms:
                 )
         if not self._right[key]:
             return f"{kind} by PyTorch", PlainGemm(weight)
-        return f"{kind} by {kernels.library_isa}", make(weight, kernels, self._dtype)
+        return f"{kind} by {kernels.library_isa}", make(ours, kernels, self._dtype)
 
 
 def _kind(weight: QuantizedWeight) -> str:
@@ -181,7 +181,7 @@ def _is_ours(weight: QuantizedWeight) -> bool:
     return fits and (weight.activations is None or (weight.has_integers and inputs <= _MAX_INPUTS))
 
 
-def _stored(weight: QuantizedWeight) -> QuantizedWeight:
+def stored(weight: QuantizedWeight) -> QuantizedWeight:
     """A weight with groups that C has, and their numbers in the smallest dtype that keeps them as they are."""
     inputs, size = weight.codes.shape[1], weight.group_size
     numbers = [each for each in (weight.scale, weight.offset) if each is not None]
@@ -198,7 +198,7 @@ def _stored(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _sample(weight: QuantizedWeight) -> QuantizedWeight:
-    """A small weight of the same kind as one of `_stored`."""
+    """A small weight of the same kind as one of `stored`."""
     generator, group, how = torch.Generator().manual_seed(0), weight.group_size, weight.activations
     assert group is not None
     inputs = 96 if group >= weight.codes.shape[1] else min(2 * group + 14, 526)
