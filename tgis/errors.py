@@ -18,6 +18,14 @@ TgisError
     └── EngineFailure        INTERNAL, a bug or a failed step
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+_MAX_REASON = 200  # characters of what a library says
+
 
 class TgisError(Exception):
     """Root of every exception that tgis raises for the outside world."""
@@ -135,3 +143,16 @@ class ClientTimeout(RequestError):
 
 class EngineFailure(RequestError):
     """A step failed for this request."""
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """StartError of one line for anything that a library raises about a model's files, which are not trusted."""
+    try:
+        yield
+    except TgisError:
+        raise
+    except Exception as error:
+        log.debug("%s", what, exc_info=True)
+        kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        raise StartError(f"{what}: {kind}{' '.join(str(error).split()):.{_MAX_REASON}}") from error

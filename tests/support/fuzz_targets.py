@@ -24,9 +24,8 @@ from tgis import config
 from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
 from tgis.api.grpc.parsing import parse
-from tgis.engines.loading.loader import library_errors
 from tgis.engines.quantization.config import resolve_quantization
-from tgis.errors import OptionError, RequestError, TgisError
+from tgis.errors import OptionError, RequestError, TgisError, library_errors
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer

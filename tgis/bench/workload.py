@@ -78,17 +78,18 @@ def random_requests(
 
 
 def file_requests(path: Path, output_tokens: int) -> Iterator[BenchRequest]:
-    """The prompts of a file, repeated: its lines, or the "text" of each line of a .jsonl file."""
-    return itertools.cycle([BenchRequest(text, output_tokens) for text in _read_prompts(path)])
+    """The prompts of a file, repeated."""
+    return itertools.cycle([BenchRequest(text, output_tokens) for text in read_texts(path, "--prompts")])
 
 
-def _read_prompts(path: Path) -> list[str]:
+def read_texts(path: Path, option: str) -> list[str]:
+    """The texts in a file that an option names: its lines, or the "text" of each line of a .jsonl file."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         objects = path.suffix == ".jsonl"
-        prompts = [msgspec.json.decode(line, type=_Prompt).text for line in lines] if objects else lines
+        texts = [msgspec.json.decode(line, type=_Prompt).text for line in lines] if objects else lines
     except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise OptionError(f"--prompts {path}: {error}") from error
-    if not prompts:
-        raise OptionError(f"--prompts {path}: no prompt in it")
-    return prompts
+        raise OptionError(f"{option} {path}: {error}") from error
+    if not texts:
+        raise OptionError(f"{option} {path}: no text in it")
+    return texts

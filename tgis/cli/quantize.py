@@ -2,11 +2,13 @@
 
 import sys
 
+from tgis.bench.workload import read_texts
 from tgis.cli.convert import find, model_parser
 from tgis.errors import OptionError
 from tgis.models.quantize import FORMATS, Recipe, quantize_model
 from tgis.utils.options import PATH, Parser, choice, decimal, integer
 
+_NO_EFFECT = "auto-round tunes the rounding of weights, in the order of the inputs"
 _GROUP_SIZES = ("-1", "32", "64", "128", "256", "512", "1024")
 
 
@@ -16,14 +18,12 @@ def main(argv: list[str], prog: str) -> int:
     bits = int(options.bits)
     if options.format == "awq" and bits != 4:
         raise OptionError(f"--format=awq has weights of 4 bits only, not --bits={bits}")
-    for name, value in (("--percdamp", options.percdamp), ("--act-order", options.act_order)):
-        if value is not None:
-            print(
-                f"{name} has no effect: auto-round tunes the rounding of weights, in the order of the inputs",
-                file=sys.stderr,
-            )
+    for name in ("percdamp", "act_order"):
+        if getattr(options, name) is not None:
+            print(f"--{name.replace('_', '-')} has no effect: {_NO_EFFECT}", file=sys.stderr)
     size = int(options.group_size or (128 if bits == 4 else -1))
-    recipe = Recipe(bits, None if size == -1 else size, options.format, options.calibration, options.iterations)
+    texts = read_texts(options.calibration, "--calibration") if options.calibration else None
+    recipe = Recipe(bits, None if size == -1 else size, options.format, texts, options.iterations)
     quantize_model(find(options), options.out, recipe)
     print(options.out)
     return 0
@@ -36,29 +36,16 @@ def _parser(prog: str) -> Parser:
         " a checkout), into a directory that can be served. tgis serve quantizes plain models by rounding, too, with"
         " QUANTIZE; texts for calibration make 4 bits better than that.",
     )
-    parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
-    parser.add_argument("--bits", type=choice("4", "8"), default="4", help="bits of a weight (default: 4)")
-    parser.add_argument(
-        "--group-size",
-        type=choice(*_GROUP_SIZES),
-        metavar="N",
-        help="inputs that share a scale, halved until they divide every layer; -1: all of a layer (default: 128"
-        " with 4 bits, -1 with 8)",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=PATH,
-        metavar="TEXTS",
-        help="file of texts, one a line, or .jsonl with text (default: round)",
-    )
-    parser.add_argument(
-        "--iterations",
-        type=integer(1, 10_000),
-        default=40,
-        metavar="N",
-        help="of calibration, for each block (default: 40)",
-    )
-    parser.add_argument("--format", type=choice(*FORMATS), default="gptq", help=f"{', '.join(FORMATS)} (default: gptq)")
-    parser.add_argument("--percdamp", type=decimal(0, 1), help="no effect")
+    groups = "inputs that share a scale, halved until they divide every layer; -1: all of a layer"
+    for name, kind, default, metavar, help_text in (
+        ("--bits", choice("4", "8"), "4", "N", "bits of a weight: 4 or 8 (default: 4)"),
+        ("--group-size", choice(*_GROUP_SIZES), None, "N", f"{groups} (default: 128 with 4 bits, -1 with 8)"),
+        ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
+        ("--iterations", integer(1, 10_000), 40, "N", "of calibration, for each block (default: 40)"),
+        ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
+        ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
     parser.add_argument("--act-order", action="store_true", default=None, help="no effect")
+    parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
     return parser

@@ -2,17 +2,16 @@
 
 import contextlib
 import importlib.util
-import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tgis.errors import StartError
-from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder, max_sequence_length, read_text
+from tgis.errors import StartError, library_errors
+from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder, max_sequence_length
 from tgis.models.hub import CONFIG_EXTENSIONS
 from tgis.models.staging import staging_directory, timed
 
@@ -30,7 +29,7 @@ class Recipe:
     bits: int
     group_size: int | None  # of inputs; None: all of a layer
     layout: str  # a name of FORMATS
-    texts: Path | None  # for calibration; None: weights are rounded
+    texts: list[str] | None  # for calibration; None: weights are rounded
     iterations: int  # of calibration, for each block of layers
 
 
@@ -46,12 +45,11 @@ def quantize_model(model: ModelFiles, out: Path, recipe: Recipe) -> None:
         kind = "an encoder-decoder" if is_encoder_decoder(model.config) else "quantized already"
         raise StartError(f"{model.path} is {kind}: only plain decoder-only models are quantized")
     find_weights(model.path)
-    texts = _read_texts(recipe.texts) if recipe.texts else None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with staging_directory(out.parent, f".{out.name}-") as staging:
             with timed("quantize with auto-round"):
-                made = _run(model, staging, recipe, texts)
+                made = _run(model, staging, recipe)
             _add_config_files(model.path, made)
             os.sync()
             made.rename(out)
@@ -59,55 +57,32 @@ def quantize_model(model: ModelFiles, out: Path, recipe: Recipe) -> None:
         raise StartError(f"cannot write {out}: {error.strerror}") from error
 
 
-def _read_texts(path: Path) -> list[str]:
-    """The texts in a file, one a line; in a .jsonl file as `text` of objects."""
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    try:
-        return [str(json.loads(line)["text"]) for line in lines]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise StartError(f"{path} has a line that is no JSON object with text") from error
-
-
-def _run(model: ModelFiles, staging: Path, recipe: Recipe, texts: list[str] | None) -> Path:
+def _run(model: ModelFiles, staging: Path, recipe: Recipe) -> Path:
     """The directory that auto-round writes."""
     from auto_round import AutoRound  # noqa: PLC0415 - only here, and slow
     from auto_round.schemes import QuantizationScheme  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-    with _one_line_errors(model.path):
+    with library_errors(f"auto-round cannot quantize {model.path}"), contextlib.redirect_stdout(sys.stderr):
         local = {"local_files_only": True, "trust_remote_code": False}
         loaded = AutoModelForCausalLM.from_pretrained(model.path, dtype="auto", use_safetensors=True, **local)
         tokenizer = AutoTokenizer.from_pretrained(model.path, **local)
         skipped, group_size = _fit(loaded, recipe.group_size)
-        samples = _samples(tokenizer, texts, max_sequence_length(model.config)) if texts is not None else None
-        calibration: dict[str, Any] = {"iters": 0, "disable_opt_rtn": True}
-        if samples is not None:
-            calibration = _TUNING | {"iters": recipe.iterations, "dataset": samples, "seqlen": samples[0].shape[1]}
+        calibration: dict[str, Any] = {"iters": 0, "nsamples": 0, "disable_opt_rtn": True}
+        if recipe.texts is not None:
+            samples = _samples(tokenizer, recipe.texts, max_sequence_length(model.config))
+            calibration = _TUNING | {"iters": recipe.iterations, "nsamples": len(samples), "dataset": samples}
+            calibration["seqlen"] = samples[0].shape[1]
         quantizer = AutoRound(
             loaded,
             tokenizer,
             scheme=QuantizationScheme(recipe.bits, group_size, recipe.layout != "awq", "int", act_bits=16),
             layer_config={name: {"bits": 16} for name in skipped},
-            nsamples=len(samples or ()),
             enable_torch_compile=False,
             **calibration,
         )
         _, path = quantizer.quantize_and_save(str(staging), format=FORMATS[recipe.layout])
     return Path(path)
-
-
-@contextlib.contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
-    """auto-round fails in many ways, and prints to stdout."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except (StartError, OSError):
-        raise
-    except Exception as error:
-        raise StartError(f"auto-round cannot quantize {path}: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _fit(model: Any, group_size: int | None) -> tuple[list[str], int]:
@@ -124,9 +99,7 @@ def _fit(model: Any, group_size: int | None) -> tuple[list[str], int]:
         print(f"{len(skipped)} layers whose sizes are no multiples of {_ALIGNMENT} stay plain", file=sys.stderr)
     if group_size is None:
         return skipped, -1
-    fitting = group_size
-    while any(shape[0] % fitting for name, shape in shapes.items() if name not in skipped):
-        fitting //= 2
+    fitting = math.gcd(group_size, *(inputs for name, (inputs, _) in shapes.items() if name not in skipped))
     if fitting != group_size:
         print(f"groups of {fitting} inputs: {group_size} does not divide every layer", file=sys.stderr)
     return skipped, fitting

@@ -5,8 +5,6 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
 from tgis.engines.quantization.config import Quantization, resolve_quantization
-from tgis.errors import StartError, TgisError, Unsupported
+from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
 
@@ -43,7 +41,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_MAX_REASON, _MAX_NAMES = 200, 3  # characters of what a library says, and weights that a warning names
+_MAX_NAMES = 3  # of weights in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +85,6 @@ def select_device(options: EngineOptions) -> torch.device:
 def select_kernels(options: EngineOptions, device: torch.device) -> CpuKernels | None:
     """The C kernels for this device, if it is a CPU and has any."""
     return load_kernels(options.cpu_isa, options.cache_dir) if device.type == "cpu" else None
-
-
-@contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """StartError of one line for anything that a library raises about a model's files, which are not trusted."""
-    try:
-        yield
-    except TgisError:
-        raise
-    except Exception as error:
-        log.debug("%s", what, exc_info=True)
-        kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
-        raise StartError(f"{what}: {kind}{' '.join(str(error).split()):.{_MAX_REASON}}") from error
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:

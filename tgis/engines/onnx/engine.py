@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
-from tgis.engines.loading.loader import LoadedModelInfo, library_errors, load_config
+from tgis.engines.loading.loader import LoadedModelInfo, load_config
 from tgis.engines.loading.unloaded import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
@@ -25,7 +25,7 @@ from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
-from tgis.errors import StartError
+from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
