@@ -41,10 +41,7 @@ class BitsAndBytesFormat:
         """Everything that matters is in the tensors."""
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
-        if "SCB" not in tensors:
-            return _state(tensors)[0].shape
-        outputs, inputs = tensors.shape("weight")
-        return outputs, inputs
+        return tensors.shape("weight") if "SCB" in tensors else _state(tensors)[0].shape
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         if "SCB" not in tensors:
@@ -60,10 +57,8 @@ def _state(tensors: LayerTensors) -> tuple[_State, Tensor]:
     for name, table in _TABLES.items():
         if (raw := tensors.get(_STATE + name)) is None:
             continue
-        if raw.dtype != torch.uint8 or raw.numel() > _MAX_STATE:
-            raise StartError(
-                f"{tensors.name}: quant_state has {raw.numel()} numbers in {raw.dtype}, not {_MAX_STATE} bytes"
-            )
+        if raw.nbytes > _MAX_STATE:
+            raise StartError(f"{tensors.name}: quant_state has {raw.nbytes} bytes, at most {_MAX_STATE} may be")
         try:
             state = msgspec.json.decode(raw.numpy().tobytes(), type=_State)
         except msgspec.DecodeError as error:
@@ -73,12 +68,9 @@ def _state(tensors: LayerTensors) -> tuple[_State, Tensor]:
 
 
 def _of_4_bits(tensors: LayerTensors) -> QuantizedWeight:
-    (state, table), octets = _state(tensors), tensors["weight"].contiguous().flatten().view(torch.uint8)
+    state, table = _state(tensors)
     (outputs, inputs), count = state.shape, math.prod(state.shape)
-    if len(octets) != -(-count // 2):
-        raise StartError(
-            f"{tensors.name}: weight has {len(octets)} bytes, not two codes in each for {[outputs, inputs]}"
-        )
+    octets = _octets(tensors, "weight", -(-count // 2))
     found = tensors.numbers("weight.quant_map", (1, 16), (1, 1))
     if not torch.allclose(found, table, atol=1e-6):
         raise StartError(f"{tensors.name}: weight.quant_map is not that of its quant_state")
@@ -88,12 +80,18 @@ def _of_4_bits(tensors: LayerTensors) -> QuantizedWeight:
     return QuantizedWeight(codes, table, scale.view(outputs, -1), None, None if size == inputs else size)
 
 
+def _octets(tensors: LayerTensors, suffix: str, count: int) -> Tensor:  # uint8 [count]
+    octets = tensors[suffix].flatten().view(torch.uint8)
+    if len(octets) != count:
+        raise StartError(f"{tensors.name}: {suffix} has {len(octets)} bytes, not {count}")
+    return octets
+
+
 def _absmax(tensors: LayerTensors, state: _State, count: int) -> Tensor:  # float32 [blocks]
     if "weight.nested_absmax" not in tensors:
         return tensors.numbers("weight.absmax", (1, count), (1, state.blocksize))[0]
-    codes, blocks = tensors["weight.absmax"].flatten(), -(-count // state.blocksize)
-    if codes.dtype != torch.uint8 or len(codes) != blocks:
-        raise StartError(f"{tensors.name}: weight.absmax has {len(codes)} numbers in {codes.dtype}, not {blocks} bytes")
+    blocks = -(-count // state.blocksize)
+    codes = _octets(tensors, "weight.absmax", blocks)
     of_blocks = tensors.numbers("weight.nested_absmax", (1, blocks), (1, state.nested_blocksize))[0]
     table = tensors.numbers("weight.nested_quant_map", (1, 256), (1, 1))[0]
     largest = of_blocks.repeat_interleave(min(state.nested_blocksize, blocks))[:blocks]

@@ -3,7 +3,7 @@ when the layer is packed, so that little is in memory beside the result.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -95,37 +95,30 @@ class QuantizedCheckpoint:
             raise StartError(f"{min(missing)} is quantized, but is no linear layer of {kind} (of {len(missing)} such)")
 
 
-class LayerTensors(Mapping[str, Tensor]):
-    """The tensors of a layer in safetensors files, by what follows the layer's name; read when they are asked for."""
+class LayerTensors(dict[str, Tensor]):
+    """The tensors of a layer by what follows the layer's name, in mapped files."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
-        self._found: dict[str, tuple[Any, str]] = {}  # an open file, and the name there
 
-    def add(self, suffix: str, file: Any, name: str) -> None:
-        self._found[suffix] = file, name
+    def __missing__(self, suffix: str) -> Tensor:
+        raise KeyError(f"{self.name} has no {suffix}")
 
-    def __getitem__(self, suffix: str) -> Tensor:
-        if suffix not in self._found:
-            raise KeyError(f"{self.name} has no {suffix}")
-        file, name = self._found[suffix]
-        return file.get_tensor(name)
+    def shape(self, suffix: str) -> tuple[int, int]:
+        """The shape of a matrix."""
+        found = self[suffix]
+        if found.dim() != 2:
+            raise StartError(f"{self.name}: {suffix} has the shape {[*found.shape]}, which is no matrix")
+        return found.shape[0], found.shape[1]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def shape(self, suffix: str) -> list[int]:
-        """The shape of a matrix that is not read for it."""
-        if suffix not in self._found:
-            raise KeyError(f"{self.name} has no {suffix}")
-        file, name = self._found[suffix]
-        shape: list[int] = file.get_slice(name).get_shape()
-        if len(shape) != 2:
-            raise StartError(f"{self.name}: {suffix} has the shape {shape}, which is no matrix")
-        return shape
+    def words(self, suffix: str) -> Tensor:
+        """A matrix of int32."""
+        found = self[suffix]
+        if found.dtype != torch.int32 or found.dim() != 2:
+            kind = str(found.dtype).removeprefix("torch.")
+            raise StartError(f"{self.name}: {suffix} is {kind} {[*found.shape]}, not a matrix of int32")
+        return found
 
     def numbers(self, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:  # float32 [out, groups]
         """Numbers for blocks of a matrix, the last of which may have fewer rows and columns: those of each row."""
@@ -152,13 +145,8 @@ class LayerTensors(Mapping[str, Tensor]):
 class Format(Protocol):
     """How the files of a kind of checkpoint hold a quantized weight."""
 
-    @property
-    def marks(self) -> Collection[str]:
-        """What follows the layer's name in the names of tensors that make it a quantized one; it has one of them."""
-
-    @property
-    def others(self) -> Collection[str]:
-        """What follows the layer's name in the names of other tensors of such layers."""
+    marks: frozenset[str]  # what follows the layer's name in the names of tensors: a quantized one has one of these
+    others: frozenset[str]  # and may have these
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         """[out, in], told from the shapes of the tensors."""
@@ -199,12 +187,10 @@ def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[st
     layers: dict[str, LayerTensors] = {}
     single = path / "model.safetensors"
     for file in [single] if single.is_file() else sorted(path.glob("*.safetensors")):
-        tensors: Any = safe_open(file, "pt")  # stays mapped while it or a tensor of it lives
+        tensors: Any = safe_open(file, "pt")  # stays mapped while a tensor of it lives
         for name in tensors.keys():  # noqa: SIM118 - it is no dict
             suffix = next((suffix for suffix in suffixes if name.endswith(f".{suffix}")), None)
-            if suffix is None:
-                plain[name] = tensors.get_tensor(name)
-                continue
             layer = name.removesuffix(f".{suffix}")
-            layers.setdefault(layer, LayerTensors(layer)).add(suffix, tensors, name)
+            place = plain if suffix is None else layers.setdefault(layer, LayerTensors(layer))
+            place[suffix or name] = tensors.get_tensor(name)
     return plain, layers

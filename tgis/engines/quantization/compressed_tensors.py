@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from tgis.engines.quantization.checkpoint import LayerTensors, Size
-from tgis.engines.quantization.gptq import column_order, packed, unpacked
+from tgis.engines.quantization.gptq import column_order, unpacked
 from tgis.engines.quantization.weight import E4M3, INT4, INT8, ActivationCodes, QuantizedWeight
 from tgis.errors import StartError
 
@@ -98,7 +98,8 @@ class CompressedTensorsFormat:
         found = msgspec.convert(config, _Config)
         groups = found.config_groups.values()
         self._ignored, self._seconds = found.ignore or [], _MATCH_SECONDS
-        self._groups = {target: group for group in groups for target in group.targets}
+        targets = {target: group for group in groups for target in group.targets}
+        self._groups = dict(sorted(targets.items(), key=lambda each: ("re:" in each[0], each[0])))
         self._by_layer: dict[str, tuple[_Weights, _Inputs | None]] = {}
         if found.kv_cache_scheme is not None:
             log.info("quantization_config has a kv_cache_scheme, which is ignored")
@@ -108,9 +109,8 @@ class CompressedTensorsFormat:
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         weights, _ = self._arguments(tensors.name)
         if "weight_packed" not in tensors:
-            outputs, inputs = tensors.shape("weight")
-            return outputs, inputs
-        packed, shape = tensors.shape("weight_packed"), tensors["weight_shape"].flatten()[:3].tolist()
+            return tensors.shape("weight")
+        packed, shape = [*tensors.shape("weight_packed")], tensors["weight_shape"].flatten()[:3].tolist()
         kind = f"{weights.type} in {weights.num_bits} bits"
         if len(shape) != 2 or packed != [shape[0], math.ceil(shape[1] * weights.num_bits / 32)] or "float" in kind:
             raise StartError(f"{tensors.name}: weight_packed {packed} is not {kind} of the shape {shape!s:.60}")
@@ -122,7 +122,7 @@ class CompressedTensorsFormat:
         scale, size = tensors.numbers("weight_scale", shape, block), min(block[1], shape[1])
         if "weight_packed" in tensors:
             table, middle = (INT4, 8) if weights.num_bits == 4 else (INT8, 0)
-            codes = unpacked(packed(tensors, "weight_packed"), weights.num_bits)[:, : shape[1]]
+            codes = unpacked(tensors.words("weight_packed"), weights.num_bits)[:, : shape[1]]
             order = column_order(tensors, "weight_g_idx", shape[1], size)
             codes = codes if order is None else codes[:, order]
         else:
@@ -136,8 +136,7 @@ class CompressedTensorsFormat:
     def _arguments(self, layer: str) -> tuple[_Weights, _Inputs | None]:
         """The arguments of a layer's weight and inputs: names go before patterns, these before classes."""
         if layer not in self._by_layer:
-            targets = sorted(self._groups, key=lambda target: ("re:" in target, target))
-            target = next((target for target in targets if self._matches(layer, target)), "Linear")
+            target = next((target for target in self._groups if self._matches(layer, target)), "Linear")
             group = self._groups.get(target)
             if group is None or group.weights is None or any(self._matches(layer, each) for each in self._ignored):
                 raise StartError(f"{layer} is quantized, but quantization_config does not say how")
@@ -165,7 +164,7 @@ def _zeros(tensors: LayerTensors, weights: _Weights, shape: tuple[int, int]) -> 
     """The numbers that stand for zero."""
     if tensors["weight_zero_point"].dtype != torch.int32:
         return tensors.numbers("weight_zero_point", shape, weights.block(shape))
-    zeros = unpacked(packed(tensors, "weight_zero_point").T, weights.num_bits).T[: shape[0]]
+    zeros = unpacked(tensors.words("weight_zero_point").T, weights.num_bits).T[: shape[0]]
     if zeros.shape != (shape[0], -(-shape[1] // weights.block(shape)[1])):
         raise StartError(f"{tensors.name}: weight_zero_point is that of {[*zeros.shape]} groups of {[*shape]} weights")
     return zeros.float() - (1 << weights.num_bits - 1)

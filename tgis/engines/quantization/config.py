@@ -9,13 +9,12 @@ import msgspec
 import torch
 from transformers import PreTrainedConfig
 
-from tgis.engines.quantization.awq import AwqFormat
 from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
 from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint
 from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
 from tgis.engines.quantization.fp8 import Fp8Format
 from tgis.engines.quantization.gguf import read_gguf
-from tgis.engines.quantization.gptq import GptqFormat, tgis_description
+from tgis.engines.quantization.gptq import AwqFormat, GptqFormat, tgis_description
 from tgis.engines.quantization.weight import ActivationCodes, QuantizedWeight
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -23,8 +22,6 @@ from tgis.models.files import read_json
 
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
-_NEAREST = {"fp8": "int8"}  # of all other formats int4
-_MADE = ("gptq", "awq", "compressed-tensors")  # by tgis quantize
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # that old AutoGPTQ and AutoAWQ wrote
 
 
@@ -88,7 +85,7 @@ def resolve_quantization(
     """How the model is quantized; StartError where that cannot be. `config` no longer says so to transformers."""
     asked = options.quantize
     path = Path(options.model_path)
-    found = _description(config, path)
+    found = _description(config, path, _NAMES.get(asked, asked))
     method = None if found is None else str(found.get("quant_method"))
     if method is None and asked == "none":
         if options.quantize_logits or options.quantize_activations == "int8":
@@ -104,9 +101,8 @@ def resolve_quantization(
         known = ", ".join(sorted([*_FORMATS, _GGUF]))
         raise StartError(f"{path}: weights quantized by {method!r:.40} are not supported, only by {known}")
     if method is None and asked not in _BITS:
-        instead = _NEAREST.get(asked, "int4")
-        made = ", tgis quantize makes such files" if _NAMES.get(asked, asked) in _MADE else ""
-        raise StartError(f"QUANTIZE={asked}, but the weights are plain: QUANTIZE={instead} quantizes them{made}")
+        instead = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
+        raise StartError(f"QUANTIZE={asked}, but the weights are plain: {instead}")
     if device.type != "cpu" or options.num_shards > 1:
         where = device.type if device.type != "cpu" else "several ranks (NUM_SHARD)"
         weights = f"QUANTIZE={asked} works" if method is None else f"weights quantized by {method!r:.40} work"
@@ -126,11 +122,11 @@ def _layout(method: str, description: Mapping[str, Any]) -> Format:
         raise StartError(f"quantization_config: {error}") from error
 
 
-def _description(config: PreTrainedConfig, path: Path) -> Any:
-    """What a checkpoint says of how it is quantized; None: it is not."""
+def _description(config: PreTrainedConfig, path: Path, asked: str) -> Any:
+    """What a checkpoint says of how it is quantized; None: it is not. TGIS's own had to be asked for."""
     if (found := getattr(config, "quantization_config", None)) is not None:
         return found
     for name, method in _FILES.items():
         if (path / name).is_file():
             return {"quant_method": method, **read_json(path / name)}
-    return tgis_description(path)
+    return tgis_description(path) if asked == "gptq" else None

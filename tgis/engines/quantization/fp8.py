@@ -28,8 +28,7 @@ class Fp8Format:
         log.info("quantization_config has activations in 8-bit floats, which stay in DTYPE")
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
-        outputs, inputs = tensors.shape("weight")
-        return outputs, inputs
+        return tensors.shape("weight")
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         codes, shape = tensors.codes(torch.float8_e4m3fn), self.shape(tensors)

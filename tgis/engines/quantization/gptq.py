@@ -1,4 +1,6 @@
-"""GPTQ checkpoints with 4 and 8 bits: those of AutoGPTQ, GPTQModel, auto-round and TGIS."""
+"""Codes in int32s: GPTQ with 4 and 8 bits, as AutoGPTQ, GPTQModel, auto-round and TGIS write it, and AWQ in the layout
+named gemm.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from tgis.errors import StartError
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each code of an int32
 _VERSIONS = ("gptq", "gptq_v2")
+_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the columns in an int32 of AWQ
 
 
 class GptqFormat:
@@ -33,23 +36,48 @@ class GptqFormat:
         self._version_2, self._symmetric = version == "gptq_v2", config.get("sym", True)
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
-        packed, outputs = tensors.shape("qweight")
-        return outputs, packed * 32 // self._bits
+        words, outputs = tensors.shape("qweight")
+        return outputs, words * 32 // self._bits
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
-        codes = unpacked(packed(tensors, "qweight").T, self._bits)
+        codes = unpacked(tensors.words("qweight").T, self._bits)
         order = column_order(tensors, "g_idx", codes.shape[1], self._group_size)
         codes = codes if order is None else codes[:, order]
         table = INT4 if self._bits == 4 else INT8
         return affine_weight(tensors, codes, self._zeros(tensors), table, self._group_size, order)
 
     def _zeros(self, tensors: LayerTensors) -> Tensor:
-        stored = packed(tensors, "qzeros")
+        stored = tensors.words("qzeros")
         zeros = unpacked(stored, self._bits)
         # of symmetric weights the middle: some say version 1 and store it as it is
         if self._version_2 or (self._symmetric and (zeros == 1 << self._bits - 1).all()):
             return zeros
         return unpacked(stored + _ONES[self._bits], self._bits)  # GPTQModel subtracts them from the int32, too
+
+
+class AwqFormat:
+    """`qweight` int32 [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]: a weight is
+    scale * (code - zero).
+    """
+
+    marks, others = frozenset({"qweight"}), frozenset({"qzeros", "scales"})
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm"))
+        if bits != 4 or version.lower() != "gemm":
+            raise StartError(f"awq with {bits!r:.20} bits, version {version:.20} is not supported")
+        self._group_size = group_size_of(config)
+
+    def shape(self, tensors: LayerTensors) -> tuple[int, int]:
+        inputs, words = tensors.shape("qweight")
+        return 8 * words, inputs
+
+    def read(self, tensors: LayerTensors) -> QuantizedWeight:
+        codes, zeros = (
+            unpacked(tensors.words(suffix), 4).unflatten(1, (-1, 8))[..., _NIBBLES].flatten(1)
+            for suffix in ("qweight", "qzeros")
+        )
+        return affine_weight(tensors, codes.T.contiguous(), zeros, INT4, self._group_size)
 
 
 def tgis_description(path: Path) -> dict[str, Any] | None:
@@ -68,15 +96,6 @@ def group_size_of(config: Mapping[str, Any]) -> int | None:
     if not isinstance(size, int) or (size < 1 and size != -1):
         raise StartError(f"quantization_config: group_size is {size!r:.20}, not -1 or at least 1")
     return None if size == -1 else size
-
-
-def packed(tensors: LayerTensors, suffix: str) -> Tensor:
-    """A matrix of int32."""
-    found = tensors[suffix]
-    if found.dtype != torch.int32 or found.dim() != 2:
-        kind = str(found.dtype).removeprefix("torch.")
-        raise StartError(f"{tensors.name}: {suffix} is {kind} {[*found.shape]}, not a matrix of int32")
-    return found
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:  # int32 [n, m] -> uint8 [n, m * 32 / bits]

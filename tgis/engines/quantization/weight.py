@@ -12,13 +12,11 @@ INT4, INT8 = torch.arange(16.0), torch.arange(-128.0, 128.0)  # tables of codes
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12  # by exponent and mantissa
 FP4 = torch.cat([_FP4, -_FP4])
-_NF4 = [
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453],
-    [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0],
-    [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224],
-    [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
-]
-NF4 = torch.tensor(_NF4).flatten()
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
 _CHUNK = 1 << 20  # numbers of a weight that are quantized at a time
 _TINY = 2.0**-100  # activations without larger numbers are zero
 
@@ -61,6 +59,13 @@ class QuantizedWeight:
         return 4 if len(self.table) == len(INT4) else 8
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """All but the outputs, for comparison."""
+        order = None if self.order is None else self.order.numpy().tobytes()
+        numbers = self.scale.dtype, self.offset is None, self.group_size, self.codes.shape[1]
+        return id(self.table), order, *numbers, self.activations
+
+    @property
     def has_integers(self) -> bool:
         """Whether the table is one of integers, so that products with codes of activations are exact."""
         return self.table is INT4 or self.table is INT8
@@ -98,16 +103,8 @@ class QuantizedWeight:
 def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One weight with the outputs of several; None where they are of different kinds."""
     first = weights[0]
-    for other in weights[1:]:
-        same_order = other.order is first.order or (
-            other.order is not None and first.order is not None and torch.equal(other.order, first.order)
-        )
-        kinds = [
-            (each.scale.dtype, each.offset is None, each.group_size, each.codes.shape[1], each.activations)
-            for each in (first, other)
-        ]
-        if not same_order or kinds[0] != kinds[1] or other.table is not first.table:
-            return None
+    if len({each.kind for each in weights}) > 1:
+        return None
     return replace(
         first,
         codes=torch.cat([each.codes for each in weights]),
@@ -121,32 +118,32 @@ def quantize(weight: Tensor, bits: int, activations: ActivationCodes | None = No
     the result.
     """
     outputs, inputs = weight.shape
+    size, dtype, rounded = (inputs, torch.float32, _in_8_bits) if bits == 8 else (GROUP, torch.bfloat16, _in_4_bits)
     codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    size = max(_CHUNK // inputs, 1)
-    parts = [slice(start, start + size) for start in range(0, outputs, size)]
+    scale, offset = torch.zeros(2, outputs, -(-inputs // size), dtype=dtype)
+    for start in range(0, outputs, step := max(_CHUNK // inputs, 1)):
+        rows = slice(start, start + step)
+        groups = pad(weight[rows].float(), (0, -inputs % size)).unflatten(1, (-1, size))
+        found = rounded(groups, scale[rows], offset[rows])
+        codes[rows] = found.flatten(1)[:, :inputs]
     if bits == 8:
-        scale = torch.empty(outputs, 1)
-        for rows in parts:
-            codes[rows], scale[rows] = _in_8_bits(weight[rows].float())
         return QuantizedWeight(codes, INT8, scale, activations=activations)
-    scale, offset = torch.empty(2, outputs, -(-inputs // GROUP), dtype=torch.bfloat16)
-    for rows in parts:
-        padded = pad(weight[rows].float(), (0, -inputs % GROUP))
-        found, scale[rows], offset[rows] = _in_4_bits(padded.unflatten(1, (-1, GROUP)))
-        codes[rows] = found[:, :inputs]
     return QuantizedWeight(codes, INT4, scale, offset, GROUP, activations=activations)
 
 
-def _in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    return (weight / _divisor(scale)).round() + 128, scale
+def _in_8_bits(groups: Tensor, scale: Tensor, _: Tensor) -> Tensor:
+    """Codes of [out, groups, size]; fills in the scales."""
+    scale.copy_(groups.abs().amax(-1) / 127)
+    return (groups / _divisor(scale)[..., None]).round() + 128
 
 
-def _in_4_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _in_4_bits(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Codes of [out, groups, size]; fills in the scales and offsets."""
     low, high = (each.bfloat16().float() for each in groups.aminmax(dim=-1))
-    scale = ((high - low) / 15).bfloat16().float()
-    codes = (groups - low[..., None]) / _divisor(scale)[..., None]
-    return codes.round().clamp(0, 15).flatten(1), scale, low
+    scale.copy_((high - low) / 15)
+    offset.copy_(low)
+    codes = (groups - low[..., None]) / _divisor(scale.float())[..., None]
+    return codes.round().clamp(0, 15)
 
 
 def _divisor(scale: Tensor) -> Tensor:
