@@ -91,7 +91,7 @@ CASES += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "
 CASES += [("Marian", "float32", "auto", "KV fp8"), ("Llama", "float32", "avx2", "KV fp8")]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     name, dtype, isa, *kind = request.param
     if isa == resolve_isa("auto", cpu_flags()):
