@@ -1,15 +1,25 @@
 """`tgis quantize`: quantizes the weights of a model on this machine, for any server that reads the format."""
 
 import sys
+from typing import Any
 
 from tgis.bench.workload import read_texts
 from tgis.cli.convert import find, model_parser
 from tgis.errors import OptionError
 from tgis.models.quantize import FORMATS, Recipe, quantize_model
-from tgis.utils.options import PATH, Parser, choice, decimal, integer
+from tgis.utils.options import PATH, Parser, ValueType, choice, decimal, integer
 
 _NO_EFFECT = "auto-round tunes the rounding of weights, in the order of the inputs"
 _GROUP_SIZES = ("-1", "32", "64", "128", "256", "512", "1024")
+_GROUPS = "inputs that share a scale, halved until they divide every layer; -1: all of a layer"
+_OPTIONS: list[tuple[str, ValueType[Any], Any, str, str]] = [  # name, type, default, metavar, help
+    ("--bits", choice("4", "8"), "4", "N", "bits of a weight: 4 or 8 (default: 4)"),
+    ("--group-size", choice(*_GROUP_SIZES), None, "N", f"{_GROUPS} (default: 128 with 4 bits, -1 with 8)"),
+    ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
+    ("--iterations", integer(1, 10_000), 40, "N", "of calibration, for each block (default: 40)"),
+    ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
+    ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect"),
+]
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -36,15 +46,7 @@ def _parser(prog: str) -> Parser:
         " a checkout), into a directory that can be served. tgis serve quantizes plain models by rounding, too, with"
         " QUANTIZE; texts for calibration make 4 bits better than that.",
     )
-    groups = "inputs that share a scale, halved until they divide every layer; -1: all of a layer"
-    for name, kind, default, metavar, help_text in (
-        ("--bits", choice("4", "8"), "4", "N", "bits of a weight: 4 or 8 (default: 4)"),
-        ("--group-size", choice(*_GROUP_SIZES), None, "N", f"{groups} (default: 128 with 4 bits, -1 with 8)"),
-        ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
-        ("--iterations", integer(1, 10_000), 40, "N", "of calibration, for each block (default: 40)"),
-        ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
-        ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect"),
-    ):
+    for name, kind, default, metavar, help_text in _OPTIONS:
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
     parser.add_argument("--act-order", action="store_true", default=None, help="no effect")
     parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
