@@ -100,12 +100,24 @@ static inline __attribute__((always_inline)) u32_vec largest_of_group(const quan
     return found;
 }
 
+/* With CODE_SIZE 1. */
+static inline i8_vec narrow_codes(i32_vec codes) {
+#if defined(__AVX512F__)
+    return (i8_vec)_mm512_cvtepi32_epi8(_mm512_shuffle_epi32((__m512i)codes, 0xd8));
+#elif defined(__AVX2__)
+    const __m256i fours = _mm256_shuffle_epi8((__m256i)codes, _mm256_set1_epi32(0x0c040800));
+    const __m256i both = _mm256_permutevar8x32_epi32(fours, _mm256_set1_epi64x(4ll << 32));
+    return (i8_vec)_mm_cvtsi128_si64(_mm256_castsi256_si128(both));
+#else
+    return __builtin_convertvector(codes, i8_vec);
+#endif
+}
+
 /* Codes of a group of x; `totals` gets the sum of those of each unit. */
 static inline __attribute__((always_inline)) void quantize_group(
     const int size, const quantized_args *args, int64_t row, int64_t at, float scale, float factor, int32_t totals[2]
 ) {
     char codes[GROUP * 2], *to = args->codes + ((row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4) * size;
-    const i32_vec lane = LANE_INDEX, places = (lane & 12) + (lane & 1) * 2 + (lane >> 1 & 1);
     u32_vec sums[2] = {{0}};
 #pragma GCC unroll 8
     for (int64_t i = 0; i < GROUP; i += LANES) {
@@ -117,9 +129,10 @@ static inline __attribute__((always_inline)) void quantize_group(
         /* 1.5 * 2^23: the rounded number moves to the lowest bits */
         const i32_vec code = (i32_vec)fma_vec(x, broadcast(factor), broadcast(12582912.0f)) - 0x4b400000;
         sums[i / UNIT] += (u32_vec)code;
-        const i8_vec narrow = __builtin_convertvector(__builtin_shuffle(code, places), i8_vec);
+        const i8_vec narrow = narrow_codes(code);
         const i16_vec wide = __builtin_convertvector(code, i16_vec);
-        memcpy(codes + i * size, size == 1 ? (const void *)&narrow : &wide, LANES * size);
+        if (size == 1) memcpy(codes + i, &narrow, sizeof narrow);
+        else memcpy(codes + i * 2, &wide, sizeof wide);
     }
     for (int i = 0; i < GROUP; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
     if (args->segment == UNIT) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
