@@ -17,6 +17,7 @@
 #define GROUP 32         /* as in quantized.py */
 #define UNIT 16          /* inputs: a range is some of them */
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
+#define RANGES_AHEAD 32  /* the same */
 
 typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
 
@@ -55,13 +56,18 @@ static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
 #endif
 }
 
+/* Fetches a cache line of the scales and offsets of a range. */
+static inline __attribute__((always_inline)) void prefetch_range(const packed_codes *weight, int64_t tile, int64_t range, int64_t byte) {
+    const int64_t at = (tile * weight->num_ranges + range) * (1 + weight->has_offset) * TILE_N;
+    __builtin_prefetch((const char *)weight->ranges + at * (weight->in_bf16 ? 2 : 4) + byte);
+}
+
 /* LANES scales (`which` 0) or offsets (1) of a range, from output `first` of the tile on. */
-static inline f32_vec load_range(const packed_codes *weight, int64_t tile, int64_t range, int which, int64_t first) {
+static inline __attribute__((always_inline)) f32_vec load_range(
+    const packed_codes *weight, int64_t tile, int64_t range, int which, int64_t first
+) {
     const int64_t at = ((tile * weight->num_ranges + range) * (1 + weight->has_offset) + which) * TILE_N + first;
-    if (!weight->in_bf16) return load_f32((const float *)weight->ranges + at);
-    u16_vec bits;
-    memcpy(&bits, (const uint16_t *)weight->ranges + at, sizeof bits);
-    return (f32_vec)(__builtin_convertvector(bits, u32_vec) << 16);
+    return weight->in_bf16 ? load_bf16((const uint16_t *)weight->ranges + at) : load_f32((const float *)weight->ranges + at);
 }
 
 /* Whether a scale is all there is beside the table, so that sums can be multiplied by it. */

@@ -20,16 +20,15 @@ typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __att
 #if defined(__AVX512VNNI__)
 #define TILE_M 8
 #define CODE_SIZE(bits) 1
-#define SHORT_SUMS(bits) 0
-#elif defined(__AVX2__)
-#define TILE_M 4
-#define CODE_SIZE(bits) (bits == 8 ? 2 : 1)
-#define SHORT_SUMS(bits) (bits == 4)
 #else
 #define TILE_M 4
+#if defined(__AVX2__)
+#define CODE_SIZE(bits) (bits == 8 ? 2 : 1)
+#else
 #define CODE_SIZE(bits) 2
-#define SHORT_SUMS(bits) 0
 #endif
+#endif
+#define SHORT_SUMS(bits) (TILE_M == 4 && CODE_SIZE(bits) == 1)
 #define VECTORS 2
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */

@@ -45,11 +45,19 @@ static inline f32_vec load_f32(const float *from) {
     return x;
 }
 
-static inline f32_vec load(const scalar_t *from) {
-#if BF16
+static inline f32_vec load_bf16(const uint16_t *from) {
     u16_vec bits;
     memcpy(&bits, from, sizeof bits);
+#if defined(__AVX512F__)
+    return (f32_vec)((u32_vec)_mm512_cvtepu16_epi32((__m256i)bits) << 16); /* GCC converts a vector in two halves */
+#else
     return (f32_vec)(__builtin_convertvector(bits, u32_vec) << 16);
+#endif
+}
+
+static inline f32_vec load(const scalar_t *from) {
+#if BF16
+    return load_bf16(from);
 #else
     return load_f32(from);
 #endif
