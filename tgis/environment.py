@@ -37,10 +37,15 @@ def prepare_environment(config: Config) -> None:
     cache = config.cache_dir.absolute()  # compilers run in directories of their own
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    for name, value in LIBRARY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_libraries()
     if not os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True").strip():
         del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+def prepare_libraries() -> None:
+    """Set environment variables that libraries read when they are imported."""
+    for name, value in LIBRARY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def prepare_cache_dir(config: Config) -> None:

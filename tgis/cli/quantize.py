@@ -5,6 +5,7 @@ from typing import Any
 
 from tgis.bench.workload import read_texts
 from tgis.cli.convert import find, model_parser
+from tgis.environment import prepare_libraries
 from tgis.errors import OptionError
 from tgis.models.quantize import FORMATS, Recipe, quantize_model
 from tgis.utils.options import PATH, Parser, ValueType, choice, decimal, integer
@@ -16,7 +17,7 @@ _OPTIONS: list[tuple[str, ValueType[Any], Any, str, str]] = [  # name, type, def
     ("--bits", choice("4", "8"), "4", "N", "bits of a weight: 4 or 8 (default: 4)"),
     ("--group-size", choice(*_GROUP_SIZES), None, "N", f"{_GROUPS} (default: 128 with 4 bits, -1 with 8)"),
     ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
-    ("--iterations", integer(1, 10_000), 40, "N", "of calibration, for each block (default: 40)"),
+    ("--iterations", integer(1, 10_000), 200, "N", "of calibration, for each block (default: 200)"),
     ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
     ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect"),
 ]
@@ -34,6 +35,7 @@ def main(argv: list[str], prog: str) -> int:
     size = int(options.group_size or (128 if bits == 4 else -1))
     texts = read_texts(options.calibration, "--calibration") if options.calibration else None
     recipe = Recipe(bits, None if size == -1 else size, options.format, texts, options.iterations)
+    prepare_libraries()
     quantize_model(find(options), options.out, recipe)
     print(options.out)
     return 0
