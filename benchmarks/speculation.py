@@ -67,7 +67,7 @@ class Load:
 
     def _prompt(self, number: int) -> str:
         draw = random.Random(number)
-        facts = {name: draw.choice(words) for name, words in _WORDS.items()}
+        facts: dict[str, Any] = {name: draw.choice(words) for name, words in _WORDS.items()}
         facts |= {"year": draw.randrange(1801, 1900), "late": draw.randrange(1950, 2000)}
         facts |= {"number": draw.randrange(21, 99), "few": draw.randrange(5, 12)}
         text = " ".join(draw.sample(_SENTENCES, 5)).format(**facts)

@@ -37,7 +37,6 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
-from tgis.speculation.speculator import Speculator
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
@@ -73,6 +72,8 @@ class Subject:
     masks: MaskThreads | None = None  # that make them beside the steps
     facts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request
     forced: int = 0  # tokens beside the first of a step
+    guessed: int = 0  # those of them that were proposed beside a grammar
+    ended: list[list[int]] = field(default_factory=list)  # prompts and outputs
 
     def __post_init__(self) -> None:
         texts = list(itertools.islice(itertools.cycle(PIECES), self.vocab_size - SPECIAL))
@@ -97,6 +98,8 @@ class Subject:
             for seq, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
                 self.facts.setdefault(seq.id, []).extend(fact for fact in facts if fact)
                 self.forced += len(tokens) - 1
+                guesses = zip(tokens[:-1], plan.proposals.get(seq.id, ()), strict=False)
+                self.guessed += sum(token == guess for token, guess in guesses if seq.grammar)
             yield from batcher.commit(plan, result.tokens, 0.0)
             if self.masks:
                 going_on = [seq for seq in plan.sampled if seq.grammar and not seq.finished]
@@ -209,12 +212,12 @@ def test_rows_are_those_of_brute_force(llama: Path, paged: bool, masks: bool) ->
     assert (subject.forced > 0) == (paged and not masks)
 
 
-@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
-def test_proposals_beside_grammars(llama: Path, kind: type[Speculator]) -> None:
+def test_proposals_with_grammars_and_beside_them(llama: Path) -> None:
     subject = _subject(llama, PagedEngine, replace(PAGED, lookahead=0, proposed_tokens=5), block_size=4)
-    with proposing(kind):
-        _check_all(subject, random.Random(5), share=0.2)
-    assert subject.forced > 0
+    for kind, least in ((ForcedLookup, 0), (Adversary, 5)):
+        with proposing(kind, subject.ended):
+            _check_all(subject, random.Random(5), share=0.5)
+        assert subject.forced > subject.guessed > least
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -266,6 +269,7 @@ def _check_all(subject: Subject, rng: random.Random, share: float = 0.7) -> set[
         for seq in subject.generate(requests, rng):
             ambiguous += subject.check(seq, requests[seq.id][1])
             tokens += seq.num_generated_tokens
+            subject.ended.append(seq.tokens)
             ends.add(seq.stop_reason)
     assert ambiguous < tokens / 5
     return ends

@@ -130,6 +130,25 @@ def test_a_matcher_follows_a_sequence_back() -> None:
     assert matcher.allowed_ids([]) == [a]
 
 
+def test_a_matcher_follows_guesses_and_what_comes_instead() -> None:
+    table, draw = byte_table(), random.Random(1)
+    matcher = compiled(GrammarKind.REGEX, "(ab|ba|c){3,9}x?", table)
+    output: list[int] = []
+    for _ in range(300):
+        fresh = compiled(GrammarKind.REGEX, "(ab|ba|c){3,9}x?", table)
+        allowed = fresh.allowed_ids(output)
+        assert matcher.allowed_ids(output) == allowed
+        guess = [draw.choice((*b"abcx", EOS - 1)) + 1 for _ in range(3)]
+        count = matcher.num_allowed(output, guess)
+        follows = [guess[n] in fresh.allowed_ids(output + guess[:n]) for n in range(count)]
+        assert all(follows)
+        assert count == 3 or guess[count] not in set(fresh.allowed_ids(output + guess[:count])) - {EOS}
+        for ahead in range(draw.randint(0, count)):
+            matcher.mask(output + guess[:ahead])
+        ended = EOS in (output := [*output, draw.choice(allowed)])
+        output = output[: draw.randint(0, len(output))] if ended or draw.random() < 0.1 else output
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [

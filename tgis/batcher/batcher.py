@@ -120,8 +120,9 @@ class Batcher:
         for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
             self._append(seq, new_tokens, now)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
-            kept = self._settle(seq, plan.proposals[seq.id]) if seq.id in plan.proposals else 0
-            seq.num_computed_tokens += count + kept
+            seq.num_computed_tokens += count
+            if seq.id in plan.proposals:
+                seq.num_computed_tokens += self._settle(seq, plan.proposals[seq.id])
             if self._block_manager:
                 self._block_manager.cache_full_blocks(seq)
         for seq in self.running:
@@ -232,6 +233,8 @@ class Batcher:
             seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
         lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
         for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
+            if seq.grammar is not None:
+                del tokens[seq.grammar.num_allowed(seq.tokens[seq.prompt_length :], tokens) :]
             while tokens and not block_manager.allocate(seq, 1 + len(tokens)):
                 tokens.pop()
             if tokens:
@@ -239,11 +242,13 @@ class Batcher:
         return found
 
     def _settle(self, seq: Sequence, proposed: list[int]) -> int:
-        """Give back what a sequence had for proposed tokens that were not kept; returns the number of those that were:
-        all new tokens but the newest.
+        """Give back what a sequence had for proposed tokens that did not come; returns the number of those that are
+        computed: they came, and others after them.
         """
         assert self._block_manager
-        kept = seq.num_uncomputed_tokens - 2
+        new = seq.tokens[seq.num_computed_tokens : -1]
+        kept = next((at for at, (token, own) in enumerate(zip(proposed, new, strict=False)) if token != own), len(new))
+        kept = min(kept, len(proposed))
         self._block_manager.free_unused(seq)
         self._counters.proposed_tokens += len(proposed)
         self._counters.accepted_tokens += kept

@@ -33,7 +33,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
-    grammar: Any = None  # what the output must be; opaque but for `ready`
+    grammar: Any = None  # what the output must be; opaque but for `ready` and what it allows
     lookup: Lookup | None = None  # that proposes tokens, while it runs
 
     def __post_init__(self) -> None:
@@ -76,7 +76,8 @@ class Sequence:
     @property
     def speculative(self) -> bool:
         """Whether several tokens may come from its next step."""
-        return self.grammar is None and self.num_generated_tokens > 0 and self.num_remaining_tokens > 1
+        quick = self.grammar is None or not self.grammar.in_thread
+        return quick and self.num_generated_tokens > 0 and self.num_remaining_tokens > 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 _MIN_SECONDS = 1e-6
 _WARM_STEPS = 2  # with a new number of rows: engines record and verify them
 _FALLING, _RISING = 0.3, 0.05  # weights of a measurement: disturbed ones are too high
+_PACE, _MAX_SLOWDOWN = 0.1, 2.0  # weight of a measurement of what slows all steps down, and how much it may tell
 _STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # until it is forgotten
 _MIN_GAIN = 1.1  # of tokens per second: less is not told from noise
-_MIN_UNKNOWN_GAIN = 1.3  # of a number of rows that is not measured: its first steps, which are recorded, take much more
+_MIN_UNKNOWN_GAIN = 1.5  # of a number of rows that is not measured: its first steps, which are recorded, take much more
 _TILE = 8  # rows: in larger steps their number is a multiple of it, or one that is measured, so that few are recorded
 
 
 class StepCosts:
-    """The seconds of a step by its number of rows."""
+    """The seconds of a step by its number of rows, at the pace at which the others were measured."""
 
     def __init__(self) -> None:
+        self._pace = 1.0  # now, as other processes or the clock of the CPU change it
         self._num_steps = 0
         self._counts: dict[int, int] = {}  # of steps, warm ones included
         self._seconds: dict[int, float] = {}
@@ -35,7 +37,9 @@ class StepCosts:
         known = self._seconds.get(rows)
         if known is None:
             insort(self._known, rows)
-            known = seconds
+            known = seconds / self._pace
+        self._pace += _PACE * (min(seconds / known, _MAX_SLOWDOWN) - self._pace)
+        seconds /= self._pace
         self._seconds[rows] = known + (_FALLING if seconds < known else _RISING) * (seconds - known)
         self._measured_at[rows] = self._num_steps
         self._forget()

@@ -79,17 +79,17 @@ class GrammarMatcher:
         self.in_thread = in_thread
         self.quick = True  # the last mask was
         self._matcher = matcher
-        self._num_consumed = 0
+        self._consumed: list[int] = []
         self._mask = table.new_mask()
-        self._mask_length: int | None = None  # how many tokens it comes after
+        self._has_mask = False  # of what comes after these tokens
         self._prepared: Future[None] | None = None
 
     def copy(self) -> "GrammarMatcher":
         """A matcher for another output, before its first token."""
-        assert self._num_consumed == 0
+        assert not self._consumed
         copied = GrammarMatcher(self._matcher.deep_copy(), self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask
-        copied._mask_length = self._mask_length
+        copied._has_mask = self._has_mask
         copied.quick = self.quick
         return copied
 
@@ -116,13 +116,25 @@ class GrammarMatcher:
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             prepared.result()
-        if self._mask_length != len(tokens):
+        if not self._has_mask or self._consumed != tokens:
             self._compute(tokens)
         return self._mask
 
     def allowed_ids(self, tokens: Sequence[int]) -> list[int]:
         ids: list[int] = np.flatnonzero(np.unpackbits(self.mask(tokens), bitorder="little")).tolist()
         return ids
+
+    def num_allowed(self, tokens: Sequence[int], proposed: list[int]) -> int:
+        """How many of some proposed tokens, all before an end, may follow those generated. None where the limits do not
+        let that be found out, which the next mask tells.
+        """
+        try:
+            self._advance(tokens)
+            count: int = self._matcher.validate_tokens(proposed)
+            self._check()
+        except GrammarError:
+            return 0
+        return count
 
     def forced_tokens(self, tokens: list[int], limit: int) -> list[int]:
         """The tokens that follow because no other may, the end included, up to a limit.
@@ -143,23 +155,27 @@ class GrammarMatcher:
 
     def _compute(self, tokens: Sequence[int]) -> None:
         started = time.thread_time()
-        self._mask_length = None
         self._advance(tokens)
         self.table.fill(self._matcher, self._mask, first=not tokens)
         self._check()
-        self._mask_length = len(tokens)
+        self._has_mask = True
         seconds = time.thread_time() - started
         self.quick = seconds < _QUICK_SECONDS
         self.in_thread = self.in_thread or not self.quick
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        if len(tokens) < self._num_consumed:
+        kept = min(len(tokens), len(self._consumed))
+        if self._consumed[:kept] != tokens[:kept]:
+            kept = next(at for at, pair in enumerate(zip(self._consumed, tokens, strict=False)) if pair[0] != pair[1])
+        back = len(self._consumed) - kept
+        if back and (self._matcher.is_stopped() or not self._matcher.rollback(back)):  # ends cannot be rolled back
             self._matcher.reset()
-            self._num_consumed = 0
-        for index in range(self._num_consumed, len(tokens)):
+            kept = 0
+        self._has_mask = self._has_mask and kept == len(self._consumed) == len(tokens)
+        for index in range(kept, len(tokens)):
             token = tokens[index]
             self._matcher.consume_token(token if index else self.table.first_numbers.get(token, token))
-        self._num_consumed = len(tokens)
+        self._consumed = [*tokens]
         self._check()
 
     def _check(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.grammar_masks import append_forced_tokens, has_grammar
+from tgis.engines.sampling.grammar_masks import has_grammar
 from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 
@@ -112,9 +112,7 @@ class AsyncDecoder:
             result, changed = step.wait(self.prompt_logprobs)
             results.append((step.sampled.seqs, result))
             self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
-        result = StepResult.gather(plan.sampled, results)
-        append_forced_tokens(plan.sampled, result)
-        return result
+        return StepResult.gather(plan.sampled, results)
 
     def _discard(self, changed: list[Sequence]) -> None:
         """Do not reuse the step in flight for sequences whose token was replaced after its launch."""

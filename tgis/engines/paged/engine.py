@@ -56,6 +56,7 @@ from tgis.engines.paged.self_check import (
     verify_steps,
 )
 from tgis.engines.sampling.draws import select_ops
+from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.errors import Unsupported
@@ -354,6 +355,7 @@ class PagedEngine:
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
             else:
                 result = self._decoder.step(plan)
+            append_forced_tokens(plan.sampled, result)
         if self._encoder:
             result.prompt_logprobs |= self._encoder.outputs.prompt_logprobs(plan.sampled)
         return result

@@ -42,7 +42,7 @@ class GrammarMasks:
         for row, seq in enumerate(seqs):
             if has_grammar(seq):
                 try:
-                    masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :])
+                    masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :]).copy()
                 except GrammarError as error:
                     problems[seq.id] = str(error)
         only_eos = np.array([table.only_eos(mask) for mask in masks])
