@@ -3,9 +3,10 @@
 An engine in this process, with the batcher and without front end, under a closed loop of requests of one kind, or of
 all kinds mixed: edits of a text, extraction from it, summaries of it, and questions without one; greedy, and one stream
 with a temperature of 0.7. The CPU time of steps that just decode counts. In rounds SPECULATION=off and auto come one
-after the other, in an order that changes; batchers keep what they learn of costs, as in a server. Outputs must be the
-same, token for token. An output ends where it would begin to repeat itself, with a period of up to 64 tokens; where it
-does so is measured apart, as `loops`. The last line is one JSON object.
+after the other, in an order that changes; batchers keep what they learn of costs, as in a server, and steps of every
+number of rows have been recorded. Outputs must be the same, token for token. An output ends where it would begin to
+repeat itself, with a period of up to 64 tokens; where it does so is measured apart, as `loops`. The last line is one
+JSON object.
 """
 
 import argparse
@@ -153,6 +154,13 @@ class Bench:
         limits = replace(batch_limits(engine_options, self._engine.info), prefix_cache=False)  # both share a KV cache
         ways = {"off": replace(limits, proposed_tokens=0), "auto": limits}
         self._batchers = {way: Batcher(limits, engine_options.eos_ids) for way, limits in ways.items()}
+        self._record_steps(Batcher(ways["off"], ()), limits.max_batch_size)
+
+    def _record_steps(self, batcher: Any, most: int) -> None:
+        """Three steps of each number of rows: the first two are recorded and verified, in whichever way they come."""
+        from tgis.ipc.request import Request  # noqa: PLC0415 - the environment is prepared first
+
+        run(self._engine, batcher, [Request(next(self._numbers), [1, 2, 3], 3 * n + 3) for n in range(most)], most)
 
     def run(self, load: Load, way: str) -> Counts:
         if load not in self._lengths:
