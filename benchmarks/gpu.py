@@ -39,6 +39,7 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
 from tgis.engines.base import Engine
+from tgis.engines.quantization import config as quantization
 from tgis.utils import logs
 
 
@@ -121,9 +122,9 @@ def byte_tokenizer(size: int) -> Tokenizer:
     return tokenizer
 
 
-def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """The engine without a server: the figures of `Simulation` for each load."""
-    engine, limits = _load_engine(shape, model, compiled=compiled)
+    engine, limits = _load_engine(shape, model, quantize, compiled=compiled)
     most = limits.max_batch_size
     cases = {f"{rows} x ({new}, {out})": [TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone}
     cases[f"{shape.mixed_requests} mixed"] = list(mixed_jobs(shape))
@@ -139,10 +140,11 @@ def measure_engine(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tup
         yield name, summary
 
 
-def _load_engine(shape: Shape, model: Path, *, compiled: bool) -> tuple[Engine, BatchLimits]:
+def _load_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) -> tuple[Engine, BatchLimits]:
+    quantization.ON_CUDA = True
     most = max(rows for rows, _, _ in shape.alone)
     options = engine_options("tgis_native", model, "bfloat16", most)
-    return load_warm_engine(msgspec.structs.replace(options, compile=compiled))
+    return load_warm_engine(msgspec.structs.replace(options, compile=compiled, quantize=quantize))
 
 
 @dataclass(slots=True)
@@ -170,12 +172,14 @@ class _ProfiledEngine:
         self.engine.release(seqs)
 
 
-def measure_kernels(shape: Shape, model: Path, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_kernels(
+    shape: Shape, model: Path, quantize: str, *, compiled: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Milliseconds and calls per decode step of each kernel (each operator on a CPU).
 
     Measured with one sequence and with the largest batch.
     """
-    engine, limits = _load_engine(shape, model, compiled=compiled)
+    engine, limits = _load_engine(shape, model, quantize, compiled=compiled)
     new, out = shape.served_tokens[0], _PROFILED_STEPS.stop + 10
     for rows in (1, limits.max_batch_size):
         profiled = _ProfiledEngine(TimedEngine(engine))
@@ -239,7 +243,7 @@ def smoke(cache: Path) -> Iterator[tuple[str, Any]]:
         yield from measure_server(SHAPES["tiny"], Path(directory), cache, compiled=True)
 
 
-def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
+def run_part(part: str, shape: Shape, model: Path, cache: Path, quantize: str) -> None:
     """Print a line of JSON for each case, and for the warnings of this process."""
     kind, _, compiled = part.partition(" ")
     if kind == "model":
@@ -251,9 +255,9 @@ def run_part(part: str, shape: Shape, model: Path, cache: Path) -> None:
     if kind == "smoke":
         cases = smoke(cache)
     elif kind == "alone":
-        cases = measure_engine(shape, model, compiled=bool(compiled))
+        cases = measure_engine(shape, model, quantize, compiled=bool(compiled))
     elif kind == "profile":
-        cases = measure_kernels(shape, model, compiled=bool(compiled))
+        cases = measure_kernels(shape, model, quantize, compiled=bool(compiled))
     else:
         cases = measure_server(shape, model, cache, compiled=bool(compiled))
     for name, figures in cases:
@@ -312,22 +316,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, after every part")
     parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model there, or use the one found there")
+    parser.add_argument(
+        "--quantize", choices=("none", "int8", "int4"), default="none", help="weights of the engine alone"
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="time limit of all parts, by default 4 minutes each")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
-        run_part(args.part, SHAPES[args.shape], args.model, args.cache)
+        run_part(args.part, SHAPES[args.shape], args.model, args.cache, args.quantize)
         return 0
     for library, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
         os.environ.setdefault(variable, str(args.cache.absolute() / library))  # as servers with this cache do
-    report: dict[str, Any] = {"shape": asdict(SHAPES[args.shape])}
+    report: dict[str, Any] = {"shape": asdict(SHAPES[args.shape]) | {"quantize": args.quantize}}
     parts = _in_order(args.parts.split(","))
     end = time.monotonic() + 60 * (args.minutes or _PART_MINUTES * len(parts))
     with tempfile.TemporaryDirectory() as temporary:
         for number, part in enumerate(parts):
             print(f"== {part}", file=sys.stderr, flush=True)
             seconds = (end - time.monotonic()) / (len(parts) - number)  # unused time goes to the parts that follow
-            shared = ("--shape", args.shape, "--cache", str(args.cache), "--model", str(args.model or temporary))
+            kept = ("--cache", str(args.cache), "--model", str(args.model or temporary))
+            shared = ("--shape", args.shape, "--quantize", args.quantize, *kept)
             itself = ("benchmarks.gpu", *shared, "--part", part)
             command = ("benchmarks.attention_time",) if part == "attention" else itself
             report[part] = run_part_process("-m", *command, seconds=seconds)

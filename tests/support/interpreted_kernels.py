@@ -6,20 +6,30 @@ case how far the kernel's result is from the expected one. Triton cannot interpr
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import decode_cases
 import filtered_cases
 import gumbel_max_cases
 import prefill_cases
+import quantized_cases
 import step_kernel_cases
 import torch
+from quantized_formats import FORMATS, load, quantized_copy
+from tiny_models import make_model
 from triton.runtime import interpreter
 
 from tgis.engines.kernels.cuda.paged_decode import paged_decode
+from tgis.engines.kernels.cuda.quantized import DeviceGemms
 from tgis.engines.kernels.cuda.sampling import gumbel_max
+from tgis.engines.loading import loader
+
+IDS = torch.tensor([[5, 9, 13, 7, 40]])
 
 
 def repair() -> None:
@@ -41,6 +51,32 @@ def changed_draws(case: gumbel_max_cases.Case) -> float:
     return gumbel_max_cases.changed(replace(case, rows=min(case.rows, 5)), gumbel_max, "cpu")
 
 
+def quantized_error(case: tuple[Any, ...]) -> float:
+    return quantized_cases.error(case, "cpu", torch.float32)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def model_error(name: str) -> float:
+    """Of the logits of a Llama that is loaded as for a GPU."""
+    as_on_gpus: dict[str, Any] = {
+        "select_kernels": lambda *_: None,
+        "GemmSelector": lambda _, how: DeviceGemms(how, IDS.device),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_model("Llama", Path(directory))
+        if name in FORMATS:
+            config, quantize = FORMATS[name]
+            expected, options = quantized_copy(path, quantize, config).double(), {}
+        else:
+            options = {"quantize": name, "quantize_logits": True}
+            expected = load(path, **options)
+        with mock.patch.multiple(loader, **as_on_gpus):
+            model = load(path, **options)
+    assert str(model.lm_head).startswith("PackedLinear") == (name not in FORMATS)
+    logits = expected(IDS).logits
+    return float((model(IDS).logits - logits).norm() / logits.norm())
+
+
 def each(cases: Mapping[str, Any], off: Callable[[Any], float]) -> dict[str, float]:
     return {name: off(case) for name, case in cases.items() if name != "bfloat16"}
 
@@ -50,6 +86,9 @@ KINDS: dict[str, Callable[[], Mapping[str, float]]] = {
     "prefill": lambda: each(prefill_cases.CASES, lambda case: prefill_cases.error(case, "cpu")),
     "draw": lambda: each(gumbel_max_cases.CASES, changed_draws),
     "filtered": lambda: each(filtered_cases.CASES, lambda case: filtered_cases.changed(case, "cpu")),
+    "quantized": lambda: each(quantized_cases.CASES, quantized_error),
+    "models": lambda: {name: model_error(name) for name in ("int4", "gptq, act-order")},
+    "compiled": lambda: quantized_cases.compiled("cpu"),
     "step": lambda: step_kernel_cases.errors("cpu", [torch.float32, torch.float16]),
 }
 

@@ -12,12 +12,13 @@ import decode_cases
 import filtered_cases
 import gumbel_max_cases
 import prefill_cases
+import quantized_cases
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tgis.engines.kernels.attention_inputs import make_paged_chunks
-from tgis.engines.kernels.cuda import kv_cache, paged_decode, paged_prefill, sampling
+from tgis.engines.kernels.cuda import kv_cache, paged_decode, paged_prefill, quantized, sampling
 from tgis.engines.sampling import draws
 
 KERNELS = {
@@ -29,7 +30,7 @@ KERNELS = {
         "_filtered_draw",
         "_best_token",
     ),
-    "_write_token",
+    *("_write_token", "_product", "_round"),
 }
 
 
@@ -111,6 +112,14 @@ def build_write(capability: int) -> tuple[int, int, int]:
     return build(kv_cache, "_write_token", capability, run)
 
 
+def build_product(name: str, rows: int, capability: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Of a layer as wide as Llama's."""
+    *kind, _ = quantized_cases.CASES[name]
+    weight = quantized_cases.weight_of((*kind, (64, 4096, rows)))
+    gemm, x = quantized.TritonGemm(weight, torch.device("cpu")), torch.zeros(rows, 4096, dtype=dtype)
+    return build(quantized, "_product", capability, partial(gemm.product, x, None))
+
+
 def main() -> None:
     decodes, prefills = decode_cases.BFLOAT16, prefill_cases.BFLOAT16
     builds = {name: build_decode(decodes[name], 90) for name in ("Llama", "StarCoder", "GPT-OSS")}
@@ -120,6 +129,9 @@ def main() -> None:
     builds["a draw"] = build_draw(gumbel_max_cases.CASES["bfloat16"], 80)
     builds["a filtered draw"] = build_filtered_draw(filtered_cases.CASES["top_k and top_p"], 80)
     builds["an argmax"], builds["a write"] = build_argmax(80), build_write(80)
+    for name, rows in (("int8", 1), ("int4, plain activations", 16), ("fp8 of 128", 64), ("int4 of 128 in order", 512)):
+        for capability in (86, 90):
+            builds[f"{name}, {rows} rows on sm_{capability}"] = build_product(name, rows, capability, torch.bfloat16)
     print(json.dumps(builds))
 
 

@@ -6,6 +6,7 @@ import filtered_cases
 import gumbel_max_cases
 import prefill_cases
 import pytest
+import quantized_cases
 import torch
 from chunk_batches import chunk_batch
 from decode_cases import BFLOAT16, CASES, error, expected
@@ -93,6 +94,32 @@ def _decodes() -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
     keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
     return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_products_with_quantized_weights_are_their_definition(dtype: torch.dtype) -> None:
+    errors = {name: quantized_cases.error(case, "cuda", dtype) for name, case in quantized_cases.CASES.items()}
+    assert {name: off for name, off in errors.items() if off > TOLERANCE[dtype]} == {}
+
+
+def test_compiled_layers_with_quantized_weights_share_a_graph() -> None:
+    assert quantized_cases.compiled("cuda") == {"graphs": 1, "wrong": 0}
+
+
+def test_captured_products_with_quantized_weights_read_new_numbers() -> None:
+    from tgis.engines.kernels.cuda.quantized import TritonGemm
+
+    for name in ("int8 by row in order", "int4", "fp8 of 128"):
+        case = quantized_cases.CASES[name]
+        gemm = TritonGemm(quantized_cases.weight_of(case), torch.device("cuda"))
+        x, bias = (each.cuda() for each in quantized_cases.inputs_of(case, torch.bfloat16))
+        gemm(x, bias)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = gemm(x, bias)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(output, gemm(x, bias)), name
 
 
 @pytest.mark.parametrize("case", gumbel_max_cases.CASES.values(), ids=gumbel_max_cases.CASES.keys())

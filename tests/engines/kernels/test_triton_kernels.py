@@ -28,6 +28,16 @@ def test_interpreted_attention_and_filtered_draws_match_the_oracle() -> None:
         assert {name: off for name, off in errors.items() if off > (2e-3 if "float16" in name else 1e-5)} == {}
 
 
+def test_interpreted_products_with_quantized_weights_are_their_definition() -> None:
+    """In float64, and in whole models; compiled layers, each with steps of its own for activations, share a graph."""
+    kinds = "quantized", "models", "compiled"
+    found = run_python("tests/support/interpreted_kernels.py", *kinds, TRITON_INTERPRET="1")
+    assert (len(found["quantized"]), len(found["models"])) == (15, 2)
+    errors = found["quantized"] | found["models"]
+    assert {name: off for name, off in errors.items() if off > 1e-5} == {}
+    assert found["compiled"] == {"graphs": 1, "wrong": 0}
+
+
 @pytest.mark.slow
 def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp_path: Path) -> None:
     """Keys and values written, attention in chunks and decodes, and tokens chosen, all by kernels that passed."""
@@ -44,8 +54,8 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     builds = run_python("tests/support/triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
     assert all(builds.pop(name)[0] <= 1024 for name in ("a draw", "an argmax", "a write"))
     assert builds.pop("a filtered draw")[0] <= 16 * 1024
-    assert len(builds) == 10
+    assert len(builds) == 18
     for name, (shared, wide_copies, products) in builds.items():
-        assert shared <= 99 * 1024, name
-        assert wide_copies >= 16, name
+        assert shared <= (160 if "512 rows on sm_90" in name else 99) * 1024, name
+        assert wide_copies >= 12, name
         assert products > 0, name

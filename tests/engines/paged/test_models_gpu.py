@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
+from quantized_formats import FORMATS, quantized_copy
 from tiny_models import (
     DECODER_START,
     OWN_ATTENTION,
@@ -20,7 +21,7 @@ from tiny_models import (
     greedy_requests,
     make_model_from_config,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -34,6 +35,8 @@ from transformers import (
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_sequence
+from tgis.engines.quantization import config as quantization
+from tgis.engines.quantization.weight import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +54,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # relative, in the Euclidean norm
 WAITS_FOR_THE_HOST = ("GptOss", "float32")  # transformers multiplies by experts one after the other
 CASES = [case for case in product(CONFIGS, TOLERANCE) if case != WAITS_FOR_THE_HOST]
+QUANTIZED = [
+    *product(["int8", "int4", "gptq, act-order", "awq", "fp8"], TOLERANCE),
+    ("compressed-tensors, int8", "bfloat16"),
+]
 CHUNKS = 150, 249, *[1] * 6
 
 
@@ -69,6 +76,33 @@ def test_logits_are_those_of_transformers(
     found = logits_of_chunks(engine, tokens)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).float().eval()
     expected = reference(torch.tensor([tokens])).logits[0]
+    assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), QUANTIZED)
+def test_quantized_weights_give_the_logits_of_what_they_stand_for(
+    name: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled and captured, with merged layers; activations stay as they are, but for those of compressed-tensors."""
+    monkeypatch.setattr(quantization, "ON_CUDA", True)
+    draw = random.Random(1)
+    tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
+    model = make_model_from_config(CONFIGS["Llama"], tmp_path)
+    options = msgspec.structs.replace(engine_options(model, 4, threads=2), dtype=dtype, max_sequence_length=len(tokens))
+    if name in FORMATS:
+        config, codes = FORMATS[name]
+        reference = quantized_copy(model, codes, config)
+    else:
+        options = msgspec.structs.replace(options, quantize=name, quantize_activations="none")
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        for path, module in reference.named_modules():
+            if isinstance(module, nn.Linear) and path != "lm_head":
+                module.weight.data = quantize(module.weight.data, int(name[-1])).dequantized()
+    engine = PagedEngine(msgspec.structs.replace(options, compile=True))
+    engine.warm_up()
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
+    found, expected = logits_of_chunks(engine, tokens), reference(torch.tensor([tokens])).logits[0]
     assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 

@@ -171,11 +171,12 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
         else:
             model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype)
-        model.eval().to(device)
+        model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
         _optimize(model, config, options, device, quantization)
+        model.to(device)
     model.quantized_as = quantization.name if quantization else "none"
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
@@ -197,7 +198,11 @@ def _optimize(
         log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     kernels = select_kernels(options, device)
     gemms = GemmSelector(kernels, quantization) if device.type == "cpu" else None
-    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(config, device))
+    if quantization and device.type != "cpu":
+        from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
+
+        gemms = DeviceGemms(quantization, device)
+    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(config, model.device))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
         pack_linears(model, gemms)

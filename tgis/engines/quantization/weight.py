@@ -83,10 +83,13 @@ class QuantizedWeight:
         size = max(_CHUNK // self.codes.shape[1], 1)
         for start in range(0, len(result), size):
             rows = slice(start, start + size)
-            offset = None if self.offset is None else self.offset[rows]
-            part = replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
-            result[rows] = part.dequantized()
+            result[rows] = self.of_outputs(rows).dequantized()
         return result
+
+    def of_outputs(self, rows: slice) -> "QuantizedWeight":
+        """The part for some outputs."""
+        offset = None if self.offset is None else self.offset[rows]
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
     def _for_columns(self, numbers: Tensor, inputs: int) -> Tensor:
         return numbers.float().repeat_interleave(self.group_size or inputs, 1)[:, :inputs]

@@ -69,7 +69,7 @@ class GemmSelector:
         weight = linear.weight.detach()
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         how, gemm = self._quantization, None
-        codes = None if how is None else _quantized(linear, path, how, is_head=is_head)
+        codes = None if how is None else quantized_weight(linear, path, how, is_head=is_head)
         if codes is not None and self._quantized is not None:
             name, gemm = self._quantized.gemm(codes)
             self.counts[name] += 1
@@ -97,7 +97,7 @@ class GemmSelector:
         return self._fastest[shape]
 
 
-def _quantized(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
+def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
     """The weight of a layer in codes; None where it stays plain."""
     layer: QuantizedLayer | None = getattr(linear, "quantized", None)
     if layer is not None:
@@ -130,14 +130,13 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
     It subclasses `nn.Linear` so that transformers installs the same communication around it.
     """
 
-    runs_cpu_kernel = True
-
     def __init__(self, linear: nn.Linear, gemm: Gemm, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.weight = linear.weight.detach().to("meta", dtype)  # some models ask for its dtype
         self.rounds_inputs: bool = getattr(gemm, "rounds_inputs", False)
+        self.runs_cpu_kernel: bool = getattr(gemm, "runs_cpu_kernel", True)
         self._gemm = gemm
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
