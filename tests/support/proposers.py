@@ -1,7 +1,7 @@
 """Proposers that always propose, in place of the one that weighs what it costs."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,20 +15,44 @@ class _Everything(Policy):
     def may_pay(self, _rows: int) -> bool:
         return True
 
-    def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
+    def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None: ...
+
+    def best(
+        self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
+    ) -> tuple[float, list[int]]:
         counts, left = [], self._max_rows - rows
         for own in survival:
             counts.append(min(len(own), left))
             left -= counts[-1]
-        return counts
+        return float(bool(drafting)), counts
 
 
 class ForcedLookup(Speculator):
     """All that lookup expects."""
 
-    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *_drafts: int) -> None:
         super().__init__(max_tokens, max_rows, vocab_size)
         self._policy = _Everything(max_rows)
+
+
+class ForcedDrafts(Speculator):
+    """All that a model drafts, and some of what lookup expects."""
+
+    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *drafts: int) -> None:
+        super().__init__(max_tokens, max_rows, vocab_size, *drafts)
+        self._policy, self._draw = _Everything(max_rows), random.Random(max_rows)
+
+    def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> Sequence[list[int] | int]:
+        if not self._max_drafted:
+            return [[] for _ in lookups]
+        found, left = list(super().propose(rows, lookups)), self._policy._max_rows - rows
+        for at, (_, most) in enumerate(lookups):
+            if self._draw.random() < 0.8:
+                found[at] = self._draw.randint(1, self._max_drafted)
+            count = min(found[at] if isinstance(found[at], int) else len(found[at]), most, left)
+            found[at] = count if isinstance(found[at], int) else found[at][:count]
+            left -= count
+        return found
 
 
 class Adversary(Speculator):
@@ -36,7 +60,7 @@ class Adversary(Speculator):
 
     right: Sequence[Sequence[int]] = ()  # prompts and their outputs
 
-    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *_drafts: int) -> None:
         super().__init__(max_tokens, max_rows, vocab_size)
         self._draw, self._free_rows = random.Random(max_rows), max_rows
 

@@ -44,7 +44,8 @@ class Batcher:
         self._block_manager = BlockManager(limits) if limits.block_size else None
         self._speculator: Speculator | None = None
         if most := limits.proposed_tokens:
-            self._speculator = Speculator(most, max(limits.max_batch_size, 1 + most), limits.vocab_size)
+            drafts = limits.drafted_tokens, limits.max_drafting
+            self._speculator = Speculator(most, max(limits.max_batch_size, 1 + most), limits.vocab_size, *drafts)
         self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
@@ -98,7 +99,7 @@ class Batcher:
         work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
         if self._speculator and plan.seqs and self._block_manager:
-            plan.proposals.update(self._propose(self._speculator, self._block_manager, plan.seqs))
+            self._propose(self._speculator, self._block_manager, plan)
         self._to_release = []
         self._planned_at = now
         if self._wait_reason is not None:
@@ -115,14 +116,13 @@ class Batcher:
         self._step_seconds = now - self._planned_at
         self._prefill_budget.step_succeeded(plan, self._step_seconds)
         if self._speculator and not plan.has_prefill:
-            rows = len(plan.seqs) + sum(map(len, plan.proposals.values()))
-            self._speculator.step_succeeded(rows, self._step_seconds)
+            self._count_step(self._speculator, plan)
         for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
             self._append(seq, new_tokens, now)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
-            if seq.id in plan.proposals:
-                seq.num_computed_tokens += self._settle(seq, plan.proposals[seq.id])
+            if seq.id in plan.proposals or seq.id in plan.drafts:
+                seq.num_computed_tokens += self._settle(seq, plan)
             if self._block_manager:
                 self._block_manager.cache_full_blocks(seq)
         for seq in self.running:
@@ -222,36 +222,51 @@ class Batcher:
         block_manager.allocate_lookahead(scheduled)
         return scheduled
 
-    def _propose(
-        self, speculator: Speculator, block_manager: BlockManager, seqs: list[Sequence]
-    ) -> dict[int, list[int]]:
-        """Tokens that may follow in a step that only decodes, as far as there are blocks that nobody has."""
+    def _propose(self, speculator: Speculator, block_manager: BlockManager, plan: StepPlan) -> None:
+        """Add tokens that may follow in a step that only decodes, as far as there are blocks that nobody has."""
+        seqs = plan.seqs
         if not all(seq.decoding and not seq.retry_group for seq in seqs) or not speculator.may_pay(len(seqs)):
-            return {}
-        found, asked = {}, [seq for seq in seqs if seq.speculative]
+            return
+        asked = [seq for seq in seqs if seq.speculative]
         for seq in asked:
             seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
         lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
         for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
-            if seq.grammar is not None:
-                del tokens[seq.grammar.num_allowed(seq.tokens[seq.prompt_length :], tokens) :]
-            while tokens and not block_manager.allocate(seq, 1 + len(tokens)):
-                tokens.pop()
-            if tokens:
-                found[seq.id] = tokens
-        return found
+            count = tokens if isinstance(tokens, int) else len(tokens)
+            while count and not block_manager.allocate(seq, 1 + count):
+                count -= 1
+            if not count:
+                continue
+            if isinstance(tokens, int):
+                plan.drafts[seq.id] = count
+            else:
+                plan.proposals[seq.id] = tokens[:count]
 
-    def _settle(self, seq: Sequence, proposed: list[int]) -> int:
+    def _count_step(self, speculator: Speculator, plan: StepPlan) -> None:
+        """Learn from a step that only decodes. One in which the model that drafts has read a prompt tells nothing."""
+        drafted = {number: len(plan.proposals.get(number, ())) for number in plan.drafts}
+        if drafted == plan.drafts:
+            rows = len(plan.seqs) + sum(map(len, plan.proposals.values()))
+            speculator.step_succeeded(rows, self._step_seconds, max(drafted.values(), default=0))
+
+    def _settle(self, seq: Sequence, plan: StepPlan) -> int:
         """Give back what a sequence had for proposed tokens that did not come; returns the number of those that are
         computed: they came, and others after them.
         """
         assert self._block_manager
-        new = seq.tokens[seq.num_computed_tokens : -1]
-        kept = next((at for at, (token, own) in enumerate(zip(proposed, new, strict=False)) if token != own), len(new))
-        kept = min(kept, len(proposed))
+        proposed, new = plan.proposals.get(seq.id, []), seq.tokens[seq.num_computed_tokens :]
+        pairs = enumerate(zip(proposed, new[:-1], strict=False))
+        kept = next((at for at, (token, own) in pairs if token != own), min(len(proposed), len(new) - 1))
         self._block_manager.free_unused(seq)
-        self._counters.proposed_tokens += len(proposed)
-        self._counters.accepted_tokens += kept
+        counters = self._counters
+        if seq.id in plan.drafts:
+            counters.drafted_tokens += len(proposed)
+            counters.accepted_drafted_tokens += kept
+            if self._speculator and seq.lookup:
+                self._speculator.drafted(seq.lookup, proposed, new[: kept + 1])
+        else:
+            counters.proposed_tokens += len(proposed)
+            counters.accepted_tokens += kept
         self._num_proposed_tokens += len(proposed)
         self._num_accepted_tokens += kept
         return kept

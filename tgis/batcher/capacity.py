@@ -61,6 +61,8 @@ class BatchLimits:
     max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
     encoder_decoder: bool = False  # one with blocks: an input has blocks of its own, and is computed in one step
     proposed_tokens: int = 0  # that the engine verifies for a sequence in one step; 0: none
+    drafted_tokens: int = 0  # of these, that a model of the engine drafts; 0: it has none
+    max_drafting: int = 1 << 40  # sequences of a step for which it does
     vocab_size: int = 1 << 40  # that they are below
 
     def __post_init__(self) -> None:

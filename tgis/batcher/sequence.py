@@ -105,7 +105,10 @@ class StepPlan:
     sampled: list[Sequence]  # those whose tokens are all computed after the step
     has_prefill: bool  # some sequence does more than decode
     to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
-    proposals: dict[int, list[int]] = field(default_factory=dict)  # by request id: tokens that may follow its newest
+    # By request id: tokens that may follow its newest, to which the engine adds those that a model of its own drafts;
+    # and how many it is to draft, of which it may leave some out.
+    proposals: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_prefill_tokens(self) -> list[int]:

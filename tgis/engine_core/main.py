@@ -44,6 +44,8 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
         max_waiting_tokens=options.max_waiting_tokens,
         encoder_decoder=info.encoder_decoder and info.block_size > 0,
         proposed_tokens=info.proposed_tokens,
+        drafted_tokens=info.drafted_tokens,
+        max_drafting=options.speculator_max_batch_size or info.max_batch_size,
         vocab_size=info.vocab_size,
     )
 

@@ -52,6 +52,8 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
     speculation: str = "off"  # auto, off or lookup
     speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
+    speculator_path: str | None = None  # of a model that drafts tokens
+    speculator_max_batch_size: int | None = None  # sequences of a step for which it does; None: any number
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -71,6 +73,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
     proposed_tokens: int = 0  # that such an engine verifies for a sequence in one step; 0: none
+    drafted_tokens: int = 0  # of these, that a model of the engine drafts
+    speculator: str = ""  # what that model is: draft or mlp_speculator
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     kv_cache_dtype: str = "auto"  # int8 or fp8; auto: that of the model
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
@@ -130,6 +134,8 @@ class BatcherCounters(msgspec.Struct, array_like=True, gc=False):
     prefix_cache_hits: int = 0  # tokens found there
     proposed_tokens: int = 0  # computed beside the newest token of a sequence, since they may follow it
     accepted_tokens: int = 0  # of these, those that did
+    drafted_tokens: int = 0  # others, that a model of the engine has drafted
+    accepted_drafted_tokens: int = 0  # of these, those that followed
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -32,6 +32,7 @@ class Lookup:
         self._at = _NONE  # the place of the token that is expected next; none: nothing is expected
         self._length = 0  # of the match
         self.chances = Chances(few=True)  # that what this sequence expects is right
+        self.drafts = Chances(few=True)  # that what a model drafts for it is right
 
     def advance(self, shared: Chances) -> None:
         """Take the tokens that have come, and tell how often they were expected."""

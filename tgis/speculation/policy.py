@@ -5,7 +5,8 @@ where another tile of a matrix product begins.
 """
 
 from bisect import bisect, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 _MIN_SECONDS = 1e-6
 _WARM_STEPS = 2  # with a new number of rows: engines record and verify them
@@ -79,11 +80,16 @@ class Policy:
         """Steps have at most `max_rows` rows, those without a proposal included."""
         self._max_rows = max_rows
         self._costs = StepCosts()
+        self._pass_costs = StepCosts()  # of one pass of a model that drafts; steps without one count as 0 passes
         self._resting = 0  # steps in which nothing is looked up
 
-    def step_succeeded(self, rows: int, seconds: float) -> None:
-        """A step that only decodes."""
-        self._costs.add(rows, seconds)
+    def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
+        """A step that only decodes, with so many passes of a model that drafts."""
+        if passes:
+            self._pass_costs.add(1, (seconds - self._costs.seconds(rows)) / passes)
+        else:
+            self._costs.add(rows, seconds)
+            self._pass_costs.add(0, 0.0)
 
     def may_pay(self, rows: int) -> bool:
         """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is
@@ -97,23 +103,34 @@ class Policy:
 
     def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
         """How many tokens to propose for each of some of `rows` sequences, from the chances that they are kept."""
-        counts = [0] * len(survival)
+        return self.best(rows, survival)[1]
+
+    def best(
+        self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
+    ) -> tuple[float, list[int]]:
+        """The most tokens per second as a factor of what would be worth it, 1 if nothing is, and the counts that give
+        them. At the indices `drafting` a model drafts tokens, one for each of these sequences in a pass.
+        """
+        counts, passes = [0] * len(survival), 0
+        each = self._pass_costs.seconds(1) if self._pass_costs.known(1) else 0.0
         ranked = sorted(((chance, row) for row, own in enumerate(survival) for chance in own), reverse=True)
         tokens, best, best_gain = float(rows), 0, 1.0
-        for extra, (chance, _) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
+        for extra, (chance, row) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
             tokens += chance
+            counts[row] += 1
+            passes = max(passes, counts[row]) if row in drafting else passes
             more = rows + extra
             if more > _TILE and more % _TILE and not self._costs.known(more):
                 continue
-            gain = tokens / self._least_tokens(rows, more)
+            gain = tokens / self._least_tokens(rows, more, passes * each)
             if gain > best_gain:
                 best, best_gain = extra, gain
-        for _, row in ranked[:best]:
-            counts[row] += 1
-        self._resting = 0 if best else rows // 2
-        return counts
+        if best or not drafting:
+            self._resting = 0 if best else rows // 2
+        chosen = Counter(row for _, row in ranked[:best])
+        return best_gain, [chosen[row] for row in range(len(survival))]
 
-    def _least_tokens(self, rows: int, more: int) -> float:
-        """The tokens from which on a step with more rows pays."""
+    def _least_tokens(self, rows: int, more: int, drafting: float = 0.0) -> float:
+        """The tokens from which on a step with more rows, and so many seconds of drafting, pays."""
         gain = _MIN_GAIN if self._costs.known(more) else _MIN_UNKNOWN_GAIN
-        return gain * rows * self._costs.seconds(more) / self._costs.seconds(rows)
+        return gain * rows * (self._costs.seconds(more) + drafting) / self._costs.seconds(rows)

@@ -45,8 +45,9 @@ from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
+from tgis.engines.paged.drafts import Drafter, load_drafter
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
-from tgis.engines.paged.proposals import keep_what_follows, with_proposals
+from tgis.engines.paged.proposals import cut_by_grammars, keep_what_follows, with_proposals
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
@@ -143,7 +144,11 @@ class PagedEngine:
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
+        self._drafter: Drafter | None = None
         self._verify_attention()
+        if options.speculator_path and self._proposed_tokens():
+            load = partial(PagedEngine, async_decode=False, block_size=block_size)
+            self._drafter = load_drafter(options, self._model, "logits_to_keep" in self._arguments, load)
         self.info = self._describe(lookahead=int(async_decode))
 
     def _verify_attention(self) -> None:
@@ -190,6 +195,8 @@ class PagedEngine:
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
             proposed_tokens=0 if lookahead else self._proposed_tokens(),
+            drafted_tokens=self._drafter.max_tokens if self._drafter else 0,
+            speculator=self._drafter.kind if self._drafter else "",
             max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
             decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
@@ -220,18 +227,30 @@ class PagedEngine:
             self._compile(eager_logits)
         if on_cuda and self._options.num_shards == 1:
             self._capture_graphs(cuda_capture(), eager_logits)
-        if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1 and not self._compiled:
+        if not self._compiled:
+            self._record_steps(eager_logits)
+        if self._drafter:
+            self._drafter.warm_up(self._attention.cache.num_blocks)
+        self.clear_cache()
+
+    def warm_up_with(self, num_blocks: int) -> None:
+        """Warm up with the blocks of another engine, which is all that uses this one."""
+        self._attention.cache = PagedKVCache(num_blocks, self._block_size)
+        self._record_steps(self._dummy_logits())
+
+    def _record_steps(self, eager_logits: torch.Tensor) -> None:
+        """Record steps from now on, where C kernels compute them."""
+        if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1:
             self._tabulate_angles(eager_logits)
             rows = max(self.info.max_batch_size, 1 + self.info.proposed_tokens)
             sizes = rows, self._max_blocks, self.info.max_prefill_tokens
             self._graphs = RecordedSteps(self._forward, self._kernels, *sizes, cross_attention=bool(self._encoder))
             for _ in ("recorded", "verified"):
                 self._dummy_logits()
-        self.clear_cache()
 
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
-        bytes_per_block = self._attention.cache.bytes_per_block
+        bytes_per_block = sum(cache.bytes_per_block for cache in self._caches)
         measure = partial(profile, self, self._options, self._device)
         extra = EXTRA_BLOCKS if self._encoder else 0
         budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
@@ -350,11 +369,16 @@ class PagedEngine:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
+            if self._drafter and plan.drafts:
+                self._drafter.draft(plan)
             if plan.proposals:
+                cut_by_grammars(plan)
                 rows = with_proposals(plan)
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
             else:
                 result = self._decoder.step(plan)
+            if self._drafter:
+                self._drafter.note(plan, result)
             append_forced_tokens(plan.sampled, result)
         if self._encoder:
             result.prompt_logprobs |= self._encoder.outputs.prompt_logprobs(plan.sampled)
@@ -369,17 +393,27 @@ class PagedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seqs)
+        if self._drafter:
+            self._drafter.release(seqs)
+
+    @property
+    def cache(self) -> PagedKVCache:
+        return self._attention.cache
+
+    @property
+    def _caches(self) -> list[PagedKVCache]:
+        return [self.cache, *(self._drafter.caches if self._drafter else [])]
 
     def clear_cache(self) -> bool:
-        return self._attention.cache.clear()
+        return all(cache.clear() for cache in self._caches)
 
     @property
     def resident_cache_bytes(self) -> int:
-        return self._attention.cache.resident_bytes
+        return sum(cache.resident_bytes for cache in self._caches)
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self._attention.cache.nbytes
+        return sum(cache.nbytes for cache in self._caches)
 
     def find_peak(self, runner: DummyRunner) -> int:
         blocks, longest = self._attention.cache.num_blocks, self._options.max_sequence_length
@@ -418,6 +452,8 @@ class PagedEngine:
         if self._encoder and batch.encoder:
             self._encoder.encode(batch.encoder)
         replayed = self._graphs.run(batch) if self._graphs else None
+        if self._drafter:
+            self._drafter.computed(None if replayed is None or batch.chunks else batch.logits_indices)
         return self._forward(batch) if replayed is None else replayed
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:

@@ -16,6 +16,13 @@ from tgis.engines.base import StepResult
 _row_ids = count(-1, -1)  # none twice: nothing of a row is reused in the next step
 
 
+def cut_by_grammars(plan: StepPlan) -> None:
+    """Leave out the proposed tokens that the grammar of an output forbids, and those behind them."""
+    for seq in plan.seqs:
+        if seq.grammar is not None and (tokens := plan.proposals.get(seq.id)):
+            del tokens[seq.grammar.num_allowed(seq.tokens[seq.prompt_length :], tokens) :]
+
+
 def with_proposals(plan: StepPlan) -> StepPlan:
     """The step with a row for each proposed token of a sequence, behind it."""
     assert not plan.has_prefill

@@ -1,0 +1,168 @@
+"""An MLP speculator: from the hidden state of a token and the token after it, a few more, each from the one before.
+
+As published with fms-extras and vLLM: https://arxiv.org/abs/2404.19124. Only its best chain of tokens is drafted.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.functional import embedding, gelu, linear
+
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.base import StepResult
+from tgis.engines.memory.available import available_memory
+from tgis.engines.paged.attention import PagedKVCache
+from tgis.errors import StartError
+from tgis.utils.logs import format_bytes
+
+_EPSILON = 1e-6
+_PREFIX = "speculator."  # that names of tensors may have
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The sizes in config.json."""
+
+    vocab_size: _Size
+    emb_dim: _Size  # of the model's hidden states
+    n_predict: Annotated[int, msgspec.Meta(ge=1, le=63)]
+    inner_dim: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # 0: emb_dim
+    tie_weights: bool = False  # all stages are one, but for the first projection
+    scale_input: bool = False
+
+    def shapes(self, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors of a stage."""
+        inner = self.inner_dim or self.emb_dim
+        own, first = (0, min(stage, 1)) if self.tie_weights else (stage, stage)
+        yield f"emb.{own}.weight", (self.vocab_size, inner)
+        yield f"proj.{first}.weight", (inner, inner if stage else self.emb_dim)
+        yield f"ln.{own}.weight", (inner,)
+        yield f"ln.{own}.bias", (inner,)
+        yield f"head.{own}.weight", (self.vocab_size, inner)
+
+
+class HiddenStates:
+    """The inputs of a model's last layer in the last pass, copied: recorded passes copy them, too."""
+
+    def __init__(self, head: nn.Module, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Of at most `rows` rows of logits."""
+        self.rows: Tensor | None = None  # the rows that have the logits, in their order; None: the first
+        self.dtype = dtype
+        self._buffer = torch.zeros(rows, width, dtype=dtype)
+        head.register_forward_pre_hook(self._copy)
+
+    def of_logits(self, indices: Tensor) -> Tensor:
+        """The hidden states of these logits, copied."""
+        return self._buffer[indices if self.rows is None else self.rows[indices]]
+
+    def _copy(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        states = inputs[0].flatten(0, -2)[: len(self._buffer)]
+        self._buffer[: len(states)].copy_(states)
+
+
+class MLPSpeculator:
+    """Drafts the best tokens; of a sequence it keeps the hidden state of its newest token but one."""
+
+    kind = "mlp_speculator"
+
+    def __init__(self, path: Path, config: dict[str, Any], states: HiddenStates, sizes: tuple[int, int]) -> None:
+        """Draft for a model with such a vocabulary and such hidden states. StartError unless the files are those of a
+        speculator for it that fits into memory.
+        """
+        try:
+            self._config = msgspec.convert(config, _Config)
+        except msgspec.ValidationError as error:
+            raise StartError(f"{path}/config.json: {error}") from None
+        self.max_tokens = self._config.n_predict
+        own = self._config.vocab_size, self._config.emb_dim
+        for what, has, needed in zip(("a vocabulary", "hidden states"), own, sizes, strict=True):
+            if has != needed:
+                raise StartError(f"{path} is for {what} of {has}, and the model has {needed}")
+        self._stages = _read(path, self._config, states.dtype)
+        self._states = states
+        self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: tokens up to this one, and its hidden state
+
+    @property
+    def caches(self) -> list[PagedKVCache]:
+        return []
+
+    def warm_up(self, num_blocks: int) -> None:
+        """Do nothing: it has no KV cache."""
+
+    def draft(self, plan: StepPlan) -> None:
+        """Draft for all sequences whose newest hidden state is known."""
+        asked = [seq for seq in plan.seqs if seq.id in plan.drafts and self._knows(seq)]
+        if not asked:
+            return
+        states = torch.stack([self._known[seq.id][1] for seq in asked])
+        newest = torch.tensor([seq.tokens[-1] for seq in asked])
+        drafts = self.chain(states, newest, max(plan.drafts[seq.id] for seq in asked)).tolist()
+        for seq, tokens in zip(asked, drafts, strict=True):
+            plan.proposals[seq.id] = tokens[: plan.drafts[seq.id]]
+
+    def computed(self, rows: Tensor | None) -> None:
+        self._states.rows = rows
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """Keep the hidden states from which the step has chosen the newest tokens."""
+        rows, first = [], 0
+        for seq, tokens in zip(plan.sampled, result.tokens, strict=True):
+            proposed = len(plan.proposals.get(seq.id, ()))
+            kept = min(max(len(tokens) - 1, 0), proposed)
+            rows.append((first + kept, seq, len(seq.tokens) + kept))
+            first += 1 + proposed
+        states = self._states.of_logits(torch.tensor([row for row, _, _ in rows], dtype=torch.int64))
+        for (_, seq, length), state in zip(rows, states, strict=True):
+            self._known[seq.id] = length, state
+
+    def release(self, seqs: Collection[Sequence]) -> None:
+        for seq in seqs:
+            self._known.pop(seq.id, None)
+
+    def chain(self, states: Tensor, newest: Tensor, count: int) -> Tensor:
+        """The best `count` tokens after each newest one, [rows, count]; `states` are those of the tokens before."""
+        config, found = self._config, []
+        state_weight = 0.5 ** (0.5 / config.n_predict)
+        token_weight = math.sqrt((1 - state_weight**2) * (config.inner_dim or config.emb_dim) / 2) / state_weight
+        if config.scale_input:
+            states = _normed(states) / math.sqrt(2)
+        for emb, proj, scale, shift, head in self._stages[:count]:
+            mixed = linear(states, proj).add_(embedding(newest, emb), alpha=token_weight)
+            states = gelu(_normed(mixed) * scale + shift)
+            newest = linear(states, head).argmax(-1)
+            found.append(newest)
+        return torch.stack(found, 1)
+
+    def _knows(self, seq: Sequence) -> bool:
+        return seq.id in self._known and self._known[seq.id][0] == len(seq.tokens) - 1
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPSILON)
+
+
+def _read(path: Path, config: _Config, dtype: torch.dtype) -> list[list[Tensor]]:
+    """The tensors of each stage; those that stages share are the same."""
+    stages = [dict(config.shapes(stage)) for stage in range(config.n_predict)]
+    shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, available_memory(torch.device("cpu"))
+    if needed > free:
+        raise StartError(f"{path} is too big: it takes {format_bytes(needed)}, and {format_bytes(free)} are free")
+    found: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for full in tensors.keys():  # noqa: SIM118 - it is no dict
+                name = full.removeprefix(_PREFIX)
+                if name in shapes:
+                    if (shape := tuple(tensors.get_slice(full).get_shape())) != shapes[name]:
+                        raise StartError(f"{file}: {full} has the shape {[*shape]}, not {[*shapes[name]]}")
+                    found[name] = tensors.get_tensor(full).to(dtype)
+    if missing := sorted(shapes.keys() - found):
+        raise StartError(f"{path}: {len(missing)} tensors of an MLP speculator are missing, {missing[0]} for one")
+    return [[found[name] for name in stage] for stage in stages]
