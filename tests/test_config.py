@@ -18,8 +18,10 @@ from tgis.utils.options import Secret, SpeculativeConfig, declared_options, flag
 TGIS = Path(config.__file__).parent
 
 # Every option: two values as text, the first of which is not the default, and what they are.
-SUFFIX_JSON = '{"method": "suffix", "num_speculative_tokens": 7}'
-NGRAM, SUFFIX = SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix", num_speculative_tokens=7)
+DRAFT_JSON = '{"method": "draft_model", "model": "a/draft", "num_speculative_tokens": 5}'
+MLP_JSON = '{"method": "mlp_speculator", "model": "/x", "revision": "main"}'
+DRAFT = SpeculativeConfig(method="draft_model", model="a/draft", num_speculative_tokens=5)
+MLP = SpeculativeConfig(method="mlp_speculator", model="/x", revision="main")
 SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "model_name": (("a/b", "a/b"), ("/m", "/m")),
     "served_model_name": (("a", "a"), ("b c", "b")),
@@ -62,9 +64,12 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "prefix_cache": (("false", False), ("0", False)),
     "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
-    "speculation": (("lookup", "lookup"), ("[ngram]", "lookup")),
-    "speculation_max_tokens": (("0", 0), ("7", 7)),
-    "speculative_config": (('{"method": "ngram"}', NGRAM), (SUFFIX_JSON, SUFFIX)),
+    "speculation": (("auto", "auto"), ("auto", "auto")),
+    "speculation_max_tokens": (("5", 5), ("0", 0)),
+    "speculator_name": (("a/draft", "a/draft"), ("/x", "/x")),
+    "speculator_revision": (("v1", "v1"), ("main", "main")),
+    "speculator_max_batch_size": (("1", 1), ("16", 16)),
+    "speculative_config": ((DRAFT_JSON, DRAFT), (MLP_JSON, MLP)),
     "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "lora_modules": (("a=/x b=y=z", {"a": "/x", "b": "y=z"}), ('{"name": "a", "path": "/x"}', {"a": "/x"})),
     "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),
@@ -278,7 +283,7 @@ def test_options_of_others_are_no_misspelt_ones(name: str) -> None:
     ("name", "neutral", "asking"),
     [
         ("TRUST_REMOTE_CODE", ["false", "0", "False"], "true"),
-        ("SPECULATOR_NAME", ["none"], "m"),
+        ("SPECULATOR_N_CANDIDATES", ["none", "1"], "5"),
     ],
 )
 def test_options_without_effect_are_warnings(name: str, neutral: list[str], asking: str) -> None:
@@ -452,10 +457,15 @@ def test_only_config_reads_the_environment() -> None:
     [
         (["--speculative-config", '{"method": "eagle"}'], "Invalid enum value 'eagle'"),
         (["--speculative-config", '{"method": "ngram", "draft": 1}'], "`draft`"),
+        (["--speculative-config", '{"method": "ngram", "model": "a"}'], "method 'ngram' with model 'a'"),
+        (["--speculative-config", '{"method": "draft_model"}'], "method 'draft_model' with model None"),
+        (["--speculative-config", DRAFT_JSON, "--speculator-name", "c"], "SPECULATOR_NAME='c' and"),
+        (["--speculator-name", "a", "--speculation", "off", "--strict-options"], "no effect: SPECULATION is off"),
+        (["--speculator-name", "a", "--speculation", "lookup", "--strict-options"], "SPECULATION is lookup"),
+        (["--speculator-revision", "a", "--strict-options"], "SPECULATOR_REVISION='a' has no effect"),
         (["--speculative-config", "[" * 5000], "must be JSON"),
         (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 64}'], "<= 63"),
         (["--speculative-config", '{"method": "ngram"}', "--speculation", "off"], "SPECULATION='off'"),
-        (["--speculative-model", "a/draft"], "--speculative-model='a/draft' must be one of auto, off, lookup"),
         (["--speculate", "64"], "from 0 to 63"),
     ],
 )

@@ -24,9 +24,12 @@ INFO = EngineInfo(
 )
 
 
-def lines(reason: str = "", api_port: int | None = 3000, proposed: int = 0, **options: Any) -> dict[str, str]:
+def lines(
+    reason: str = "", api_port: int | None = 3000, proposed: int = 0, drafted: int = 0, **options: Any
+) -> dict[str, str]:
     """The text of each line by its name."""
-    config, info = Config(model_name="m", **options), msgspec.structs.replace(INFO, proposed_tokens=proposed)
+    config = Config(model_name="m", **options)
+    info = msgspec.structs.replace(INFO, proposed_tokens=proposed, drafted_tokens=drafted)
     shown = startup_lines(config, info, reason, (2048, 1024), (8033, 3000, api_port))
     assert {line[9] for line in shown} == {" "}
     assert not [line for line in shown if line[10] == " "]  # aligned
@@ -47,6 +50,11 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM: ", "cpu, bfloat16", "2048
     [
         ({}, "engine", f"{RUNS}the first choice of auto"),
         ({"proposed": 15}, "engine", f"{RUNS}the first choice of auto; lookup of up to 15 tokens ahead"),
+        (
+            {"proposed": 15, "drafted": 3, "speculator_name": "s"},
+            "engine",
+            f"{RUNS}the first choice of auto; lookup of up to 15 tokens ahead, or 3 by s",
+        ),
         ({"reason": "not hf_optimum_ort: m has no graphs"}, "engine", f"{RUNS}not hf_optimum_ort: m has no graphs"),
         ({"deployment_framework": "tgis_native"}, "engine", f"{RUNS}set by DEPLOYMENT_FRAMEWORK"),
         ({"flash_attention": True}, "engine", f"{RUNS}FLASH_ATTENTION, PAGED_ATTENTION or NUM_SHARD needs it"),

@@ -27,6 +27,7 @@ from tgis.utils.options import (
     DIRECTORY,
     ENDPOINT,
     FIRST_WORD,
+    MODEL_OR_NONE,
     NAMED_PATHS,
     PATH,
     SECRET,
@@ -65,7 +66,8 @@ FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compresse
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
-SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(("[ngram]", "ngram", "suffix"), "lookup"))
+LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
+SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
@@ -206,10 +208,18 @@ class Config:
 
     speculation: str = option(
         BATCHES, SPECULATION, "lookup or, where it can, auto: guess tokens from the text so far, on CPUs", "off",
-        vllm_names=("speculative_model",))
+        shown_default="off, or auto with SPECULATOR_NAME")
     speculation_max_tokens: int = option(BATCHES, integer(0, 63), "tokens that are guessed for a sequence at most", 15,
         aliases=("speculate",), vllm_names=("num_speculative_tokens",))
-    speculative_config: SpeculativeConfig | None = option(BATCHES, SPECULATIVE_CONFIG, "both as vLLM's JSON", None)
+    speculator_name: str | None = option(
+        BATCHES, MODEL_OR_NONE, "model that drafts tokens, with the same vocabulary, or MLP speculator", None,
+        vllm_names=("speculative_model",))
+    speculator_revision: str | None = option(
+        BATCHES, TEXT, "revision of SPECULATOR_NAME in the hub cache", None, shown_default="main")
+    speculator_max_batch_size: int | None = option(
+        BATCHES, integer(1, 65536), "sequences for which SPECULATOR_NAME drafts tokens at most", None,
+        shown_default="MAX_BATCH_SIZE")
+    speculative_config: SpeculativeConfig | None = option(BATCHES, SPECULATIVE_CONFIG, "these as vLLM's JSON", None)
 
     prefix_store_path: Path | None = option(
         ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,
@@ -342,13 +352,15 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
         values.setdefault("quantize", load_format)
     if values.get("dtype") == "int8":
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
+    if values.get("speculator_name") in LOOKUPS:
+        values |= {"speculator_name": None, "speculation": values.get("speculation", "lookup")}
     values |= named_by(values.get("speculative_config"), values)
-    if "speculation_max_tokens" in values:
+    if "speculation_max_tokens" in values or values.get("speculator_name"):
         values.setdefault("speculation", "auto")
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
-    warnings += _no_traces(config)
+    warnings += _no_traces(config) + _no_drafts(config)
     warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
     known = {name.upper() for opt in (*options, *others) for name in opt.names}
     warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
@@ -394,6 +406,14 @@ def _no_traces(config: Config) -> list[str]:
     if config.otlp_endpoint is None or can_trace():
         return []
     return [f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"]
+
+
+def _no_drafts(config: Config) -> list[str]:
+    if config.speculator_name and config.speculation == "auto":
+        return []
+    why = f"SPECULATION is {config.speculation}" if config.speculator_name else "there is no SPECULATOR_NAME"
+    named = {name: getattr(config, f"speculator_{name}") for name in ("name", "revision", "max_batch_size")}
+    return [f"SPECULATOR_{name.upper()}={value!r} has no effect: {why}" for name, value in named.items() if value]
 
 
 def _near_misses(unknown: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
-from tgis.models.files import ModelFiles, find_directory, max_sequence_length, pad_token_id
+from tgis.models.files import ModelFiles, find_directory, find_model, max_sequence_length, pad_token_id
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,25 @@ def engine_options(
         "num_shards": config.num_shard,
         "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
         "adapter_store": adapter_store,
+        "speculator_path": _speculator_path(config),
     }
     same = {name: getattr(config, name) for name in EngineOptions.__struct_fields__ if name not in given}
     return EngineOptions(**same, **given)
+
+
+def _speculator_path(config: Config) -> str | None:
+    """The directory of the model that drafts tokens. StartError if it is of a kind that cannot."""
+    if config.speculator_name is None or config.speculation != "auto":
+        return None
+    try:
+        model = find_model(config.speculator_name, config.speculator_revision, str(config.hub_cache))
+    except StartError as error:
+        raise StartError(f"SPECULATOR_NAME: {error}") from error
+    medusa = [key for key in model.config if key.startswith("medusa")]
+    kinds = model.config.get("model_type"), model.config.get("architectures"), medusa
+    if found := re.search("eagle|medusa|mtp", str(kinds), re.IGNORECASE):
+        raise StartError(f"SPECULATOR_NAME: {model.path} has {found[0]} heads, which are not supported")
+    return str(model.path)
 
 
 def placeholder_id(model: ModelFiles, eos_ids: Sequence[int], vocab_size: int) -> int:

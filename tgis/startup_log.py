@@ -23,7 +23,7 @@ def startup_lines(
     """
     lines = {
         "versions": _versions(),
-        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}{_speculation(info)}",
+        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}{_ahead(config, info)}",
         "device": _device(config, info),
         "limits": _limits(config, info, *lengths),
         "ports": _ports(config, *ports),
@@ -37,8 +37,9 @@ def _versions() -> str:
     return f"tgis {__version__}, {libraries}"
 
 
-def _speculation(info: EngineInfo) -> str:
-    return f"; lookup of up to {info.proposed_tokens} tokens ahead" if info.proposed_tokens else ""
+def _ahead(config: Config, info: EngineInfo) -> str:
+    text = f"; lookup of up to {info.proposed_tokens} tokens ahead" if info.proposed_tokens else ""
+    return text + (f", or {info.drafted_tokens} by {config.speculator_name}" if info.drafted_tokens else "")
 
 
 def _why(config: Config) -> str:

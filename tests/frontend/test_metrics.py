@@ -31,8 +31,8 @@ LABELS = {
         "stop_reason": "MAX_TOKENS EOS_TOKEN TIME_LIMIT STOP_SEQUENCE TOKEN_LIMIT",
         "kind": "single batch stream",
     },
-    "tgi_speculation_proposed_tokens": {"proposer": "lookup"},
-    "tgi_speculation_accepted_tokens": {"proposer": "lookup"},
+    "tgi_speculation_proposed_tokens": {"proposer": "lookup draft"},
+    "tgi_speculation_accepted_tokens": {"proposer": "lookup draft"},
     "tgi_batch_inference_count": STEP,
     "tgi_batch_inference_success": STEP,
     "tgi_batch_inference_failure": {**STEP, "reason": "oom error connection"},
@@ -256,7 +256,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     for _ in range(2):
         stats = msgspec.structs.replace(
-            PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7, 8, 3), token_capacity=900
+            PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7, 8, 3, 5, 4), token_capacity=900
         )
         metrics.step_succeeded(stats, 3, 0.0, {})
     assert value(metrics, "tgi_batch_context_limit") == 900
@@ -267,6 +267,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     metrics.batches.count_step_tokens(stats.counters, [[1, 2, 3, 4], [], [5]])
     kept = ("proposed_tokens", "accepted_tokens")
     assert [value(metrics, f"tgi_speculation_{name}", proposer="lookup") for name in kept] == [16, 6]
+    assert [value(metrics, f"tgi_speculation_{name}", proposer="draft") for name in kept] == [10, 8]
     assert [value(metrics, f"tgi_speculation_step_tokens_{name}") for name in ("count", "sum")] == [3, 5]
 
 

@@ -49,9 +49,9 @@ class ForcedDrafts(Speculator):
         for at, (_, most) in enumerate(lookups):
             if self._draw.random() < 0.8:
                 found[at] = self._draw.randint(1, self._max_drafted)
-            count = min(found[at] if isinstance(found[at], int) else len(found[at]), most, left)
-            found[at] = count if isinstance(found[at], int) else found[at][:count]
-            left -= count
+            own = found[at]
+            found[at] = min(own, most, left) if isinstance(own, int) else own[: min(most, left)]
+            left -= own if isinstance(own := found[at], int) else len(own)
         return found
 
 

@@ -31,6 +31,8 @@ def load_engine(
     `on_heartbeat` with the heartbeats of these ranks.
     """
     if options.num_shards > 1:  # only tgis_native can
+        if options.speculator_path:
+            raise StartError(f"SPECULATOR_NAME works with one rank, not with NUM_SHARD={options.num_shards}")
         if options.compile:
             warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
         engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
@@ -46,6 +48,8 @@ def load_engine(
         raise StartError(f"KV_CACHE_DTYPE=bfloat16, but {info.model_class} is in {info.dtype}")
     if options.speculation == "lookup" and not info.proposed_tokens:
         warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, with one rank")
+    if options.speculator_path and not info.drafted_tokens:
+        warn(options, "SPECULATOR_NAME has no effect: it needs tgis_native on a CPU, and SPECULATION_MAX_TOKENS")
     store = options.adapter_store
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")

@@ -135,7 +135,7 @@ _STEP_FAILURE_LABELS: Labels = {
 }  # the last for dashboards: a lost engine ends the process
 _STEP_LABELS: Labels = {**_METHOD_LABELS, "makeup": ["single_only"]}
 
-_PROPOSERS: Labels = {"proposer": ["lookup"]}
+_PROPOSERS: Labels = {"proposer": ["lookup", "draft"]}
 
 _POWERS_OF_TWO_TO_64 = [2.0**k for k in range(7)]
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
@@ -207,6 +207,8 @@ class BatchFamilies:
         self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
+        proposed = add.counter("tgi_speculation_proposed_tokens", "Tokens computed ahead.", _PROPOSERS)
+        accepted = add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS)
         self.admissions = [  # in the order of BatcherCounters
             add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),
             add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time."),
@@ -215,8 +217,7 @@ class BatchFamilies:
             add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks."),
             add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache."),
             add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache."),
-            add.counter("tgi_speculation_proposed_tokens", "Tokens computed ahead.", _PROPOSERS).labels("lookup"),
-            add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS).labels("lookup"),
+            *(each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)),
         ]
 
         self.step_tokens = add.histogram(
@@ -249,7 +250,7 @@ class BatchFamilies:
 
     def count_step_tokens(self, counts: BatcherCounters, tokens: list[list[int]]) -> None:
         """Count the new tokens of each sequence, if any were proposed."""
-        for each in tokens if counts.proposed_tokens else ():
+        for each in tokens if counts.proposed_tokens or counts.drafted_tokens else ():
             self.step_tokens.observe(len(each))
 
     def count_admissions(self, counts: BatcherCounters) -> None:

@@ -38,11 +38,11 @@ class Speculator:
             drafts.append(lookup.drafts.survival_of_draft(self._draft_chances, drafted))
         drafting = {at for at, (own, draft) in enumerate(zip(survival, drafts, strict=True)) if sum(draft) > sum(own)}
         rate, counts = self._policy.best(rows, survival)
-        if drafting:
-            mixed = [drafts[at] if at in drafting else own for at, own in enumerate(survival)]
-            mixed_rate, mixed_counts = self._policy.best(rows, mixed, drafting)
-            counts, drafting = (mixed_counts, drafting) if mixed_rate > rate else (counts, set())
-        if not drafting:
+        mixed = [drafts[at] if at in drafting else own for at, own in enumerate(survival)]
+        if drafting and (other := self._policy.best(rows, mixed, drafting))[0] > rate:
+            counts = other[1]
+        else:
+            drafting = set()
             self._draft_chances.doubt()
         return [
             count if at in drafting else self._tokens(lookup, count)

@@ -45,9 +45,9 @@ from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
-from tgis.engines.paged.drafts import Drafter, load_drafter
+from tgis.engines.paged.drafts import load_drafter
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
-from tgis.engines.paged.proposals import cut_by_grammars, keep_what_follows, with_proposals
+from tgis.engines.paged.proposals import Drafter, cut_by_grammars, keep_what_follows, with_proposals
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
@@ -144,7 +144,7 @@ class PagedEngine:
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
         self._graphs: DecodeGraphs | RecordedSteps | None = None
-        self._drafter: Drafter | None = None
+        self._drafter = Drafter()
         self._verify_attention()
         if options.speculator_path and self._proposed_tokens():
             load = partial(PagedEngine, async_decode=False, block_size=block_size)
@@ -195,8 +195,7 @@ class PagedEngine:
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
             proposed_tokens=0 if lookahead else self._proposed_tokens(),
-            drafted_tokens=self._drafter.max_tokens if self._drafter else 0,
-            speculator=self._drafter.kind if self._drafter else "",
+            drafted_tokens=self._drafter.max_tokens,
             max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
             decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
@@ -229,8 +228,7 @@ class PagedEngine:
             self._capture_graphs(cuda_capture(), eager_logits)
         if not self._compiled:
             self._record_steps(eager_logits)
-        if self._drafter:
-            self._drafter.warm_up(self._attention.cache.num_blocks)
+        self._drafter.warm_up(self._attention.cache.num_blocks)
         self.clear_cache()
 
     def warm_up_with(self, num_blocks: int) -> None:
@@ -250,7 +248,7 @@ class PagedEngine:
 
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
-        bytes_per_block = sum(cache.bytes_per_block for cache in self._caches)
+        bytes_per_block = sum(cache.bytes_per_block for cache in self.caches)
         measure = partial(profile, self, self._options, self._device)
         extra = EXTRA_BLOCKS if self._encoder else 0
         budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
@@ -369,7 +367,7 @@ class PagedEngine:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
-            if self._drafter and plan.drafts:
+            if plan.drafts:
                 self._drafter.draft(plan)
             if plan.proposals:
                 cut_by_grammars(plan)
@@ -377,8 +375,7 @@ class PagedEngine:
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
             else:
                 result = self._decoder.step(plan)
-            if self._drafter:
-                self._drafter.note(plan, result)
+            self._drafter.note(plan, result)
             append_forced_tokens(plan.sampled, result)
         if self._encoder:
             result.prompt_logprobs |= self._encoder.outputs.prompt_logprobs(plan.sampled)
@@ -393,27 +390,22 @@ class PagedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seqs)
-        if self._drafter:
-            self._drafter.release(seqs)
+        self._drafter.release(seqs)
 
     @property
-    def cache(self) -> PagedKVCache:
-        return self._attention.cache
-
-    @property
-    def _caches(self) -> list[PagedKVCache]:
-        return [self.cache, *(self._drafter.caches if self._drafter else [])]
+    def caches(self) -> tuple[PagedKVCache, ...]:
+        return self._attention.cache, *self._drafter.caches
 
     def clear_cache(self) -> bool:
-        return all(cache.clear() for cache in self._caches)
+        return all(cache.clear() for cache in self.caches)
 
     @property
     def resident_cache_bytes(self) -> int:
-        return sum(cache.resident_bytes for cache in self._caches)
+        return sum(cache.resident_bytes for cache in self.caches)
 
     @property
     def kv_cache_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(cache.nbytes for cache in self.caches)
 
     def find_peak(self, runner: DummyRunner) -> int:
         blocks, longest = self._attention.cache.num_blocks, self._options.max_sequence_length
@@ -452,8 +444,7 @@ class PagedEngine:
         if self._encoder and batch.encoder:
             self._encoder.encode(batch.encoder)
         replayed = self._graphs.run(batch) if self._graphs else None
-        if self._drafter:
-            self._drafter.computed(None if replayed is None or batch.chunks else batch.logits_indices)
+        self._drafter.computed(None if replayed is None or batch.chunks else batch.logits_indices)
         return self._forward(batch) if replayed is None else replayed
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:

@@ -13,11 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear
+from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.memory.available import available_memory
-from tgis.engines.paged.attention import PagedKVCache
+from tgis.engines.paged.proposals import Drafter
 from tgis.errors import StartError
 from tgis.utils.logs import format_bytes
 
@@ -47,53 +48,28 @@ class _Config(msgspec.Struct, frozen=True):
         yield f"head.{own}.weight", (self.vocab_size, inner)
 
 
-class HiddenStates:
-    """The inputs of a model's last layer in the last pass, copied: recorded passes copy them, too."""
-
-    def __init__(self, head: nn.Module, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Of at most `rows` rows of logits."""
-        self.rows: Tensor | None = None  # the rows that have the logits, in their order; None: the first
-        self.dtype = dtype
-        self._buffer = torch.zeros(rows, width, dtype=dtype)
-        head.register_forward_pre_hook(self._copy)
-
-    def of_logits(self, indices: Tensor) -> Tensor:
-        """The hidden states of these logits, copied."""
-        return self._buffer[indices if self.rows is None else self.rows[indices]]
-
-    def _copy(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        states = inputs[0].flatten(0, -2)[: len(self._buffer)]
-        self._buffer[: len(states)].copy_(states)
-
-
-class MLPSpeculator:
+class MLPSpeculator(Drafter):
     """Drafts the best tokens; of a sequence it keeps the hidden state of its newest token but one."""
 
-    kind = "mlp_speculator"
-
-    def __init__(self, path: Path, config: dict[str, Any], states: HiddenStates, sizes: tuple[int, int]) -> None:
-        """Draft for a model with such a vocabulary and such hidden states. StartError unless the files are those of a
+    def __init__(self, path: Path, config: dict[str, Any], model: PreTrainedModel, max_rows: int) -> None:
+        """Draft for this model, in steps of up to `max_rows` rows. StartError unless the files are those of a
         speculator for it that fits into memory.
         """
         try:
-            self._config = msgspec.convert(config, _Config)
+            self._config = own = msgspec.convert(config, _Config)
         except msgspec.ValidationError as error:
             raise StartError(f"{path}/config.json: {error}") from None
-        self.max_tokens = self._config.n_predict
-        own = self._config.vocab_size, self._config.emb_dim
-        for what, has, needed in zip(("a vocabulary", "hidden states"), own, sizes, strict=True):
+        head = model.get_output_embeddings()
+        sizes = {"a vocabulary": (own.vocab_size, head.out_features), "hidden states": (own.emb_dim, head.in_features)}
+        for what, (has, needed) in sizes.items():
             if has != needed:
                 raise StartError(f"{path} is for {what} of {has}, and the model has {needed}")
-        self._stages = _read(path, self._config, states.dtype)
-        self._states = states
+        self.max_tokens = own.n_predict
+        self._stages = _read(path, own, model.dtype)
         self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: tokens up to this one, and its hidden state
-
-    @property
-    def caches(self) -> list[PagedKVCache]:
-        return []
-
-    def warm_up(self, num_blocks: int) -> None:
-        """Do nothing: it has no KV cache."""
+        self._states = torch.zeros(max_rows, own.emb_dim, dtype=model.dtype)  # that gave the logits of the last pass
+        self._rows: Tensor | None = None  # of these states, in the order of the logits; None: all
+        head.register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> None:
         """Draft for all sequences whose newest hidden state is known."""
@@ -107,19 +83,17 @@ class MLPSpeculator:
             plan.proposals[seq.id] = tokens[: plan.drafts[seq.id]]
 
     def computed(self, rows: Tensor | None) -> None:
-        self._states.rows = rows
+        self._rows = rows
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the hidden states from which the step has chosen the newest tokens."""
-        rows, first = [], 0
+        first = 0
         for seq, tokens in zip(plan.sampled, result.tokens, strict=True):
             proposed = len(plan.proposals.get(seq.id, ()))
             kept = min(max(len(tokens) - 1, 0), proposed)
-            rows.append((first + kept, seq, len(seq.tokens) + kept))
+            state = self._states[first + kept if self._rows is None else self._rows[first + kept]]
+            self._known[seq.id] = len(seq.tokens) + kept, state.clone()
             first += 1 + proposed
-        states = self._states.of_logits(torch.tensor([row for row, _, _ in rows], dtype=torch.int64))
-        for (_, seq, length), state in zip(rows, states, strict=True):
-            self._known[seq.id] = length, state
 
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
@@ -138,6 +112,11 @@ class MLPSpeculator:
             newest = linear(states, head).argmax(-1)
             found.append(newest)
         return torch.stack(found, 1)
+
+    def _copy(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the inputs of the layer that gives logits; recorded passes copy them, too."""
+        states = inputs[0].flatten(0, -2)[: len(self._states)]
+        self._states[: len(states)].copy_(states)
 
     def _knows(self, seq: Sequence) -> bool:
         return seq.id in self._known and self._known[seq.id][0] == len(seq.tokens) - 1

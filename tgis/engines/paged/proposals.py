@@ -4,14 +4,16 @@ So a row is computed, and sampled, as it would be if its sequence had come there
 block table of the sequence. What the rows choose is kept as far as they follow from one another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from itertools import count
 
 import msgspec
+from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
+from tgis.engines.paged.attention import PagedKVCache
 
 _row_ids = count(-1, -1)  # none twice: nothing of a row is reused in the next step
 
@@ -60,3 +62,25 @@ def keep_what_follows(plan: StepPlan, rows: StepPlan, result: StepResult) -> Ste
             kept.failed[seq.id] = result.failed[seq.id]
         first += 1 + len(proposed)
     return kept
+
+
+class Drafter:
+    """A model of an engine that drafts tokens in its steps; this one drafts none."""
+
+    max_tokens = 0
+    caches: tuple[PagedKVCache, ...] = ()  # beside the engine's own, with the same blocks
+
+    def warm_up(self, num_blocks: int) -> None:
+        """The KV cache has so many blocks."""
+
+    def draft(self, plan: StepPlan) -> None:
+        """Add the drafts that the plan asks for to its proposals, as far as there are any."""
+
+    def computed(self, rows: Tensor | None) -> None:
+        """The engine has computed a pass: its logits are those of the tokens in `rows`, or of all that have any."""
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """The step has succeeded."""
+
+    def release(self, seqs: Collection[Sequence]) -> None:
+        """Forget sequences."""
