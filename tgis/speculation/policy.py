@@ -85,11 +85,11 @@ class Policy:
 
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
         """A step that only decodes, with so many passes of a model that drafts."""
-        if passes:
-            self._pass_costs.add(1, (seconds - self._costs.seconds(rows)) / passes)
-        else:
+        if not passes:
             self._costs.add(rows, seconds)
             self._pass_costs.add(0, 0.0)
+        elif self._costs.larger(0):
+            self._pass_costs.add(1, (seconds - self._costs.seconds(rows)) / passes)
 
     def may_pay(self, rows: int) -> bool:
         """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is

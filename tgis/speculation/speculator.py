@@ -56,7 +56,7 @@ class Speculator:
         self._policy.step_succeeded(rows, seconds, passes)
 
     def drafted(self, lookup: Lookup, tokens: Sequence[int], came: Sequence[int]) -> None:
-        """The model has drafted tokens for a sequence, and others have come."""
+        """The model has drafted tokens for a sequence, and these have come."""
         for chances in (lookup.drafts, self._draft_chances):
             chances.add_draft(tokens, came)
 

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
+from cpu_kernels import CPU_ISA, kernels_of
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
 from safetensors.torch import save_file
@@ -20,8 +21,10 @@ from torch.nn.functional import cross_entropy, gelu
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.self_check import dummy_adapter
 from tgis.errors import StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.prompts.lora import LoraAdapter
 
 ROWS = 8
 WIDTH, INNER = SHAPE_OF_512["hidden_size"], 40
@@ -35,7 +38,7 @@ DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of models by name: the large one, and what drafts for it."""
     target = make_model_from_config(LlamaConfig(**SHAPE_OF_512), tmp_path_factory.mktemp("target"))
-    other = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    other = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=256)
     found = {"itself": target, "another": make_model_from_config(other, tmp_path_factory.mktemp("other"))}
     for name, config in (("MLP", MLP), ("tied MLP", TIED)):
         found[name] = save_mlp(tmp_path_factory.mktemp("mlp"), config, random_mlp(config))
@@ -93,6 +96,7 @@ def load(paths: dict[str, Path], drafter: str, dtype: str = "bfloat16") -> Paged
 
 @pytest.fixture(scope="module", params=["itself", "another", "tied MLP"])
 def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngine:
+    kernels_of(CPU_ISA)
     return load(paths, request.param)
 
 
@@ -103,6 +107,7 @@ def outcomes(
     blocks: int,
     draw: random.Random,
     check: Callable[[list[int], list[int]], None] = lambda *_: None,
+    adapters: Mapping[int, LoraAdapter] = {},
 ) -> tuple[list[Any], Counter[str]]:
     bounds = limits(
         blocks * 16,
@@ -116,7 +121,7 @@ def outcomes(
     )
     found: dict[int, Any] = {request.id: ([], []) for request in asked}
     counts: Counter[str] = Counter()
-    for plan, result, _ in run_steps(engine, bounds, asked, draw):
+    for plan, result, _ in run_steps(engine, bounds, asked, draw, adapters):
         logprobs = result.logprobs or [[]] * len(plan.sampled)
         for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
             kept = row.num_generated_tokens - len(found[row.id][0])
@@ -141,15 +146,17 @@ def requests(draw: random.Random, sampling: list[SamplingParams]) -> list[Reques
 
 
 def test_drafts_change_nothing(engine: PagedEngine) -> None:
-    """With every way to sample, few blocks, and prefixes of the cache."""
+    """With every way to sample, few blocks, prefixes of the cache, and LoRA adapters."""
     draw = random.Random(4)
     asked = requests(draw, [*KINDS, *KINDS])
-    expected, none = outcomes(engine, asked, 0, 100, draw)
+    adapter = dummy_adapter(engine.info.lora_targets, torch.bfloat16, torch.device("cpu"))
+    adapters = dict.fromkeys(range(1, len(asked), 3), adapter)
+    expected, none = outcomes(engine, asked, 0, 100, draw, adapters=adapters)
     assert not none["asked"]
     preempted = 0
     for most, blocks in ((1, 100), (4, 14), (4, 16), (15, 100)):
         with proposing(ForcedDrafts):
-            found, counts = outcomes(engine, asked, most, blocks, draw)
+            found, counts = outcomes(engine, asked, most, blocks, draw, adapters=adapters)
         for request, one, other in zip(asked, found, expected, strict=True):
             assert one == other, (most, request)
         assert counts["drafted"] > 100
@@ -158,6 +165,7 @@ def test_drafts_change_nothing(engine: PagedEngine) -> None:
 
 
 def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> None:
+    kernels_of(CPU_ISA)
     engine, draw = load(paths, "itself"), random.Random(5)
     with proposing(ForcedDrafts):
         _, counts = outcomes(engine, requests(draw, [SamplingParams()] * 6), 5, 40, draw)
@@ -237,6 +245,10 @@ def test_a_draft_model_that_does_not_fit_is_refused(paths: dict[str, Path], tmp_
     other = make_model_from_config(LlamaConfig(**SHAPE_OF_512 | {"vocab_size": 98}), tmp_path)
     with pytest.raises(StartError, match="has a vocabulary of 98, and LlamaForCausalLM one of 97"):
         load(paths | {"broken": other}, "broken")
+    short = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=255)
+    make_model_from_config(short, tmp_path)
+    with pytest.raises(StartError, match="MAX_SEQUENCE_LENGTH 256 exceeds the 255 positions of"):
+        load(paths | {"broken": tmp_path}, "broken")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(StartError, match=str(tmp_path)):
         load(paths | {"broken": tmp_path}, "broken")

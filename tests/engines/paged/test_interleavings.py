@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from batches import check_pool, engine_options, limits, pool_of
-from proposers import Adversary, ForcedLookup, proposing
+from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
 
@@ -59,6 +59,7 @@ class Subject:
             "prefix_cache": False,
             "max_batch_size": MAX_BATCH_SIZE,
             "lookahead": lookahead,
+            "drafted_tokens": self.engine.info.drafted_tokens,
         } | changes
         return Batcher(limits(blocks * self.block_size, padded=False, prefill_tokens=chunk, **values), {EOS})
 
@@ -88,9 +89,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Subject:
-    name, block_size, dtype, async_decode = request.param
+    name, block_size, dtype, async_decode, *drafters = request.param
     directory = model(name)
     options = msgspec.structs.replace(engine_options(directory, MAX_BATCH_SIZE, threads=1), dtype=dtype)
+    for drafter in drafters:
+        options = msgspec.structs.replace(options, speculation="auto", speculator_path=str(model(drafter)))
     engine = PagedEngine(options, async_decode=async_decode, block_size=block_size)
     engine.warm_up()
     return Subject(engine, block_size, 1e-4 if dtype == "float32" else 1e-6, *_oracle(directory, dtype))
@@ -160,8 +163,8 @@ class Run:
         self.counts.preemptions += new.preemptions
         self.counts.prefix_cache_hits += new.prefix_cache_hits
         self.counts.queue_jumps += new.queue_jumps
-        self.counts.proposed_tokens += new.proposed_tokens
-        self.counts.accepted_tokens += new.accepted_tokens
+        self.counts.proposed_tokens += new.proposed_tokens + new.drafted_tokens
+        self.counts.accepted_tokens += new.accepted_tokens + new.accepted_drafted_tokens
 
 
 def _request(rng: random.Random, number: int) -> Request:
@@ -211,9 +214,17 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert total.queue_jumps or not few_blocks
 
 
-@pytest.mark.parametrize("subject", [("Llama", 2, "float64", False)], indirect=True)
 @pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few blocks"])
-@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
+@pytest.mark.parametrize(
+    ("subject", "kind"),
+    [
+        (("Llama", 2, "float64", False), ForcedLookup),
+        (("Llama", 2, "float64", False), Adversary),
+        (("Llama", 2, "float64", False, "Llama"), ForcedDrafts),
+        (("Llama", 2, "float64", False, "Mistral"), ForcedDrafts),
+    ],
+    indirect=["subject"],
+)
 def test_interleavings_with_proposals(subject: Subject, few_blocks: bool, kind: type[Speculator]) -> None:
     total = BatcherCounters()
     right = [[*prompt, *subject.solo(prompt, penalty)] for prompt in PROMPTS for penalty in PENALTIES]

@@ -54,6 +54,10 @@ def load_drafter(
         raise StartError(f"{path} cannot draft: {error}") from error
     if (own := engine.info.input_vocab_size) != info.input_vocab_size:
         raise StartError(f"{path} has a vocabulary of {own}, and {info.model_class} one of {info.input_vocab_size}")
+    if options.max_sequence_length > (positions := engine.info.max_positions):
+        raise StartError(
+            f"MAX_SEQUENCE_LENGTH {options.max_sequence_length} exceeds the {positions} positions of {path}"
+        )
     return DraftModel(engine, options.speculation_max_tokens)
 
 
@@ -67,10 +71,8 @@ class DraftModel(Drafter):
 
     def draft(self, plan: StepPlan) -> None:
         """Draft greedily, except for sequences of which more than a step may compute is new."""
-        room, left = self._engine.info.max_positions, _MAX_PROMPT_TOKENS
-        asked = {
-            seq.id: self._start(seq) for seq in plan.seqs if len(seq.tokens) + plan.drafts.get(seq.id, room) <= room
-        }
+        left = _MAX_PROMPT_TOKENS
+        asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
         for seq in asked.values():
             if (tokens := min(seq.num_uncomputed_tokens - 1, left)) >= _MAX_ROWS:
                 self._engine.compute_logits(StepPlan([seq], [tokens], [], has_prefill=True))
