@@ -88,6 +88,8 @@ class Policy:
         if not passes:
             self._costs.add(rows, seconds)
             self._pass_costs.add(0, 0.0)
+        elif self._pass_costs.known(1) and not self._costs.known(rows):
+            self._costs.add(rows, seconds - passes * self._pass_costs.seconds(1))
         elif self._costs.larger(0):
             self._pass_costs.add(1, (seconds - self._costs.seconds(rows)) / passes)
 
@@ -108,8 +110,8 @@ class Policy:
     def best(
         self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
     ) -> tuple[float, list[int]]:
-        """The most tokens per second as a factor of what would be worth it, 1 if nothing is, and the counts that give
-        them. At the indices `drafting` a model drafts tokens, one for each of these sequences in a pass.
+        """How many times the tokens per second that would pay are expected, and the counts that give them. At the
+        indices `drafting` a model drafts tokens, one for each of these sequences in a pass.
         """
         counts, passes = [0] * len(survival), 0
         each = self._pass_costs.seconds(1) if self._pass_costs.known(1) else 0.0

@@ -37,9 +37,9 @@ class Speculator:
             drafted = min(most, self._max_drafted if rows <= self._max_drafting else 0)
             drafts.append(lookup.drafts.survival_of_draft(self._draft_chances, drafted))
         drafting = {at for at, (own, draft) in enumerate(zip(survival, drafts, strict=True)) if sum(draft) > sum(own)}
-        rate, counts = self._policy.best(rows, survival)
+        gain, counts = self._policy.best(rows, survival)
         mixed = [drafts[at] if at in drafting else own for at, own in enumerate(survival)]
-        if drafting and (other := self._policy.best(rows, mixed, drafting))[0] > rate:
+        if drafting and (other := self._policy.best(rows, mixed, drafting))[0] > gain:
             counts = other[1]
         else:
             drafting = set()

@@ -23,7 +23,6 @@ from tgis.errors import StartError
 from tgis.utils.logs import format_bytes
 
 _EPSILON = 1e-6
-_PREFIX = "speculator."  # that names of tensors may have
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -73,7 +72,8 @@ class MLPSpeculator(Drafter):
 
     def draft(self, plan: StepPlan) -> None:
         """Draft for all sequences whose newest hidden state is known."""
-        asked = [seq for seq in plan.seqs if seq.id in plan.drafts and self._knows(seq)]
+        ends = {seq.id: len(seq.tokens) - 1 for seq in plan.seqs if seq.id in plan.drafts}
+        asked = [seq for seq in plan.seqs if seq.id in self._known and self._known[seq.id][0] == ends.get(seq.id)]
         if not asked:
             return
         states = torch.stack([self._known[seq.id][1] for seq in asked])
@@ -118,9 +118,6 @@ class MLPSpeculator(Drafter):
         states = inputs[0].flatten(0, -2)[: len(self._states)]
         self._states[: len(states)].copy_(states)
 
-    def _knows(self, seq: Sequence) -> bool:
-        return seq.id in self._known and self._known[seq.id][0] == len(seq.tokens) - 1
-
 
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPSILON)
@@ -137,7 +134,7 @@ def _read(path: Path, config: _Config, dtype: torch.dtype) -> list[list[Tensor]]
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for full in tensors.keys():  # noqa: SIM118 - it is no dict
-                name = full.removeprefix(_PREFIX)
+                name = full.removeprefix("speculator.")
                 if name in shapes:
                     if (shape := tuple(tensors.get_slice(full).get_shape())) != shapes[name]:
                         raise StartError(f"{file}: {full} has the shape {[*shape]}, not {[*shapes[name]]}")
