@@ -1,4 +1,4 @@
-"""With this directory in PYTHONPATH, engine processes propose all that they may: PROPOSER=lookup or garbage."""
+"""With this directory in PYTHONPATH, engine processes propose all that they may: PROPOSER=lookup, garbage or drafts."""
 
 import os
 import sys
@@ -9,5 +9,5 @@ if "tgis.engine_core.main" in sys.orig_argv:
 
     from tgis.batcher import batcher
 
-    kinds = {"lookup": proposers.ForcedLookup, "garbage": proposers.Adversary}
+    kinds = {"lookup": proposers.ForcedLookup, "garbage": proposers.Adversary, "drafts": proposers.ForcedDrafts}
     vars(batcher)["Speculator"] = kinds[os.environ["PROPOSER"]]
