@@ -22,7 +22,6 @@ from tgis.engines.paged.proposals import Drafter
 from tgis.errors import StartError
 from tgis.utils.logs import format_bytes
 
-_EPSILON = 1e-6
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
@@ -120,7 +119,7 @@ class MLPSpeculator(Drafter):
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPSILON)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def _read(path: Path, config: _Config, dtype: torch.dtype) -> list[list[Tensor]]:
