@@ -43,8 +43,11 @@ from tgis.utils.cpus import usable_cores
 _HERE = Path(__file__).parents[1]
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 NATIVE, REFERENCE, CTRANSLATE2 = "tgis_native float32", "hf_transformers float32", "ctranslate2 float32"
-SYSTEMS = (NATIVE, "tgis_native bfloat16", "tgis_native int8", REFERENCE, "hf_transformers bfloat16")
-SYSTEMS += (CTRANSLATE2, "ctranslate2 int8")
+SYSTEMS = (
+    *(NATIVE, "tgis_native bfloat16", "tgis_native int8"),
+    *(REFERENCE, "hf_transformers bfloat16"),
+    *(CTRANSLATE2, "ctranslate2 int8"),
+)
 _BESIDE = {
     "float32": (REFERENCE, CTRANSLATE2),
     "bfloat16": ("hf_transformers bfloat16",),

@@ -87,7 +87,8 @@ def test_checkpoints(name: str, one_layer: Path) -> None:
 def in_8_bits(weight: Tensor) -> np.ndarray:
     rows = weight.numpy()
     scales = abs(rows).max(1, keepdims=True) / np.float32(127)
-    return (rows / scales).round() * scales.astype(np.float64)
+    numbers: np.ndarray = (rows / scales).round() * scales.astype(np.float64)
+    return numbers
 
 
 def in_groups(weight: Tensor) -> np.ndarray:

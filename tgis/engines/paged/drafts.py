@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, library_errors, model_info
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
 from tgis.engines.paged.mlp_speculator import MLPSpeculator
 from tgis.engines.paged.proposals import Drafter
-from tgis.errors import StartError, Unsupported
+from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
 
