@@ -59,7 +59,7 @@ def error(case: tuple[Any, ...], device: str, dtype: torch.dtype) -> float:
     expected = weight.numbers(x.double()) @ weight.dequantized().double().T
     gemm, worst = TritonGemm(weight, torch.device(device)), 0.0
     for added in (None, bias):
-        found = gemm.product(x.to(device), None if added is None else added.to(device)).cpu().double()
+        found = gemm.quantized_product(x.to(device), None if added is None else added.to(device)).cpu().double()
         wanted = expected if added is None else expected + added.double()
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst

@@ -117,7 +117,7 @@ def build_product(name: str, rows: int, capability: int, dtype: torch.dtype) -> 
     *kind, _ = quantized_cases.CASES[name]
     weight = quantized_cases.weight_of((*kind, (64, 4096, rows)))
     gemm, x = quantized.TritonGemm(weight, torch.device("cpu")), torch.zeros(rows, 4096, dtype=dtype)
-    return build(quantized, "_product", capability, partial(gemm.product, x, None))
+    return build(quantized, "_product", capability, partial(gemm.quantized_product, x, None))
 
 
 def main() -> None:

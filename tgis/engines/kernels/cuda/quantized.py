@@ -22,8 +22,7 @@ from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight
 
 _WIDTH = 256  # bytes: rows of codes have a multiple of them
-_TILES_OF_ROWS = 16, 32, 64, 128  # the first is the smallest dimension of tl.dot
-_SAMPLE = 64  # outputs
+_MIN_DOT = 16  # smallest dimension of tl.dot
 _ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): 256}  # as the kernel explains
 _ALL = 1 << 30  # columns
 _TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
@@ -45,8 +44,8 @@ class DeviceGemms(GemmSelector):
         if weight is None:
             return None
         self.counts["Triton"] += 1
-        sample = TritonGemm(weight.of_outputs(slice(_SAMPLE)), self._device)
-        for rows in _TILES_OF_ROWS:  # now, since a self-test with a whole layer would take much memory
+        sample = TritonGemm(weight.of_outputs(slice(64)), self._device)
+        for rows in (16, 32, 64, 128):  # self-tests, which would take much memory in steps with whole layers
             x = torch.randn(rows, weight.codes.shape[1], dtype=self._how.dtype, device=self._device)
             sample(x, x[0, :1].expand(sample.outputs).contiguous())
         return PackedLinear(linear, TritonGemm(weight, self._device), self._how.dtype)
@@ -78,14 +77,14 @@ class TritonGemm:
         weight = self._weight
         codes = self._zero, weight.bits, self._group, weight.scale.dtype, weight.offset is None
         kind = x.dtype, _tiles(x), codes, weight.order is None, weight.activations
-        return _self_test.run(kind, TritonGemm.product, TritonGemm.plain_product, lambda y: y, self, x, bias)
+        return _self_test.run(kind, TritonGemm.quantized_product, TritonGemm.plain_product, lambda y: y, self, x, bias)
 
     def plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         codes = self._weight.codes
         codes = torch.cat([codes & 15, codes >> 4], 1) if self._weight.bits == 4 else codes
         return PlainGemm(replace(self._weight, codes=codes[:, : self._inputs]))(x, bias)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def quantized_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight, rows = self._weight, x.numel() // self._inputs
         block_m, block_n, block_k = _tiles(x)
         y = x.new_empty(*x.shape[:-1], self.outputs)
@@ -104,17 +103,14 @@ class TritonGemm:
             return x
         y, block = torch.empty_like(x), max(triton.next_power_of_2(self._inputs), GROUP)
         largest, span = None if how.scale is None else how.scale * how.steps, GROUP if how.per_group else block
-        _round[x.numel() // self._inputs,](
-            *(y, x, self._inputs, largest, how.steps, span, block), num_warps=min(max(block // 1024, 4), 16)
-        )
+        _round[x.numel() // self._inputs,](y, x, self._inputs, largest, how.steps, span, block, num_warps=8)
         return y
 
 
 def _tiles(x: Tensor) -> tuple[int, int, int]:
     """Rows, outputs and bytes of codes of a tile: few rows wait for memory, many for tensor cores."""
-    rows, most = triton.next_power_of_2(x.numel() // x.shape[-1]), 256 // x.element_size()
-    block_m = min(max(rows, _TILES_OF_ROWS[0]), most)
-    return (block_m, 32, 256) if block_m == _TILES_OF_ROWS[0] else (block_m, 64, 64)
+    block_m = min(max(triton.next_power_of_2(x.numel() // x.shape[-1]), _MIN_DOT), 256 // x.element_size())
+    return (block_m, 32, 256) if block_m == _MIN_DOT else (block_m, 64, 64)
 
 
 @torch.library.custom_op("tgis::quantized_product", mutates_args=())
