@@ -6,8 +6,10 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import grpc
 import msgspec
@@ -24,11 +26,12 @@ from transformers import AutoModelForCausalLM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.distributed.mirror import Deltas, Mirror, StepInput
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.paged.batch import BatchBuilder
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -141,37 +144,72 @@ def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs])
 
 
 @given(st.data())
-def test_a_step_input_carries_all_that_a_step_needs(data: st.DataObject) -> None:
-    """The batch of a plan sent to another rank is the batch of the plan."""
-    rows, counts = [], []
+def test_mirrored_sequences_give_the_batches_of_rank_0(data: st.DataObject) -> None:
+    """Over many steps, with sequences that join, generate, lose blocks, are preempted and leave."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    for n in range(data.draw(st.integers(1, 5))):
-        length, generated = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3))
-        details = LogprobOptions(input_tokens=data.draw(st.booleans()))
-        virtual = data.draw(st.integers(0, length))
-        adapter = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
-        row = Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=adapter), 0.0)
-        row.adapter = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
-        row.tokens += [90 + k for k in range(generated)]
-        row.num_computed_tokens = data.draw(st.integers(0, len(row.tokens) - 1))
-        row.block_table = data.draw(st.permutations(range(30)))[: -(-len(row.tokens) // 4)]
-        rows.append(row)
-        counts.append(data.draw(st.integers(1, row.num_uncomputed_tokens)))
-    plan = StepPlan.of(rows, counts)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks.StepInput.of(plan)), type=ranks.RankMessage)
-    assert isinstance(sent, ranks.StepInput)
-    (ours, prompt_slices), (theirs, same) = (
-        BatchBuilder(4, torch.device("cpu"), LoraLayers(None)).build(each) for each in (plan, sent.to_plan(dtype))
-    )
-    assert prompt_slices == same
+    info = cast("EngineInfo", SimpleNamespace(dtype=str(dtype)[6:], embedding_size=6, device="cpu", encoder_decoder=0))
+    deltas, mirror, ids, seqs = Deltas(), Mirror(info), count(), list[Sequence]()
+    ours, theirs = (BatchBuilder(4, torch.device("cpu"), LoraLayers(None)) for _ in range(2))
+    for _ in range(data.draw(st.integers(1, 8))):
+        seqs += [new_sequence(data, next(ids), dtype) for _ in range(data.draw(st.integers(0 if seqs else 1, 3)))]
+        counts = [data.draw(st.integers(1, seq.num_uncomputed_tokens)) for seq in seqs]
+        for seq, num in zip(seqs, counts, strict=True):
+            missing = -(-(seq.num_computed_tokens + num) // 4) - len(seq.block_table)
+            seq.block_table += [data.draw(st.integers(0, 99)) for _ in range(missing)]
+        plan = StepPlan.of(seqs, counts)
+        message = msgspec.msgpack.encode(deltas.encode(plan))
+        sent = msgspec.msgpack.decode(message, type=ranks.RankMessage)
+        assert isinstance(sent, StepInput)
+        compare_batches(ours.build(plan), theirs.build(mirror.plan(sent)))
+        gone = [seq for seq in seqs if data.draw(st.booleans())]
+        for seq, num in zip(seqs, counts, strict=True):
+            seq.num_computed_tokens += num
+            if seq in plan.sampled:
+                seq.tokens += data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=3))
+            if seq in gone:  # preempted, unless it leaves
+                seq.num_computed_tokens, seq.block_table = 0, []
+            elif data.draw(st.booleans()):  # fewer blocks, in another list
+                seq.block_table = seq.block_table[: -(-seq.num_computed_tokens // 4)]
+        deltas.release(gone)
+        seqs = [seq for seq in seqs if seq not in gone or data.draw(st.booleans())]
+    assert {seq.id for seq in seqs if seq not in gone} <= mirror._seqs.keys()
+
+
+def new_sequence(data: st.DataObject, request_id: int, dtype: torch.dtype) -> Sequence:
+    length, details = data.draw(st.integers(1, 40)), LogprobOptions(input_tokens=data.draw(st.booleans()))
+    virtual = data.draw(st.integers(0, length))
+    adapter = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
+    request = Request(request_id, list(range(length)), 9, False, SamplingParams(), details, adapter=adapter)
+    seq = Sequence(request, 0.0)
+    seq.adapter = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
+    return seq
+
+
+def compare_batches(ours: tuple[FlatBatch, dict[int, slice]], theirs: tuple[FlatBatch, dict[int, slice]]) -> None:
+    (one, slices), (other, same) = ours, theirs
+    assert slices == same
     for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    for span, copy in zip(ours.spans, theirs.spans, strict=True):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    for span, copy in zip(one.spans, other.spans, strict=True):
         assert (span.row, span.start) == (copy.row, copy.start)
         assert torch.equal(span.embeddings, copy.embeddings)
-    for one, other in zip(ours.chunks, theirs.chunks, strict=True):
-        assert (one.tokens, one.num_computed_tokens) == (other.tokens, other.num_computed_tokens)
-        assert torch.equal(one.block_table, other.block_table)
+    for chunk, like in zip(one.chunks, other.chunks, strict=True):
+        assert (chunk.tokens, chunk.num_computed_tokens) == (like.tokens, like.num_computed_tokens)
+        assert torch.equal(chunk.block_table, like.block_table)
+
+
+def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
+    seqs = [Sequence(Request(1 << 30 | n, [1 << 17] * 100_000, 99), 0.0) for n in range(32)]
+    for seq in seqs:
+        seq.block_table = [1 << 20] * 6_300
+    deltas = Deltas()
+    deltas.encode(StepPlan.compute_all(seqs))
+    for _ in range(20):
+        for seq in seqs:
+            seq.num_computed_tokens = len(seq.tokens)
+            seq.tokens.append(1 << 17)
+            seq.block_table.append(1 << 20)
+        assert len(msgspec.msgpack.encode(deltas.encode(StepPlan.compute_all(seqs)))) < 2048
 
 
 def refused(config: Any, directory: Path) -> str:

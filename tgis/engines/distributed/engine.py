@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
+from tgis.engines.distributed.mirror import Deltas
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged import engine
 from tgis.engines.paged.engine import PagedEngine
@@ -56,6 +57,7 @@ class ShardedEngine:
         threads_per_rank = max(options.num_threads // options.num_shards, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
         self._fail = fail
+        self._deltas = Deltas()
         store = os.memfd_create("tgis-ranks")  # never closed: torch opens it by its number until the end
         self._followers = [RankProcess(rank, options, store, fail, forward) for rank in range(1, options.num_shards)]
         log.info("%d ranks compute every step", options.num_shards)
@@ -78,13 +80,14 @@ class ShardedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
-            message = encode_frame(ranks.StepInput.of(plan))
+            message = encode_frame(self._deltas.encode(plan))
             for follower in self._followers:
                 follower.send(message)
             return self._engine.step(plan)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Release sequences on this rank; the others keep no state of them."""
+        """Release sequences; the other ranks hear of it with the next step."""
+        self._deltas.release(seqs)
         self._engine.release(seqs)
 
     def clear_cache(self) -> bool:

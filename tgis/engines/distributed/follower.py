@@ -9,10 +9,10 @@ import logging
 import socket
 import sys
 
-import torch
 import torch.distributed as dist
 
 from tgis.engines.distributed import ranks
+from tgis.engines.distributed.mirror import Mirror, StepInput
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineOptions, Heartbeat, Shutdown
@@ -45,7 +45,7 @@ def _compute_steps(channel: Channel, options: EngineOptions) -> None:
     engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
     channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
-    dtype = getattr(torch, engine.info.dtype)
+    mirror = Mirror(engine.info)
     return_unused_memory()
     gc.freeze()  # the loaded model is never garbage
     while True:
@@ -56,8 +56,8 @@ def _compute_steps(channel: Channel, options: EngineOptions) -> None:
                 case ranks.ClearCache():
                     engine.clear_cache()
                     return_unused_memory()
-                case ranks.StepInput():
-                    engine.compute_logits(message.to_plan(dtype))
+                case StepInput():
+                    engine.compute_logits(mirror.plan(message))
 
 
 if __name__ == "__main__":
