@@ -100,6 +100,13 @@ SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
     "max_stop_sequences": (("0", 0), ("6", 6)),
     "max_client_batch_size": (("1", 1), ("32", 32)),
     "payload_limit": (("1024", 1024), ("16777216", 16777216)),
+    "nnodes": (("2", 2), ("64", 64)),
+    "node_rank": (("1", 1), ("63", 63)),
+    "master_addr": (("a", "a"), ("10.0.0.1", "10.0.0.1")),
+    "master_port": (("1", 1), ("65534", 65534)),
+    "cluster_secret_path": (("/a", Path("/a")), ("b", Path("b"))),
+    "cluster_interface": (("eth0", "eth0"), ("lo", "lo")),
+    "cluster_timeout_seconds": (("2", 2.0), ("3600", 3600.0)),
     "strict_options": (("true", True), ("false", False)),
     "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
     "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
@@ -330,9 +337,51 @@ def test_visible_devices_do_not_set_the_number_of_shards() -> None:
 
 
 def test_ignored_options_are_one_warning() -> None:
-    got = read("--shard-uds-path", "/s", MASTER_ADDR="localhost", MASTER_PORT="29500", MAX_BATCH_WEIGHT="7")
-    assert got.warnings == ("ignored options: --shard-uds-path, MASTER_ADDR, MASTER_PORT, MAX_BATCH_WEIGHT",)
+    got = read("--shard-uds-path", "/s", WORLD_SIZE="1", RANK="0", MAX_BATCH_WEIGHT="7")
+    assert got.warnings == ("ignored options: --shard-uds-path, MAX_BATCH_WEIGHT, RANK, WORLD_SIZE",)
     assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
+
+
+CLUSTER = {"NUM_SHARD": "4", "CLUSTER_SECRET_PATH": "/s"}
+PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a"}
+TORCHRUN = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7", "LOCAL_WORLD_SIZE": "1"}
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "port"),
+    [
+        ("", PLAIN, 7),
+        ("--nnodes 2 --node-rank 1 --master-addr a --headless -tp 4", {}, 29500),
+        ("", LWS, 29500),
+        ("", TORCHRUN, 7),
+        ("", TORCHRUN | AGENT_STORE, 8),
+    ],
+)
+def test_what_starts_nodes_says_which_is_which(flags: str, variables: dict[str, str], port: int) -> None:
+    got = read(*flags.split(), **CLUSTER, **variables)
+    assert (got.nnodes, got.node_rank, got.master_addr, got.master_port) == (2, 1, "a", port)
+    assert not got.warnings
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        (CLUSTER | {"NNODES": "3"}, "NUM_SHARD=4 must be a multiple of NNODES=3"),
+        (CLUSTER | PLAIN | {"NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2"),
+        (CLUSTER | {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        (PLAIN | {"NUM_SHARD": "2"}, "NNODES=2 needs CLUSTER_SECRET_PATH"),
+        (PLAIN | {"CLUSTER_SECRET_PATH": "/s"}, "NUM_SHARD=1 must be a multiple of NNODES=2"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE='2' is not supported: a process for each node starts its ranks"),
+    ],
+)
+def test_unusable_clusters_are_refused(variables: dict[str, str], reason: str) -> None:
+    assert refusal(**variables).startswith(reason)
+
+
+def test_with_one_node_its_address_is_harmless() -> None:
+    assert read(MASTER_ADDR="localhost", MASTER_PORT="29501", NODE_RANK="0").warnings == ()
 
 
 @pytest.mark.parametrize(

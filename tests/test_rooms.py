@@ -34,8 +34,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
+    "node": "api api/http config errors frontend ipc utils",
     "server": (
-        "api api/grpc api/http api/openai api/tgi config errors frontend ipc limits models prompts security "
+        "api api/grpc api/http api/openai api/tgi config errors frontend ipc limits models node prompts security "
         "startup_log tracing utils"
     ),
     # the engine process

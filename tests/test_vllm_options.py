@@ -219,6 +219,7 @@ def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
             "--pipeline-parallel-size 2",
             "--pipeline-parallel-size='2' is not supported: a model is split by --tensor-parallel-size only",
         ),
+        ("--data-parallel-size 2", "--data-parallel-size='2' is not supported: replicas are servers of their own"),
         ("--hf-overrides {\"a\":1}", "is not supported: a model is served as its directory describes it"),
     ],
 )  # fmt: skip
@@ -227,5 +228,6 @@ def test_what_would_serve_something_else_is_refused(flags: str, reason: str) -> 
 
 
 def test_what_changes_nothing_is_not_refused() -> None:
-    flags = "--task generate --runner auto --convert none --tokenizer m --pipeline-parallel-size 1 --hf-overrides {}"
+    flags = "--task generate --runner auto --convert none --tokenizer m --hf-overrides {}"
+    flags += " --pipeline-parallel-size 1 --data-parallel-size 1 --nnodes 1"
     assert read(*flags.split()) == read()

@@ -55,7 +55,8 @@ from tgis.utils.options import (
 )
 
 MODEL, LIMITS, BATCHES, TEXTS = "Model", "Request limits", "Batching and memory", "Text"
-ADAPTERS, NETWORK, HTTP, PROCESS, LOGS = "Adapters", "Network", "HTTP", "Process", "Logging"
+ADAPTERS, NETWORK, HTTP, CLUSTER = "Adapters", "Network", "HTTP", "Several machines"
+PROCESS, LOGS = "Process", "Logging"
 
 ENGINE = choice("auto", "tgis_native", "hf_transformers", "hf_optimum_ort", "fake")
 DTYPE = choice(
@@ -71,6 +72,7 @@ SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lo
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
+MASTER_PORT = 29500  # of torch.distributed
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
@@ -117,7 +119,7 @@ class Config:
     pt2_compile: bool | None = option(
         MODEL, BOOLEAN, "use torch.compile in tgis_native", None, shown_default="on a GPU")
     num_shard: int = option(
-        MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each", 1,
+        MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each, of all machines together", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
@@ -286,6 +288,25 @@ class Config:
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
 
+    nnodes: int = option(
+        CLUSTER, integer(1, 64), "machines that the ranks of NUM_SHARD are on, as many on each", 1,
+        aliases=("group_world_size", "lws_group_size"))
+    node_rank: int = option(
+        CLUSTER, integer(0, 63), "number of this machine; 0 serves, the others only answer probes", 0,
+        aliases=("group_rank", "lws_worker_index"))
+    master_addr: str | None = option(
+        CLUSTER, TEXT, "address of node 0 for the other nodes", None, aliases=("lws_leader_address",))
+    master_port: int = option(
+        CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; under torchrun, which takes it, the next one",
+        MASTER_PORT)
+    cluster_secret_path: Path | None = option(
+        CLUSTER, PATH, "file with the secret that nodes know each other by, at least 16 bytes", None)
+    cluster_interface: str | None = option(
+        CLUSTER, TEXT, "network interface for what ranks compute together", None,
+        shown_default="that of the connection to node 0")
+    cluster_timeout_seconds: float = option(
+        CLUSTER, decimal(2, 3600), "seconds without an answer after which another node counts as gone", 10.0)
+
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
     shutdown_grace_seconds: float = option(
@@ -357,6 +378,8 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     values |= named_by(values.get("speculative_config"), values)
     if "speculation_max_tokens" in values or values.get("speculator_name"):
         values.setdefault("speculation", "auto")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
+        values["master_port"] = values.get("master_port", MASTER_PORT) + 1
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
     warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
@@ -478,6 +501,19 @@ def _validate(config: Config) -> None:
         raise OptionError("API_KEY must be printable ASCII text")
     if config.num_shard > 1 and config.engine != "tgis_native":
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
+    if config.nnodes > 1:
+        _validate_cluster(config)
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     if any(tls) and not all(tls[:2]):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")
+
+
+def _validate_cluster(config: Config) -> None:
+    nodes = config.nnodes
+    if config.num_shard % nodes:
+        raise OptionError(f"NUM_SHARD={config.num_shard} must be a multiple of NNODES={nodes}")
+    if config.node_rank >= nodes:
+        raise OptionError(f"NODE_RANK={config.node_rank} must be below NNODES={nodes}")
+    for name in ("master_addr", "cluster_secret_path"):
+        if getattr(config, name) is None:
+            raise OptionError(f"NNODES={nodes} needs {name.upper()}")

@@ -10,14 +10,12 @@ import functools
 import gc
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tgis import __version__
 from tgis.api.clients import Clients
@@ -38,7 +36,7 @@ from tgis.frontend import request_log
 from tgis.frontend.chat_template import ChatTemplate
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_process import TICK_SECONDS
+from tgis.frontend.engine_process import TICK_SECONDS, wait_first
 from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
@@ -56,6 +54,7 @@ from tgis.models.files import (
     find_weights,
     is_encoder_decoder,
 )
+from tgis.node import serve_node
 from tgis.prompts.catalog import AdapterCatalog
 from tgis.security.bearer import BearerAuthInterceptor, TokenFile
 from tgis.security.tls import Certificates, TlsFiles
@@ -86,6 +85,8 @@ def run(config: Config) -> int:
             os.environ["TMPDIR"] = str(scratch)
         gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
         sys.setswitchinterval(SWITCH_SECONDS)
+        if config.node_rank:
+            return private.run(serve_node(config, server.engine_options()))
         return private.run(server.serve())
 
 
@@ -162,7 +163,7 @@ class Server:
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
-        stop, hurry = _stop_signals()
+        stop, hurry = stop_signals.futures()
         grpc_server = self._make_grpc_server()
         client = EngineClient()
         http_ports = self._make_http_ports(client)
@@ -198,7 +199,7 @@ class Server:
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
         """The engine's description once it has loaded everything; None if it dies or a signal arrives first."""
         loading = asyncio.create_task(self._load(client))
-        await _wait_first([loading, client.died, stop])
+        await wait_first([loading, client.died, stop])
         loading.cancel()
         return loading.result() if loading.done() and not client.died.done() else None
 
@@ -288,7 +289,7 @@ class Server:
                 reason = f"no step for {limit:g} s with requests waiting"
                 client.kill(reason)
             self._set_health(grpc_server, reason)
-            await _wait_first([client.died, stop], timeout=TICK_SECONDS)
+            await wait_first([client.died, stop], timeout=TICK_SECONDS)
 
     def _set_health(self, grpc_server: GrpcServer, unhealthy_reason: str | None) -> None:
         healthy = unhealthy_reason is None
@@ -315,7 +316,7 @@ class Server:
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
-        await _wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
+        await wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
         await self._http_api.end_calls()
         await self._clients.end_calls()
         await grpc_server.stop()
@@ -361,23 +362,3 @@ class Server:
         if stop.done() and not client.died.done():
             return 0
         raise StartError(client.died.result())
-
-
-async def _wait_first(events: Sequence[asyncio.Future[Any]], timeout: float | None = None) -> None:
-    await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _stop_signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
-    """One done on the first SIGTERM, SIGINT or SIGHUP, and one on a SIGINT after that."""
-    loop = asyncio.get_running_loop()
-    stop: asyncio.Future[None] = loop.create_future()
-    hurry: asyncio.Future[None] = loop.create_future()
-    stop_signals.handle(lambda number, _frame: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
-    return stop, hurry
-
-
-def _signalled(number: int, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
-    if not stop.done():
-        stop.set_result(None)
-    elif number == signal.SIGINT and not hurry.done():
-        hurry.set_result(None)

@@ -52,6 +52,7 @@ def _why(config: Config) -> str:
 
 def _device(config: Config, info: EngineInfo) -> str:
     ranks = f", {config.num_shard} ranks" if config.num_shard > 1 else ""
+    ranks += f" on {config.nnodes} nodes" if config.nnodes > 1 else ""
     quota, cpus = cpu_quota(), len(os.sched_getaffinity(0))
     allowed = "no quota" if quota is None else f"quota {quota:g}"
     weights = "" if info.quantize == "none" else f", weights in {info.quantize}"

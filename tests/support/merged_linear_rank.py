@@ -18,7 +18,9 @@ from tgis.engines.loading.merged_linear import merge_linears
 
 store, rank, *models = sys.argv[1:]
 torch.set_grad_enabled(False)
-ranks.init_ranks(int(rank), 2, os.open(store, os.O_RDWR | os.O_CREAT))
+fd = os.open(store, os.O_RDWR | os.O_CREAT)
+ranks.use_interface("lo", "")
+ranks.init_ranks(int(rank), 2, ranks.open_store(str(fd), 2))
 ids = torch.tensor([[5, 9, 13, 2, 7]])
 for path in models:
     shards = DistributedConfig(tp_size=2)

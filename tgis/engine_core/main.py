@@ -1,4 +1,4 @@
-"""Main of the engine process: load the engine that the first message names, and serve.
+"""Main of the engine process: load the engine that the first message names, and serve or follow rank 0.
 
 Run as `python -m tgis.engine_core.main FD` with one end of a socketpair. It exits when told to, when its front end is
 gone (end of file), or when it cannot go on, and then says why first. It ignores SIGINT and SIGTERM: the front end
@@ -14,7 +14,7 @@ import sys
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
 from tgis.engine_core.core import EngineCore
-from tgis.engines import load_engine
+from tgis.engines import follow_node_0, load_engine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.lookups import LookUp, Vocabulary
@@ -94,7 +94,10 @@ def main() -> int:
     logs.configure(level=options.log_level, json_output=options.json_output, process="engine")
     channel.start_heartbeat(lambda: Heartbeat(0, logs.num_dropped_lines(), channel.resident_cache_bytes()))
     try:
-        _serve(channel, options, received)
+        if options.rank:
+            follow_node_0(channel, options)
+        else:
+            _serve(channel, options, received)
     except TgisError as error:
         channel.send(Fatal(str(error)))
         return 1

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from tgis.engines.base import Engine, warn
 from tgis.errors import StartError, Unsupported
+from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineOptions, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ def load_engine(
     if store and store.path and not engine.info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
     return engine, reason
+
+
+def follow_node_0(parent: Channel, options: EngineOptions) -> None:
+    """Be a rank of this node in a cluster, until rank 0 on node 0 ends it."""
+    _import("tgis.engines.distributed.follower").follow_node_0(parent, options)
 
 
 def describe_memory(options: EngineOptions) -> list[str]:

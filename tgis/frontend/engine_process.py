@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from tgis.ipc import messages
 from tgis.ipc.channel import FrameReader, encode_frame
@@ -113,11 +115,16 @@ class EngineProcess(asyncio.Protocol):
             with contextlib.suppress(ProcessLookupError):  # it has ended, and asyncio is about to say so
                 os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
 
-    async def stop(self) -> None:
-        """Shut the engine process down and wait for its exit; kill it after a timeout."""
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Shut the engine process down and wait for its exit; kill it after a timeout, or at once."""
         if self._process is None:
             return
-        if not self.ready.done():
+        if at_once or not self.ready.done():
             self.kill(_STOPPED)  # modules that it imports may not let it notice anything for seconds
         elif not self._dead:
             self.send(messages.Shutdown())
@@ -158,6 +165,10 @@ class EngineProcess(asyncio.Protocol):
             if self._death_cause == _DIED:
                 self._death_cause = _describe_exit(code)
         self.died.set_result(self._death_cause)
+
+
+async def wait_first(events: Sequence[asyncio.Future[Any]], timeout: float | None = None) -> None:
+    await asyncio.wait(events, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _describe_exit(code: int) -> str:

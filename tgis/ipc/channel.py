@@ -7,13 +7,12 @@ end, or another rank of the engine process. End of file means that the parent di
 import logging
 import os
 import queue
-import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -23,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _RECV_BYTES = 1 << 18
+_MAX_FRAME_BYTES = 1 << 30
 _HEARTBEAT_SECONDS = 1.0
 
 _encoder = msgspec.msgpack.Encoder()
@@ -46,6 +46,8 @@ class FrameReader:
         messages, start = [], 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > _MAX_FRAME_BYTES:
+                raise ConnectionError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES} are allowed")
             end = start + _LENGTH.size + length
             if end > len(self._buffer):
                 break
@@ -56,7 +58,15 @@ class FrameReader:
         return messages
 
 
-def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
+class Stream(Protocol):
+    """What is needed of a blocking socket."""
+
+    def sendall(self, data: bytes, /) -> object: ...
+
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+
+def receive_messages(sock: Stream, message_type: Any) -> Iterator[Any]:
     """The messages of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
 
     All reads share a buffer: separate buffers, with parts of messages kept between them, would fragment the heap.
@@ -66,11 +76,18 @@ def receive_messages(sock: socket.socket, message_type: Any) -> Iterator[Any]:
         yield from reader.feed(buffer[:count])
 
 
+def _exit(_reason: str) -> NoReturn:
+    os._exit(0)  # nobody is left to serve or to tell
+
+
 class Channel:
     """Reads the socket in a separate thread, so that end-of-file is noticed during a long step."""
 
-    def __init__(self, sock: socket.socket, message_type: Any) -> None:
-        """`message_type` is the union of what the parent sends."""
+    def __init__(self, sock: Stream, message_type: Any, on_end: Callable[[str], object] = _exit) -> None:
+        """`message_type` is the union of what the parent sends. `on_end` is called with the reason, from any thread,
+        when the parent is gone; by default that ends the process.
+        """
+        self.on_end = on_end
         self._socket = sock
         self._message_type = message_type
         self._send_lock = threading.Lock()
@@ -97,8 +114,8 @@ class Channel:
         with self._send_lock:
             try:
                 self._socket.sendall(encode_frame(message))
-            except BrokenPipeError:
-                os._exit(0)  # the reader thread has yet to notice
+            except OSError as error:
+                self.on_end(error.strerror or str(error))  # the reader thread has yet to notice
 
     def start_heartbeat(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
         """Send heartbeats from a separate thread, since the others may be busy for long."""
@@ -118,12 +135,13 @@ class Channel:
             time.sleep(_HEARTBEAT_SECONDS)
 
     def _read(self) -> None:
+        reason = "its connection was closed"
         try:
             for message in receive_messages(self._socket, self._message_type):
                 self._handlers.get(type(message), self._received.put)(message)
-        except OSError:
-            log.debug("the channel broke", exc_info=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
         except Exception as error:  # without this thread the process would hang
             log.exception("the channel cannot be read")
             self.abort(f"a message could not be handled: {error!r}")
-        os._exit(0)  # the parent is gone: nobody is left to serve or to tell
+        self.on_end(reason)

@@ -29,13 +29,21 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_waiting_tokens: int
     batch_safety_margin: int | None  # percent of memory kept free; None: the engine decides
     cuda_memory_fraction: float
-    num_threads: int  # of all shards together
+    num_threads: int  # of all shards on this machine
     log_level: str
     json_output: bool
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
     kv_cache_dtype: str = "auto"  # int8, fp8, or bfloat16, which must be that of the model
-    num_shards: int = 1  # tensor-parallel processes
+    num_shards: int = 1  # tensor-parallel processes, of all machines
+    rank: int = 0  # of this process
+    nnodes: int = 1  # machines that they are on
+    node_rank: int = 0  # of this one
+    master_addr: str | None = None  # of node 0, for the others
+    master_port: int = 0
+    cluster_secret_path: str | None = None
+    cluster_interface: str | None = None  # of collectives; None: where the connections between nodes are
+    cluster_timeout_seconds: float = 10.0  # until another node that does not answer counts as gone
     adapter_store: AdapterStoreOptions | None = None
     max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
     max_prefill_gap_ms: int | None = None  # None: the engine's default
@@ -54,6 +62,11 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
     speculator_path: str | None = None  # of a model that drafts tokens
     speculator_max_batch_size: int | None = None  # sequences of a step for which it does; None: any number
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.num_shards // self.nnodes
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

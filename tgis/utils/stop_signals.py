@@ -3,6 +3,7 @@
 By default they end a process without cleaning up, or do nothing at all where it is PID 1 of a container.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -17,6 +18,22 @@ def handle(handler: Callable[[int, FrameType | None], object]) -> None:
     for number in _NUMBERS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def futures() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+    """One done on the first SIGTERM, SIGINT or SIGHUP, and one on a SIGINT after that."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+    hurry: asyncio.Future[None] = loop.create_future()
+    handle(lambda number, _frame: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
+    return stop, hurry
+
+
+def _signalled(number: int, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
+    if not stop.done():
+        stop.set_result(None)
+    elif number == signal.SIGINT and not hurry.done():
+        hurry.set_result(None)
 
 
 def ignore() -> None:

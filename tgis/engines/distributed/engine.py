@@ -1,7 +1,7 @@
 """Engine `tgis_native` over several processes: this one is rank 0, which alone samples and serves the batcher.
 
-The others (`follower`) load their shard, warm up as this one does, and then compute every step that they are sent. A
-rank that dies or falls out of step ends them all at once.
+The others (`follower`) load their shard, warm up as this one does, and then compute every step that they are sent. It
+starts those of this machine; those of other nodes connect to it. A rank that dies or falls out of step ends them all.
 """
 
 import logging
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import msgspec
@@ -21,6 +21,8 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import Deltas
+from tgis.engines.distributed.rendezvous import Joined, gather
+from tgis.engines.distributed.secure_socket import SecureSocket
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged import engine
 from tgis.engines.paged.engine import PagedEngine
@@ -32,11 +34,12 @@ log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
 _CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
+_LAST_WORD_SECONDS = 0.1
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need for each rank. StartError if the model cannot be sharded, or would find no room."""
-    ranks.check_shardable(load_config(options), options.num_shards)
+    ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
     return engine.describe_memory(options)
 
 
@@ -49,21 +52,46 @@ class ShardedEngine:
         fail: Callable[[str], NoReturn],
         forward: Callable[[Heartbeat], None],
     ) -> None:
-        """StartError if the model cannot be sharded.
+        """StartError if the model cannot be sharded, or nodes differ. Waits for the other nodes.
 
         Later, `fail` is called with the reason when a rank fails, and `forward` with the heartbeats of the other ranks.
         """
-        ranks.check_shardable(load_config(options), options.num_shards)
-        threads_per_rank = max(options.num_threads // options.num_shards, 1)
+        ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
+        threads_per_rank = max(options.num_threads // options.ranks_per_node, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
-        self._fail = fail
+        self._end = fail
         self._deltas = Deltas()
-        store = os.memfd_create("tgis-ranks")  # never closed: torch opens it by its number until the end
-        self._followers = [RankProcess(rank, options, store, fail, forward) for rank in range(1, options.num_shards)]
+        self._followers: list[Follower] = []
+        links = gather(options) if options.nnodes > 1 else {}
+        store = self._start_followers(options, links, forward)
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
-            ranks.init_ranks(0, options.num_shards, store)
+            ranks.init_ranks(0, options.num_shards, store, options.ranks_per_node)
             self._engine = PagedEngine(options, ranks.all_reduce_min)
+
+    def _start_followers(
+        self, options: EngineOptions, links: dict[int, SecureSocket], forward: Callable[[Heartbeat], None]
+    ) -> dist.Store:
+        """Start those of this machine, and answer the others; returns the store where all ranks meet."""
+        fds: list[int] = []
+        if links:
+            address = next(iter(links.values())).local_address
+            ranks.use_interface(options.cluster_interface, address)
+            store, name = ranks.host_store(address, options.num_shards)
+        else:
+            ranks.use_interface("lo", "")
+            fds = [os.memfd_create("tgis-ranks")]  # never closed: torch opens it by its number until the end
+            name = str(fds[0])
+            store = ranks.open_store(name, options.num_shards)
+        for rank, link in links.items():
+            link.sendall(encode_frame(Joined(name)))
+            node = f" on node {rank // options.ranks_per_node}"
+            self._followers.append(Follower(rank, node, link, None, self._fail, forward))
+        for rank in range(1, options.ranks_per_node):
+            sock, process = _start_process(msgspec.structs.replace(options, rank=rank), name, fds)
+            node = " on node 0" if links else ""
+            self._followers.append(Follower(rank, node, sock, process, self._fail, forward))
+        return store
 
     @property
     def info(self) -> EngineInfo:
@@ -80,9 +108,7 @@ class ShardedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
-            message = encode_frame(self._deltas.encode(plan))
-            for follower in self._followers:
-                follower.send(message)
+            self._send(self._deltas.encode(plan))
             return self._engine.step(plan)
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -93,9 +119,7 @@ class ShardedEngine:
     def clear_cache(self) -> bool:
         """Clear the KV cache of all ranks."""
         with self._collective("clearing the KV cache"):
-            message = encode_frame(ranks.ClearCache())
-            for follower in self._followers:
-                follower.send(message)
+            self._send(ranks.ClearCache())
             return self._engine.clear_cache()
 
     @property
@@ -111,6 +135,17 @@ class ShardedEngine:
         for follower in self._followers:
             follower.join()
 
+    def _send(self, message: ranks.RankMessage) -> None:
+        frame = encode_frame(message)
+        for follower in self._followers:
+            follower.send(frame)
+
+    def _fail(self, reason: str) -> NoReturn:
+        """End all ranks; those of other nodes are told why."""
+        for follower in self._followers:
+            follower.tell(reason)
+        self._end(reason)
+
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
         """A block in which ranks wait for each other: one that fails leaves the others stuck."""
@@ -125,33 +160,49 @@ class ShardedEngine:
             self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
-class RankProcess:
-    """The process of another rank, as rank 0 sees it."""
+def _start_process(options: EngineOptions, store: str, fds: list[int]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a rank of this machine, which inherits the files `fds`."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = (sys.executable, "-m", "tgis.engines.distributed.follower", str(theirs.fileno()), store)
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(), *fds), process_group=0)  # no Ctrl-C
+    ours.sendall(encode_frame(options))
+    return ours, process
+
+
+class Follower:
+    """Another rank, as rank 0 sees it: a process of this machine, or one of another node, without `process`."""
 
     def __init__(
         self,
         rank: int,
-        options: EngineOptions,
-        store_fd: int,
+        node: str,
+        link: socket.socket | SecureSocket,
+        process: "subprocess.Popen[bytes] | None",
         fail: Callable[[str], NoReturn],
         forward: Callable[[Heartbeat], None],
     ) -> None:
-        self._rank = rank
+        self._name = f"rank {rank} of the engine{node}"
+        self._link = link
+        self._process = process
         self._fail = fail
         self._forward = forward
+        self._sending = threading.Lock()
         self._shutting_down = False
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            fds = theirs.fileno(), store_fd
-            command = (sys.executable, "-m", "tgis.engines.distributed.follower", *map(str, fds), str(rank))
-            self._process = subprocess.Popen(command, pass_fds=fds, process_group=0)  # no Ctrl-C
-        self.send(encode_frame(options))
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"rank {rank}")
         self._watcher.start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         """OSError if the process is gone."""
-        self._socket.sendall(message)
+        with self._sending:
+            self._link.sendall(frame)
+
+    def tell(self, reason: str) -> None:
+        """Tell another node why all ranks end, unless it does not read; those of this machine just end."""
+        if self._process is None and self._sending.acquire(timeout=_LAST_WORD_SECONDS):
+            with suppress(OSError):
+                self._link.settimeout(_LAST_WORD_SECONDS)
+                self._link.sendall(encode_frame(Fatal(reason)))
 
     def wait_for_crash(self, seconds: float) -> None:
         """Give the watcher time to notice that the process died, and to end this one."""
@@ -164,28 +215,28 @@ class RankProcess:
 
     def join(self) -> None:
         """Wait for exit; kill after a timeout."""
-        try:
-            self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._watcher.join(_EXIT_SECONDS)
+        if self._process:
             self._process.kill()
-        self._watcher.join()
-        self._socket.close()
+            self._process.wait()
+        self._link.close()
 
     def _watch(self) -> None:
         """Read until end of file: heartbeats, and the reason of a failure."""
-        last = ""
+        last, gone = "", "has closed its connection"
         try:
-            for message in receive_messages(self._socket, Heartbeat | Fatal):
+            for message in receive_messages(self._link, Heartbeat | Fatal):
                 match message:
                     case Heartbeat():
                         self._forward(message)
                     case Fatal(text):
                         last = text
-        except OSError:
-            log.debug("rank %d exited with messages unread", self._rank)
-        code = self._process.wait()
+        except OSError as error:
+            gone = f"is gone: {error.strerror or error}"
+        if self._process:
+            gone = _describe_exit(self._process.wait())
         if not self._shutting_down:
-            self._fail(f"rank {self._rank} of the engine {last or _describe_exit(code)}")
+            self._fail(f"{self._name} {last or gone}")
 
 
 def _describe_exit(code: int) -> str:

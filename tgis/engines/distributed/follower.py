@@ -1,55 +1,92 @@
-"""Entry point of every rank but the first: loads its shard of the model, then computes every step that rank 0 sends.
+"""Every rank but the first: loads its shard of the model, then computes every step that rank 0 sends.
 
-Run as `python -m tgis.engines.distributed.follower SOCKET STORE RANK`: two file descriptors and a number. It exits when
-told to, when rank 0 is gone (end of file), or on an error, which it reports first.
+On the machine of rank 0 it is run as `python -m tgis.engines.distributed.follower SOCKET STORE`, a file descriptor and
+the name of a store. On other nodes it is the engine process, which connects to rank 0. It exits when told to, when
+rank 0 or its own parent is gone, or on an error, which it reports first.
 """
 
 import gc
 import logging
 import socket
 import sys
+import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import Mirror, StepInput
+from tgis.engines.distributed.rendezvous import join
 from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
-from tgis.ipc.messages import EngineOptions, Heartbeat, Shutdown
+from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, Shutdown
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)
 
+_CRASH_SECONDS = 1.0  # until a rank tells that a collective has failed: the one that died says more, and ends all
+
 
 def main() -> int:
-    """Follow rank 0 from its first message to its last."""
-    sock, store_fd, rank = map(int, sys.argv[1:])
-    channel = Channel(socket.socket(fileno=sock), ranks.RankMessage)
+    """Follow rank 0, which has started this process."""
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), ranks.RankMessage)
     (options,) = channel.receive()
     assert isinstance(options, EngineOptions)
-    logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {rank}")
-    channel.start_heartbeat(lambda: Heartbeat(rank, logs.num_dropped_lines(), channel.resident_cache_bytes()))
+    logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {options.rank}")
     try:
-        ranks.init_ranks(rank, options.num_shards, store_fd)
-        _compute_steps(channel, options)
-        dist.destroy_process_group()
+        _follow(channel, options, sys.argv[2])
     except Exception as error:
-        log.exception("rank %d cannot go on", rank)
-        channel.abort(f"failed: {type(error).__name__}: {error}")
+        log.exception("rank %d cannot go on", options.rank)
+        channel.abort(_failure(error))
     return 0
 
 
-def _compute_steps(channel: Channel, options: EngineOptions) -> None:
+def follow_node_0(parent: Channel, options: EngineOptions) -> None:
+    """Follow the rank 0 of another machine; an error is told to both it and `parent`, the front end of this node."""
+    link, store = join(options)
+    ranks.use_interface(options.cluster_interface, link.local_address)
+    origin = f"rank 0 of the engine on node 0 at {link.peer_address}"
+    rank_0 = Channel(link, ranks.RankMessage, lambda reason: parent.abort(f"{origin} is gone: {reason}"))
+    rank_0.handle_inline(Fatal, lambda fatal: parent.abort(fatal.message))
+    try:
+        _follow(rank_0, options, store, lambda info: parent.send(Ready(info)))
+    except Exception as error:
+        log.exception("rank %d cannot go on", options.rank)
+        reason = _failure(error)
+        rank_0.send(Fatal(reason))
+        parent.abort(f"rank {options.rank} of the engine {reason}")
+
+
+def _failure(error: Exception) -> str:
+    if not isinstance(error, TgisError):
+        time.sleep(_CRASH_SECONDS)
+    return f"failed: {type(error).__name__}: {error}"
+
+
+def _follow(
+    rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object] = lambda _: None
+) -> None:
     """Compute every step that rank 0 computes, in lockstep with it, until shutdown."""
+    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines(), rank_0.resident_cache_bytes()))
+    num_shards = options.num_shards
+    ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
     engine = PagedEngine(options, ranks.all_reduce_min)
     engine.warm_up()
-    channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
-    mirror = Mirror(engine.info)
+    rank_0.resident_cache_bytes = lambda: engine.resident_cache_bytes
     return_unused_memory()
     gc.freeze()  # the loaded model is never garbage
+    on_ready(engine.info)
+    _compute_steps(rank_0, engine)
+    rank_0.on_end = lambda _: None
+    dist.destroy_process_group()
+
+
+def _compute_steps(rank_0: Channel, engine: PagedEngine) -> None:
+    mirror = Mirror(engine.info)
     while True:
-        for message in channel.receive():
+        for message in rank_0.receive():
             match message:
                 case Shutdown():
                     return

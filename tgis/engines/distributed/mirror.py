@@ -122,4 +122,4 @@ class Mirror:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())

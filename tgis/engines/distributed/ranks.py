@@ -3,7 +3,13 @@
 Transformers and torch shard the model and do the all-reduces between its layers.
 """
 
+import fcntl
+import ipaddress
 import os
+import socket
+import struct
+from contextlib import suppress
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -12,18 +18,21 @@ from transformers import PreTrainedConfig
 
 from tgis.engines.distributed.mirror import StepInput
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineOptions, Shutdown
+from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NEVER = timedelta(days=1)  # ranks load at different speeds, and one that dies is noticed otherwise
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
     """No sequence is held: forget the KV cache, and give unused memory back."""
 
 
-RankMessage = EngineOptions | StepInput | ClearCache | Shutdown
+RankMessage = EngineOptions | StepInput | ClearCache | Shutdown | Fatal
 
 
-def check_shardable(config: PreTrainedConfig, num_shards: int) -> None:
-    """StartError if the model has no such split, or there are too few GPUs."""
+def check_shardable(config: PreTrainedConfig, num_shards: int, on_this_node: int | None = None) -> None:
+    """StartError if the model has no such split, or this machine too few GPUs for its ranks, by default all."""
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -33,24 +42,58 @@ def check_shardable(config: PreTrainedConfig, num_shards: int) -> None:
         raise StartError(
             f"NUM_SHARD={num_shards} must divide the model's {heads} attention and {kv_heads} key-value heads"
         )
-    if torch.cuda.is_available() and torch.cuda.device_count() < num_shards:
+    if torch.cuda.is_available() and torch.cuda.device_count() < (on_this_node or num_shards):
         raise StartError(f"NUM_SHARD={num_shards} is more than the {torch.cuda.device_count()} GPUs")
 
 
-def init_ranks(rank: int, num_shards: int, store_fd: int) -> None:
-    """Join torch's default process group through a file that all ranks have open as `store_fd`.
+def host_store(address: str, num_ranks: int) -> tuple[dist.Store, str]:
+    """A store for the ranks of several machines, in this process, and its name for `open_store`."""
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # With a number of its own it would listen on all addresses.
+    own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(address, port, num_ranks, **own), f"{address}:{port}"
 
-    All ranks are on this machine: they listen on the loopback interface only.
-    """
-    os.environ["LOCAL_RANK"] = str(rank)  # transformers picks the GPU by it
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"/proc/self/fd/{store_fd}", num_shards)
+
+def open_store(name: str, num_ranks: int) -> dist.Store:
+    """The store of that name: HOST:PORT, or the number of a file that all ranks have open."""
+    if name.isdigit():
+        return dist.FileStore(f"/proc/self/fd/{name}", num_ranks)
+    host, _, port = name.rpartition(":")
+    return dist.TCPStore(host, int(port), num_ranks, is_master=False)
+
+
+def use_interface(name: str | None, address: str) -> None:
+    """Have collectives of this process and its children use this network interface, by default that of `address`."""
+    if found := name or _interface_of(address):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[variable] = found
+
+
+def _interface_of(address: str) -> str | None:
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    for _, name in socket.if_nameindex():
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: int | None = None) -> None:
+    """Join torch's default process group."""
+    local_rank = rank % (ranks_per_node or num_shards)
+    numbers = {"RANK": rank, "WORLD_SIZE": num_shards, "LOCAL_RANK": local_rank}
+    for variable, number in numbers.items():  # for transformers; torchrun has set them for its own processes
+        os.environ[variable] = str(number)
+    common = {"store": store, "rank": rank, "world_size": num_shards, "timeout": _NEVER}
     if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=num_shards, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **common)
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_shards)
+        dist.init_process_group("gloo", **common)
 
 
 def all_reduce_min(value: int) -> int:

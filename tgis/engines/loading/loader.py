@@ -151,7 +151,7 @@ def look_at_model(
     config = load_config(options)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
-        dtype = getattr(torch, options.dtype) if options.dtype else _default_dtype(config, device)
+        dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(config, device)
         quantization = resolve_quantization(options, config, dtype, device)
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
@@ -300,7 +300,7 @@ def _has_other_state(model: PreTrainedModel) -> bool:
     return model._is_stateful or not _ATTENTION_LAYERS.issuperset(kinds)
 
 
-def _default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+def default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """Half precision if the hardware computes in it."""
     if device.type == "cuda":
         saved = config.get_text_config(decoder=True).dtype

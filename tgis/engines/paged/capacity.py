@@ -63,4 +63,4 @@ class KVBudget:
     @property
     def _num_ranks(self) -> int:
         """Ranks that share the memory: that of the machine, while each has a GPU."""
-        return self.options.num_shards if self.device.type == "cpu" else 1
+        return self.options.ranks_per_node if self.device.type == "cpu" else 1
