@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-clients test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
+.PHONY: help venv proto demo-model serve test test-all test-clients test-cluster test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,13 @@ test: venv ## run the tests, except the slow ones, on every core; ARGS goes to p
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)
+
+test-cluster: venv ## run a model on two nodes and break them, in network namespaces where the system allows any; ARGS goes to pytest
+	@$(BIN)/python -m demo glassllm > /dev/null
+	@if unshare --map-root-user --net ip link add node0 type veth peer name node1 2>/dev/null; then \
+		CLUSTER_TESTS=namespaces unshare --map-root-user --net $(BIN)/python -m pytest tests/cluster $(ARGS); else \
+		echo "no network namespaces here: the nodes are on two loopback addresses, and no link is cut"; \
+		CLUSTER_TESTS=loopback $(BIN)/python -m pytest tests/cluster $(ARGS); fi
 
 test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
 	$(BIN)/python -m pytest tests/clients $(ARGS)
