@@ -33,6 +33,7 @@ def _name(one: Object) -> str:
 def _pod(one: Object) -> Object | None:
     pod: Object | None = {
         "Deployment": lambda: one["spec"]["template"]["spec"],
+        "LeaderWorkerSet": lambda: one["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"],
         "ServingRuntime": lambda: one["spec"],
     }.get(one["kind"], lambda: None)()
     return pod
@@ -84,7 +85,7 @@ def _link_problems(one: Object, objects: Sequence[Object]) -> Iterator[str]:
         case "InferencePool":
             wanted = [(port["number"], {port["containerPort"] for port in of_pods}) for port in spec["targetPorts"]]
         case "NetworkPolicy":
-            wanted = [(port["port"], names | {"https"}) for rule in spec["ingress"] for port in rule["ports"]]
+            wanted = [(port["port"], names | {"https"}) for rule in spec["ingress"] for port in rule.get("ports", ())]
         case "GRPCRoute" | "HTTPRoute":
             backends = [each for rule in spec["rules"] for each in rule["backendRefs"] if "kind" not in each]
             wanted = [(each["port"], {port["port"] for port in services[each["name"]]}) for each in backends]

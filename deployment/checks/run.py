@@ -45,7 +45,8 @@ def main() -> None:
     with timed("hadolint"):
         run("bin/hadolint", ROOT / "Containerfile")
     with timed("planted faults"):
-        check_planted_faults([*renderings["cuda-n and components"], *renderings["kserve"]])
+        names = "cuda-n and components", "kserve", "overlays/leader-worker-set"
+        check_planted_faults([one for name in names for one in renderings[name]])
     with timed("Prometheus and a server under load"):
         report({"live": live.problems()})
 
@@ -150,6 +151,7 @@ def setter(value: Any, *path: str | int | slice) -> Callable[[Any], None]:
 
 UNKNOWN_OPTION = {"name": "MAX_BACH_SIZE", "value": "1"}
 _POD = ("spec", "template", "spec")
+_WORKER = ("spec", "leaderWorkerTemplate", "workerTemplate")
 _SERVER = (*_POD, "containers", 0)
 FAULTS: list[tuple[str, Callable[[Any], None], str]] = [
     # a misspelt field, by each of the schemas
@@ -163,6 +165,8 @@ FAULTS: list[tuple[str, Callable[[Any], None], str]] = [
     ("ServingRuntime", setter(False, "spec", "multiModell"), "spec: unknown field multiModell"),
     ("ServingRuntime", setter(1, "spec", "containers", 0, "comand"), "'comand' was unexpected"),
     ("InferenceService", setter("", "spec", "predictor", "model", "runTime"), "unknown field runTime"),
+    ("LeaderWorkerSet", setter("Never", "spec", "leaderWorkerTemplate", "restartPolicy"), "'Never' is not one of"),
+    ("LeaderWorkerSet", setter(1, *_WORKER, "spec", "containers", 0, "comand"), "'comand' was unexpected"),
     # a kind that does not exist
     ("PodDisruptionBudget", setter("PodDisruptionBudgets", "kind"), "Couldn't find schema for kind"),
     ("PodMonitor", setter("PodMonitors", "kind"), "Cannot find module"),

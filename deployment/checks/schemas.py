@@ -49,6 +49,9 @@ def _problems(one: Object) -> Iterator[str]:
             yield from _kserve_problems(one)
         case "inference.networking.k8s.io":
             yield from written_down_problems(one, "inference-pool.json")
+        case "leaderworkerset.x-k8s.io":
+            yield from written_down_problems(one, "leader-worker-set.json")
+            yield from _core_problems(one["spec"]["leaderWorkerTemplate"]["workerTemplate"], "V1PodTemplateSpec")
         case _:
             yield from _kubernetes_problems(one)
 
