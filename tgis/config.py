@@ -499,7 +499,7 @@ def _validate(config: Config) -> None:
             raise OptionError(f"{first.upper()} and {second.upper()} are both {one}")
     if config.api_key is not None and not (config.api_key.text.isascii() and config.api_key.text.isprintable()):
         raise OptionError("API_KEY must be printable ASCII text")
-    if config.num_shard > 1 and config.engine != "tgis_native":
+    if config.num_shard > 1 and config.engine not in ("tgis_native", "hf_transformers"):
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
     if config.nnodes > 1:
         _validate_cluster(config)

@@ -31,13 +31,14 @@ def load_engine(
     An engine with other ranks calls, from any thread, `on_fatal`, which ends this process with a reason, and
     `on_heartbeat` with the heartbeats of these ranks.
     """
-    if options.num_shards > 1:  # only tgis_native can
+    if options.num_shards > 1:
         if options.speculator_path:
             raise StartError(f"SPECULATOR_NAME works with one rank, not with NUM_SHARD={options.num_shards}")
         if options.compile:
             warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
-        engine: Engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
-        reason = ""
+        sharded = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
+        engine: Engine = sharded
+        reason: str = sharded.reason
     else:
         engine, reason = _load_or_fall_back(options, _load)
     length, info = options.max_sequence_length, engine.info
@@ -57,6 +58,17 @@ def load_engine(
     return engine, reason
 
 
+def load_shard(options: EngineOptions) -> tuple[Engine, str]:
+    """This rank's share of the engine, where `load_engine` loads one of several ranks."""
+    engine, reason = _load_or_fall_back(options, _load)
+    return engine, reason
+
+
+def describe_shard(options: EngineOptions) -> list[str]:
+    """What a start of such an engine will need."""
+    return [*_load_or_fall_back(options, _describe_memory)[0]]
+
+
 def follow_node_0(parent: Channel, options: EngineOptions) -> None:
     """Be a rank of this node in a cluster, until rank 0 on node 0 ends it."""
     _import("tgis.engines.distributed.follower").follow_node_0(parent, options)
@@ -66,7 +78,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     """Lines that say what a start will need; none for the engine `fake`. StartError where a start would refuse."""
     if options.num_shards > 1:
         return [*_import("tgis.engines.distributed.engine").describe_memory(options)]
-    return [] if options.engine == "fake" else _load_or_fall_back(options, _describe_memory)[0]
+    return [] if options.engine == "fake" else describe_shard(options)
 
 
 def _describe_memory(name: str, options: EngineOptions) -> list[str]:

@@ -98,7 +98,7 @@ def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, vers
     name, content = load_peft_tensors(directory, limit)
     pairs = _pairs(name, content, config, limit)
     if target.lora_targets is not None and not target.lora_targets:
-        raise AdapterError("this server takes no LoRA adapters: none does whose NUM_SHARD is above 1")
+        raise AdapterError("this server takes no LoRA adapters: its engine has none")
     layers = {}
     for layer, pair in sorted(pairs.items()):
         label = f"{name}: {layer}"

@@ -6,10 +6,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import grpc
 import msgspec
@@ -26,14 +24,15 @@ from transformers import AutoModelForCausalLM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
-from tgis.engines.distributed.mirror import Deltas, Mirror, StepInput
+from tgis.engines.distributed.mirror import MirroredSequences, SentSequences, StepInput
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.paged.batch import BatchBuilder, FlatBatch
+from tgis.engines.paged.batch import BatchBuilder
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
+from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
 NEW_TOKENS = 12
@@ -143,92 +142,92 @@ def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs])
         assert abs(fact.logprob - row.log_softmax(-1)[token].item()) <= TOLERANCE
 
 
+def drawn_adapter(data: st.DataObject, dtype: torch.dtype, length: int) -> tuple[AdapterRef | None, Any]:
+    kind = data.draw(st.sampled_from(["none", "prompt", "lora"]))
+    if kind == "lora":
+        return AdapterRef("l", 0, 0, 1, 1, 2), LoraAdapter(
+            1, {"q": LoraLayerWeights(torch.ones(2, 6), torch.ones(2, 6))}
+        )
+    virtual = data.draw(st.integers(1, length))
+    prompt = SoftPrompt(2, torch.randn((virtual, 6)).to(dtype))
+    return (AdapterRef("p", virtual, 0, 1, 1), prompt) if kind == "prompt" else (None, None)
+
+
 @given(st.data())
-def test_mirrored_sequences_give_the_batches_of_rank_0(data: st.DataObject) -> None:
-    """Over many steps, with sequences that join, generate, lose blocks, are preempted and leave."""
+def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
+    """Over steps in which they get tokens and blocks, leave and come back."""
+    rows = []
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    info = cast("EngineInfo", SimpleNamespace(dtype=str(dtype)[6:], embedding_size=6, device="cpu", encoder_decoder=0))
-    deltas, mirror, ids, seqs = Deltas(), Mirror(info), count(), list[Sequence]()
-    ours, theirs = (BatchBuilder(4, torch.device("cpu"), LoraLayers(None)) for _ in range(2))
-    for _ in range(data.draw(st.integers(1, 8))):
-        seqs += [new_sequence(data, next(ids), dtype) for _ in range(data.draw(st.integers(0 if seqs else 1, 3)))]
-        counts = [data.draw(st.integers(1, seq.num_uncomputed_tokens)) for seq in seqs]
-        for seq, num in zip(seqs, counts, strict=True):
-            missing = -(-(seq.num_computed_tokens + num) // 4) - len(seq.block_table)
-            seq.block_table += [data.draw(st.integers(0, 99)) for _ in range(missing)]
-        plan = StepPlan.of(seqs, counts)
-        message = msgspec.msgpack.encode(deltas.encode(plan))
-        sent = msgspec.msgpack.decode(message, type=ranks.RankMessage)
-        assert isinstance(sent, StepInput)
-        compare_batches(ours.build(plan), theirs.build(mirror.plan(sent)))
-        gone = [seq for seq in seqs if data.draw(st.booleans())]
-        for seq, num in zip(seqs, counts, strict=True):
-            seq.num_computed_tokens += num
-            if seq in plan.sampled:
-                seq.tokens += data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=3))
-            if seq in gone:  # preempted, unless it leaves
-                seq.num_computed_tokens, seq.block_table = 0, []
-            elif data.draw(st.booleans()):  # fewer blocks, in another list
-                seq.block_table = seq.block_table[: -(-seq.num_computed_tokens // 4)]
-        deltas.release(gone)
-        seqs = [seq for seq in seqs if seq not in gone or data.draw(st.booleans())]
-    assert {seq.id for seq in seqs if seq not in gone} <= mirror._seqs.keys()
+    for n in range(data.draw(st.integers(1, 5))):
+        length = data.draw(st.integers(1, 40))
+        details = LogprobOptions(input_tokens=data.draw(st.booleans()))
+        reference, adapter = drawn_adapter(data, dtype, length)
+        rows.append(
+            Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=reference), 0.0)
+        )
+        rows[-1].adapter = adapter
+    sent, mirrored = SentSequences(), MirroredSequences(torch.device("cpu"))
+    for _ in range(4):
+        chosen = [row for row in rows if data.draw(st.booleans())] or rows
+        for row in chosen:
+            if data.draw(st.booleans()):  # preempted
+                sent.release([row])
+                row.block_table, row.num_computed_tokens = [], 0
+            row.tokens += [90] * data.draw(st.integers(0, 3))
+            missing = -(-len(row.tokens) // 4) - len(row.block_table)
+            row.block_table += [data.draw(st.integers(0, 30)) for _ in range(missing)]
+            if data.draw(st.booleans()):
+                row.block_table = [*reversed(row.block_table)]  # another list
+            row.num_computed_tokens = data.draw(st.integers(0, len(row.tokens) - 1))
+        plan = StepPlan.of(chosen, [data.draw(st.integers(1, row.num_uncomputed_tokens)) for row in chosen])
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.step_input(plan)), type=ranks.RankMessage)
+        assert isinstance(message, StepInput)
+        mirrored.pop(message.released)
+        check_batches(plan, mirrored.plan(message))
 
 
-def new_sequence(data: st.DataObject, request_id: int, dtype: torch.dtype) -> Sequence:
-    length, details = data.draw(st.integers(1, 40)), LogprobOptions(input_tokens=data.draw(st.booleans()))
-    virtual = data.draw(st.integers(0, length))
-    adapter = AdapterRef("p", virtual, 0, 1, 1) if virtual else None
-    request = Request(request_id, list(range(length)), 9, False, SamplingParams(), details, adapter=adapter)
-    seq = Sequence(request, 0.0)
-    seq.adapter = SoftPrompt(1, torch.randn((virtual, 6)).to(dtype)) if virtual else None
-    return seq
-
-
-def compare_batches(ours: tuple[FlatBatch, dict[int, slice]], theirs: tuple[FlatBatch, dict[int, slice]]) -> None:
-    (one, slices), (other, same) = ours, theirs
-    assert slices == same
+def check_batches(plan: StepPlan, other: StepPlan) -> None:
+    assert (plan.has_prefill, [seq.id for seq in plan.sampled]) == (
+        other.has_prefill,
+        [seq.id for seq in other.sampled],
+    )
+    for row, copy in zip(plan.seqs, other.seqs, strict=True):
+        assert (row.tokens, row.block_table, row.wants_prompt_logprobs) == (
+            *(copy.tokens, copy.block_table, copy.wants_prompt_logprobs),
+        )
+        assert type(row.adapter) is type(copy.adapter)
+        if isinstance(row.adapter, LoraAdapter):
+            assert torch.equal(row.adapter.layers["q"].lora_b, copy.adapter.layers["q"].lora_b)
+    (ours, prompt_slices), (theirs, same) = (
+        BatchBuilder(4, torch.device("cpu"), LoraLayers(None)).build(without_lora(each)) for each in (plan, other)
+    )
+    assert prompt_slices == same
     for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    for span, copy in zip(one.spans, other.spans, strict=True):
-        assert (span.row, span.start) == (copy.row, copy.start)
-        assert torch.equal(span.embeddings, copy.embeddings)
-    for chunk, like in zip(one.chunks, other.chunks, strict=True):
-        assert (chunk.tokens, chunk.num_computed_tokens) == (like.tokens, like.num_computed_tokens)
-        assert torch.equal(chunk.block_table, like.block_table)
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for span, same_span in zip(ours.spans, theirs.spans, strict=True):
+        assert (span.row, span.start) == (same_span.row, same_span.start)
+        assert torch.equal(span.embeddings, same_span.embeddings)
+
+
+def without_lora(plan: StepPlan) -> StepPlan:
+    """The plan for a builder without a model."""
+    for seq in plan.seqs:
+        seq.adapter = None if isinstance(seq.adapter, LoraAdapter) else seq.adapter
+    return plan
 
 
 def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
     seqs = [Sequence(Request(1 << 30 | n, [1 << 17] * 100_000, 99), 0.0) for n in range(32)]
     for seq in seqs:
         seq.block_table = [1 << 20] * 6_300
-    deltas = Deltas()
-    deltas.encode(StepPlan.compute_all(seqs))
+    sent = SentSequences()
+    sent.step_input(StepPlan.compute_all(seqs))
     for _ in range(20):
         for seq in seqs:
             seq.num_computed_tokens = len(seq.tokens)
             seq.tokens.append(1 << 17)
             seq.block_table.append(1 << 20)
-        assert len(msgspec.msgpack.encode(deltas.encode(StepPlan.compute_all(seqs)))) < 2048
-
-
-def refused(config: Any, directory: Path) -> str:
-    """The error for a model without weights, whose loading would fail with another one."""
-    config.save_pretrained(directory)
-    with pytest.raises(StartError) as caught:
-        ShardedEngine(options_of(directory), end, print)
-    return str(caught.value)
-
-
-def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    changes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # as SmolLM2 has
-    reason = refused(transformers.LlamaConfig(**(SMALL | changes)), tmp_path)
-    assert reason == "NUM_SHARD=2 must divide the model's 9 attention and 3 key-value heads"
-
-
-def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
-    reason = refused(transformers.GPT2Config(n_layer=1), tmp_path)
-    assert reason == "NUM_SHARD=2: transformers has no tensor-parallel plan for gpt2"
+        assert len(msgspec.msgpack.encode(sent.step_input(StepPlan.compute_all(seqs)))) < 2048
 
 
 def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

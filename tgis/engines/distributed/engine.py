@@ -1,4 +1,4 @@
-"""Engine `tgis_native` over several processes: this one is rank 0, which alone samples and serves the batcher.
+"""An engine over several processes: this one is rank 0, which alone serves the batcher and chooses tokens.
 
 The others (`follower`) load their shard, warm up as this one does, and then compute every step that they are sent. It
 starts those of this machine; those of other nodes connect to it. A rank that dies or falls out of step ends them all.
@@ -18,14 +18,13 @@ import msgspec
 import torch.distributed as dist
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines import describe_shard, load_shard
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
-from tgis.engines.distributed.mirror import Deltas
+from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, gather
 from tgis.engines.distributed.secure_socket import SecureSocket
 from tgis.engines.loading.loader import load_config
-from tgis.engines.paged import engine
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
@@ -40,7 +39,7 @@ _LAST_WORD_SECONDS = 0.1
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need for each rank. StartError if the model cannot be sharded, or would find no room."""
     ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
-    return engine.describe_memory(options)
+    return describe_shard(options)
 
 
 class ShardedEngine:
@@ -60,14 +59,14 @@ class ShardedEngine:
         threads_per_rank = max(options.num_threads // options.ranks_per_node, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
         self._end = fail
-        self._deltas = Deltas()
+        self._sent = SentSequences()
         self._followers: list[Follower] = []
         links = gather(options) if options.nnodes > 1 else {}
         store = self._start_followers(options, links, forward)
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
             ranks.init_ranks(0, options.num_shards, store, options.ranks_per_node)
-            self._engine = PagedEngine(options, ranks.all_reduce_min)
+            self._engine, self.reason = load_shard(options)
 
     def _start_followers(
         self, options: EngineOptions, links: dict[int, SecureSocket], forward: Callable[[Heartbeat], None]
@@ -95,10 +94,10 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The info of all ranks, with LoRA turned off, since only rank 0 has adapters."""
+        """The info of all ranks."""
         info = self._engine.info
         kv_cache_bytes = info.kv_cache_bytes * (1 + len(self._followers))
-        return msgspec.structs.replace(info, lora_targets={}, kv_cache_bytes=kv_cache_bytes)
+        return msgspec.structs.replace(info, kv_cache_bytes=kv_cache_bytes)
 
     def warm_up(self) -> None:
         """Warm this rank up; the other ranks do the same after loading, unasked."""
@@ -108,12 +107,12 @@ class ShardedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
-            self._send(self._deltas.encode(plan))
+            self._send(self._sent.step_input(plan))
             return self._engine.step(plan)
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Release sequences; the other ranks hear of it with the next step."""
-        self._deltas.release(seqs)
+        self._sent.release(seqs)
         self._engine.release(seqs)
 
     def clear_cache(self) -> bool:

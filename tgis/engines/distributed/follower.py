@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
+from tgis.engines import load_shard
+from tgis.engines.base import Engine
 from tgis.engines.distributed import ranks
-from tgis.engines.distributed.mirror import Mirror, StepInput
+from tgis.engines.distributed.mirror import MirroredSequences, StepInput
 from tgis.engines.distributed.rendezvous import join
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, Shutdown
@@ -72,7 +74,7 @@ def _follow(
     rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines(), rank_0.resident_cache_bytes()))
     num_shards = options.num_shards
     ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
-    engine = PagedEngine(options, ranks.all_reduce_min)
+    engine, _ = load_shard(options)
     engine.warm_up()
     rank_0.resident_cache_bytes = lambda: engine.resident_cache_bytes
     return_unused_memory()
@@ -83,18 +85,20 @@ def _follow(
     dist.destroy_process_group()
 
 
-def _compute_steps(rank_0: Channel, engine: PagedEngine) -> None:
-    mirror = Mirror(engine.info)
+def _compute_steps(rank_0: Channel, engine: Engine) -> None:
+    seqs = MirroredSequences(torch.device(engine.info.device))
     while True:
         for message in rank_0.receive():
             match message:
                 case Shutdown():
                     return
                 case ranks.ClearCache():
+                    engine.release(seqs.pop())
                     engine.clear_cache()
                     return_unused_memory()
                 case StepInput():
-                    engine.compute_logits(mirror.plan(message))
+                    engine.release(seqs.pop(message.released))
+                    engine.step(seqs.plan(message))
 
 
 if __name__ == "__main__":

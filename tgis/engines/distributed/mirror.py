@@ -1,125 +1,144 @@
 """Steps as the other ranks get them: what is new since the last one, however long the sequences are.
 
-Rank 0 has the sequences of the batcher, the others mirror them: tokens, blocks and whatever else logits depend on.
+Rank 0 has the sequences of the batcher, the others mirror them: tokens, blocks, adapters, all that logits depend on.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import msgspec
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.messages import EngineInfo
-from tgis.ipc.request import Request
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
-
-class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence that the other ranks do not know, or no longer."""
-
-    request: Request  # without who asked, and until when
-    decoder_prompt: bytes = b""  # embeddings of a soft prompt as they lie in memory
-    encoder_prompt: bytes = b""
-
-    @classmethod
-    def of(cls, seq: Sequence) -> "NewSequence":
-        request = msgspec.structs.replace(seq.request, client=b"", cache_salt=b"", deadline=None, answer_deadline=None)
-        prompt = seq.adapter
-        parts = (prompt.decoder, prompt.encoder) if isinstance(prompt, SoftPrompt) else ()
-        return cls(request, *(b"" if part is None else _bytes(part) for part in parts))
+_DECODER, _ENCODER, _LORA_A, _LORA_B = "decoder", "encoder", ".lora_A", ".lora_B"  # names of tensors
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence in a step: what it computes, and what has been added to it."""
+class SeqUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What has changed of a sequence since its last step; all of it for its first."""
 
     id: int
-    count: int  # of tokens to compute
+    num_scheduled_tokens: int
     num_computed_tokens: int
     tokens: list[int]  # generated since
-    num_kept_blocks: int  # of those that the other ranks know
-    blocks: list[int]  # after these
+    first_block: int
+    blocks: list[int]  # of its table from that one on
+    request: Request | None = None
+    adapter: int | None = None  # its version
+    adapter_tensors: bytes = b""  # in safetensors' format, if no other sequence has this adapter
+    encoder_decoder: bool = False  # what the adapter is for
 
 
 class StepInput(msgspec.Struct, frozen=True, tag="step"):
     """A plan as it is sent to the other ranks."""
 
-    released: list[int]  # ids, before the new ones, which may be the same
-    new: list[NewSequence]
-    rows: list[Row]
+    seqs: list[SeqUpdate]
+    released: list[int]
 
 
-@dataclass(slots=True)
-class _Sent:
-    """What the other ranks know of a sequence. Its block table only grows, or is replaced by another list."""
-
-    num_tokens: int
-    block_table: list[int]
-    num_blocks: int = 0
-
-
-class Deltas:
-    """Rank 0's side: remembers what has been sent."""
+class SentSequences:
+    """What the other ranks know of sequences."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}  # with its tokens, its table and blocks in it
         self._released: list[int] = []
 
+    def step_input(self, plan: StepPlan) -> StepInput:
+        """The message for a plan."""
+        updates = [self._update(seq, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
+        released, self._released = self._released, []
+        return StepInput(updates, released)
+
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Forget sequences, the other ranks with the next step; unknown ones are ignored."""
+        """Forget sequences; the next message says so."""
         self._released += [seq.id for seq in seqs if self._sent.pop(seq.id, None)]
 
-    def encode(self, plan: StepPlan) -> StepInput:
-        """The message for the next step."""
-        new = [seq for seq in plan.seqs if seq.id not in self._sent]
-        self._sent |= {seq.id: _Sent(seq.prompt_length, seq.block_table) for seq in new}
-        rows = [self._row(seq, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
-        released, self._released = self._released, []
-        return StepInput(released, [NewSequence.of(seq) for seq in new], rows)
+    def _update(self, seq: Sequence, count: int) -> SeqUpdate:
+        known = self._sent.get(seq.id)
+        _, tokens, table, blocks = known or (seq, seq.prompt_length, seq.block_table, 0)
+        first = blocks if table is seq.block_table else 0  # a table only grows, or is another list
+        update = SeqUpdate(seq.id, count, seq.num_computed_tokens, seq.tokens[tokens:], first, seq.block_table[first:])
+        if known is None:
+            update = self._with_request(update, seq)
+        self._sent[seq.id] = seq, len(seq.tokens), seq.block_table, len(seq.block_table)
+        return update
 
-    def _row(self, seq: Sequence, count: int) -> Row:
-        sent, table = self._sent[seq.id], seq.block_table
-        kept = min(sent.num_blocks, len(table))
-        if table is not sent.block_table and table[:kept] != sent.block_table[:kept]:
-            kept = 0
-        row = Row(seq.id, count, seq.num_computed_tokens, seq.tokens[sent.num_tokens :], kept, table[kept:])
-        self._sent[seq.id] = _Sent(len(seq.tokens), table, len(table))
-        return row
+    def _with_request(self, update: SeqUpdate, seq: Sequence) -> SeqUpdate:
+        """Add what does not change: not who asked, nor how tokens are chosen, which is up to the first rank."""
+        request = msgspec.structs.replace(
+            seq.request,
+            sampling_params=SamplingParams(),
+            logprob_options=LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens),
+            grammar=None,
+            client=b"",
+            cache_salt=b"",
+            deadline=None,
+            answer_deadline=None,
+        )
+        update = msgspec.structs.replace(update, request=request)
+        if seq.adapter is None:
+            return update
+        known = any(other.adapter is seq.adapter for other, *_ in self._sent.values())
+        tensors = (
+            b"" if known else save({name: each.cpu().contiguous() for name, each in _tensors(seq.adapter).items()})
+        )
+        for_pairs = isinstance(seq.adapter, SoftPrompt) and seq.adapter.encoder_decoder
+        return msgspec.structs.replace(
+            update, adapter=seq.adapter.version, adapter_tensors=tensors, encoder_decoder=for_pairs
+        )
 
 
-class Mirror:
-    """The side of the other ranks: their copies of the sequences."""
+class MirroredSequences:
+    """Sequences of the first rank, as another one has them."""
 
-    def __init__(self, info: EngineInfo) -> None:
-        self._info = info
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._seqs: dict[int, Sequence] = {}
 
-    def plan(self, step: StepInput) -> StepPlan:
-        """The plan of rank 0, over the copies."""
-        for request_id in step.released:
-            del self._seqs[request_id]
-        for new in step.new:
-            seq = self._seqs[new.request.id] = Sequence(new.request, 0.0)
-            parts = (self._embeddings(new.decoder_prompt), self._embeddings(new.encoder_prompt))
-            if new.decoder_prompt or new.encoder_prompt:
-                seq.adapter = SoftPrompt(0, *parts, encoder_decoder=self._info.encoder_decoder)
-        return StepPlan.of([self._updated(row) for row in step.rows], [row.count for row in step.rows])
+    def pop(self, ids: Collection[int] | None = None) -> list[Sequence]:
+        """Forget these sequences, or all, and return those that were there."""
+        wanted = list(self._seqs) if ids is None else ids
+        return [self._seqs.pop(each) for each in wanted if each in self._seqs]
 
-    def _updated(self, row: Row) -> Sequence:
-        seq = self._seqs[row.id]
-        seq.tokens += row.tokens
-        seq.num_computed_tokens = row.num_computed_tokens
-        if row.num_kept_blocks < len(seq.block_table):
-            seq.block_table = seq.block_table[: row.num_kept_blocks]  # a new list: engines expect others only to grow
-        seq.block_table += row.blocks
+    def plan(self, step: StepInput) -> StepPlan:
+        """The plan that was sent; what it does not release is updated."""
+        counts = [update.num_scheduled_tokens for update in step.seqs]
+        return StepPlan.of([self._updated(update) for update in step.seqs], counts)
+
+    def _updated(self, update: SeqUpdate) -> Sequence:
+        if update.request is not None:
+            adapter = None if update.adapter is None else self._adapter(update, update.adapter)
+            self._seqs[update.id] = Sequence(update.request, 0.0)
+            self._seqs[update.id].adapter = adapter
+        seq = self._seqs[update.id]
+        seq.tokens += update.tokens
+        seq.num_computed_tokens = update.num_computed_tokens
+        if update.first_block < len(seq.block_table):
+            seq.block_table = seq.block_table[: update.first_block]  # a new list: engines expect others only to grow
+        seq.block_table += update.blocks
         return seq
 
-    def _embeddings(self, data: bytes) -> torch.Tensor | None:
-        if not data:
-            return None
-        rows = torch.frombuffer(bytearray(data), dtype=getattr(torch, self._info.dtype))
-        return rows.view(-1, self._info.embedding_size).to(self._info.device)
+    def _adapter(self, update: SeqUpdate, version: int) -> SoftPrompt | LoraAdapter:
+        for seq in self._seqs.values():
+            if seq.adapter is not None and seq.adapter.version == version:
+                found: SoftPrompt | LoraAdapter = seq.adapter
+                return found
+        tensors = {name: each.to(self._device) for name, each in load(update.adapter_tensors).items()}
+        if {_DECODER, _ENCODER} & tensors.keys():
+            return SoftPrompt(version, tensors.get(_DECODER), tensors.get(_ENCODER), update.encoder_decoder)
+        names = [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]
+        return LoraAdapter(
+            version, {name: LoraLayerWeights(tensors[name + _LORA_A], tensors[name + _LORA_B]) for name in names}
+        )
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
+def _tensors(adapter: SoftPrompt | LoraAdapter) -> dict[str, Tensor]:
+    if isinstance(adapter, SoftPrompt):
+        parts = {_DECODER: adapter.decoder, _ENCODER: adapter.encoder}
+        return {name: part for name, part in parts.items() if part is not None}
+    downs = {name + _LORA_A: layer.lora_a for name, layer in adapter.layers.items()}
+    return downs | {name + _LORA_B: layer.lora_b for name, layer in adapter.layers.items()}

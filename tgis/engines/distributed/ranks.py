@@ -1,7 +1,4 @@
-"""Tensor parallelism: which models can be sharded, how the ranks meet, and what they send each other.
-
-Transformers and torch shard the model and do the all-reduces between its layers.
-"""
+"""Tensor parallelism: how the ranks meet, and what they send each other."""
 
 import fcntl
 import ipaddress
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from tgis.engines.distributed.mirror import StepInput
+from tgis.engines.loading.shard_plans import check_plan
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
 
@@ -33,15 +31,7 @@ RankMessage = EngineOptions | StepInput | ClearCache | Shutdown | Fatal
 
 def check_shardable(config: PreTrainedConfig, num_shards: int, on_this_node: int | None = None) -> None:
     """StartError if the model has no such split, or this machine too few GPUs for its ranks, by default all."""
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if not text.base_model_tp_plan:
-        raise StartError(f"NUM_SHARD={num_shards}: transformers has no tensor-parallel plan for {text.model_type}")
-    if heads % num_shards or kv_heads % num_shards:
-        raise StartError(
-            f"NUM_SHARD={num_shards} must divide the model's {heads} attention and {kv_heads} key-value heads"
-        )
+    check_plan(config, num_shards)
     if torch.cuda.is_available() and torch.cuda.device_count() < (on_this_node or num_shards):
         raise StartError(f"NUM_SHARD={num_shards} is more than the {torch.cuda.device_count()} GPUs")
 
@@ -94,10 +84,3 @@ def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: in
         dist.init_process_group("nccl", device_id=device, **common)
     else:
         dist.init_process_group("gloo", **common)
-
-
-def all_reduce_min(value: int) -> int:
-    """The smallest value of all ranks, which must all call this."""
-    values = torch.tensor([value], device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(values, dist.ReduceOp.MIN)
-    return int(values.item())

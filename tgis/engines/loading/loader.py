@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -21,13 +20,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.distributed import DistributedConfig
 
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
+from tgis.engines.loading.sharding import Sharding
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
@@ -113,7 +112,7 @@ def _ignore(*_: object) -> None: ...
 
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    vocab_size = model.get_output_embeddings().out_features
     encoder_decoder = model.config.is_encoder_decoder
     return LoadedModelInfo(
         type(model).__name__,
@@ -166,20 +165,34 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
+    sharding = _sharding(size, config, options)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         if quantization and quantization.checkpoint and size:
             model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
         else:
-            model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype)
+            model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
         model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
         _optimize(model, config, options, device, quantization)
         model.to(device)
-    model.quantized_as = quantization.name if quantization else "none"
+        if sharding:
+            sharding.connect(model)
+    model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
+
+
+def _sharding(size: SizedModel | None, config: PreTrainedConfig, options: EngineOptions) -> Sharding | None:
+    """How this rank shares the model with others, if there are any."""
+    if options.num_shards == 1:
+        return None
+    if getattr(config, "quantization_config", None) is not None:
+        raise StartError(
+            f"NUM_SHARD={options.num_shards}: {options.model_path} has quantized weights, which ranks do not share"
+        )
+    return Sharding(size[0]) if size else None
 
 
 def _optimize(
@@ -237,9 +250,14 @@ def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, t
 
 
 def _from_pretrained(
-    model_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype | str, **source: Any
+    model_class: Any,
+    options: EngineOptions,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    sharding: Sharding | None = None,
+    **source: Any,
 ) -> PreTrainedModel:
-    """The model in the files of its directory, or in `state_dict`."""
+    """The model in the files of its directory, or in `state_dict`; if it is shared, this rank's part."""
     path = options.model_path
     parts = (config, *(getattr(config, name) for name in config.sub_configs))
     caps = any(getattr(part, "attn_logit_softcapping", None) for part in parts)
@@ -252,7 +270,7 @@ def _from_pretrained(
         trust_remote_code=False,
         use_safetensors=True,
         attn_implementation=attention,
-        distributed_config=DistributedConfig(tp_size=options.num_shards),
+        distributed_config=sharding.loading if sharding else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # else an error that does not say which
         **source,
@@ -267,6 +285,9 @@ def _from_pretrained(
         log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
+    if sharding:
+        sharding.cut(model)
+        sharding.connect(model)
     return model
 
 
@@ -288,10 +309,9 @@ def _with_placeholders(
 def _check_finite(model: PreTrainedModel, path: str) -> None:
     """StartError for a NaN or infinite weight: a broken file, or a type with too small a range."""
     for name, weight in model.named_parameters():
-        values = weight.to_local() if isinstance(weight, DTensor) else weight
-        checkable = values.is_floating_point() and values.itemsize > 1 and values.numel() > 0  # of one byte: quantized
-        if checkable and not torch.stack(torch.aminmax(values.detach())).isfinite().all():  # which needs no memory
-            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {values.dtype}")
+        checkable = weight.is_floating_point() and weight.itemsize > 1 and weight.numel() > 0  # of one byte: quantized
+        if checkable and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():  # which needs no memory
+            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {weight.dtype}")
 
 
 def _has_other_state(model: PreTrainedModel) -> bool:

@@ -8,18 +8,13 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
-from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 from tgis.engines.quantization.checkpoint import concatenate_layers
 
 
 class MergedLinear(nn.Module):  # type: ignore[misc]
-    """One layer with the weights of several, or with this rank's shards of them.
-
-    Keeps its output until the last slice has been taken.
-    """
+    """One layer with the weights of several. Keeps its output until the last slice has been taken."""
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -72,7 +67,7 @@ def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Te
         if together is None:
             continue
         packed = pack(together, f"{path}.{names[0]}") if pack else None
-        product = MergedLinear(packed or together, [len(_local(linear.weight)) for linear in linears])
+        product = MergedLinear(packed or together, [len(linear.weight) for linear in linears])
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
             setattr(parent, name, MergedLinearSlice(product, index, linear))
         merged += len(names)
@@ -85,13 +80,13 @@ def _concatenated(linears: list[nn.Linear]) -> nn.Linear | None:
     quantized = concatenate_layers(layers) if len(layers) == len(linears) else None
     if layers and quantized is None:
         return None
-    weights = [linear.weight.detach() if quantized else _local(linear.weight) for linear in linears]
+    weights = [linear.weight.detach() for linear in linears]
     weight = weights[0][:1].expand(sum(map(len, weights)), -1) if quantized else torch.cat(weights)
     with torch.device("meta"):
         together = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     together.weight = nn.Parameter(weight, requires_grad=False)
     if linears[0].bias is not None:
-        together.bias = nn.Parameter(torch.cat([_local(linear.bias) for linear in linears]), requires_grad=False)
+        together.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
     if quantized:
         together.quantized = quantized
     return together
@@ -102,14 +97,12 @@ def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list
     calls = _record_calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
-    plan = getattr(model, "tp_plan", None) or {}
     found = []
     for path, parent in model.named_modules():
         names = {child: name for name, child in parent.named_children() if type(child) is nn.Linear}
-        styles = {child: plan.get(replace_layer_number_by_wildcard(f"{path}.{name}")) for child, name in names.items()}
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
-            if len(mine) > 1 and _same_kind(mine) and all(_mergeable(linear, styles[linear]) for linear in mine):
+            if len(mine) > 1 and _same_kind(mine) and all(map(_mergeable, mine)):
                 found.append((path, parent, [names[linear] for linear in mine]))
     return found
 
@@ -132,15 +125,8 @@ def _same_kind(linears: list[nn.Linear]) -> bool:
     return len(kinds) == 1
 
 
-def _mergeable(linear: nn.Linear, style: str | None) -> bool:
+def _mergeable(linear: nn.Linear) -> bool:
     """Whether a layer can be merged: its weight must be a plain tensor, not a quantized one, and its `forward` must not
-    be wrapped, except for column-wise sharding, which adds no communication.
+    be wrapped.
     """
-    if isinstance(linear.weight, DTensor):
-        return style == "colwise" and linear.weight.placements == (Shard(0),)
     return type(linear.weight) is nn.Parameter and "forward" not in vars(linear)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

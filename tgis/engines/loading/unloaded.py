@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
+from tgis.engines.loading.shard_plans import num_kv_heads
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
 from tgis.ipc.messages import EngineOptions
@@ -35,6 +36,7 @@ class UnloadedModel:
         _, self.config, _, _, found = look_at_model(options, self.device)
         self.model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device
+        self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
         coded = codes_of(options.kv_cache_dtype, self.device) is not None
         self.caches = _kv_bytes(self.model, coded=coded) if found else []
 

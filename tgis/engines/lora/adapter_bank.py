@@ -5,7 +5,7 @@ freed when it is removed; others move only to make room or to close large gaps. 
 has its whole capacity in use, at the same addresses until it has to grow, so that a captured step finds later adapters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -14,14 +14,18 @@ from torch import Tensor
 from tgis.engines.host_memory import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
+OwnFactors = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 _UNOWNED, _NO_ADAPTER = -1, -2
 
 
 class AdapterBank:
     """Adapters and their columns; free columns hold arbitrary finite values."""
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0) -> None:
-        """`dtypes` are those of the layers, which may differ in a half-precision model."""
+    def __init__(self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0, own: OwnFactors | None = None) -> None:
+        """`dtypes` are those of the layers, which may differ in a half-precision model. `own` takes a rank's part of
+        the matrices of a layer.
+        """
+        self._own = own
         self._dtypes = dtypes
         self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
@@ -101,11 +105,12 @@ class AdapterBank:
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
         columns = self._columns[adapter] = slice(start, start + adapter.rank)
-        for name in adapter.layers.keys() - self._buffers.keys():
+        layers = adapter.layers if self._own is None else _own_layers(adapter, self._own)
+        for name in layers.keys() - self._buffers.keys():
             self._moved = True
-            self._buffers[name] = self._empty(adapter.layers[name], self._dtypes[name])
+            self._buffers[name] = self._empty(layers[name], self._dtypes[name])
         for name, (down, up) in self._buffers.items():
-            layer = adapter.layers.get(name)
+            layer = layers.get(name)
             end = start if layer is None else start + len(layer.lora_a)
             if layer is not None:
                 down[start:end] = layer.lora_a
@@ -130,3 +135,7 @@ class AdapterBank:
         self.layers = {name: (down[:width], up[:width]) for name, (down, up) in self._buffers.items()}
         device = next(iter(self.layers.values()))[0].device if self.layers else None
         self._column_owners = torch.tensor(owners, dtype=torch.int64, device=device)
+
+
+def _own_layers(adapter: LoraAdapter, own: OwnFactors) -> dict[str, LoraLayerWeights]:
+    return {name: LoraLayerWeights(*own(name, layer.lora_a, layer.lora_b)) for name, layer in adapter.layers.items()}

@@ -46,7 +46,10 @@ class LoraLayers:
         self._kernels = kernels
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
-        self._bank = AdapterBank({name: module.weight.dtype for name, module in self._modules.items()}, min_columns)
+        self._sharding = getattr(model, "sharding", None)
+        own = self._sharding.own_factors if self._sharding else None
+        dtypes = {name: module.weight.dtype for name, module in self._modules.items()}
+        self._bank = AdapterBank(dtypes, min_columns, own)
         self._hooks_all = False
         self._gemms: dict[nn.Module, tuple[Gemm, Gemm]] = {}  # A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
@@ -59,7 +62,8 @@ class LoraLayers:
     @property
     def targets(self) -> dict[str, tuple[int, int]]:
         """Input and output sizes of the layers that adapters may change, by name."""
-        return {name: _shape(module) for name, module in self._modules.items()}
+        whole = self._sharding.whole_shape if self._sharding else lambda _: None
+        return {name: whole(name) or _shape(module) for name, module in self._modules.items()}
 
     def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
         """Add new adapters to the bank; returns the first column of each adapter, or nothing if all are None."""
@@ -140,7 +144,8 @@ class LoraLayers:
         for name in self._hooks.keys() - names:
             self._hooks.pop(name).remove()
         for name in names - self._hooks.keys():
-            self._hooks[name] = self._modules[name].register_forward_hook(self._hook)
+            layer = self._modules[name]
+            self._hooks[name] = layer.register_forward_hook(self._hook, prepend=True)  # before ranks add outputs up
 
     def _hook(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
         return self.operator(module, inputs[0], output) if self.active else None

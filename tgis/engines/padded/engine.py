@@ -14,6 +14,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
+from tgis.engines.loading.sharding import least_of_ranks
 from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
@@ -47,7 +48,8 @@ def describe_memory(options: EngineOptions) -> list[str]:
         step = unloaded.step_bytes(longest, logits=chunk, logprobs=0)
     else:
         step = unloaded.step_bytes(chunk, logits=0, logprobs=min(longest, MAX_LOGPROB_TOKENS))
-    cost = sum((padded_cost(layers, rows) for layers in unloaded.caches), KVCacheCost(0, 0))
+    caches = ([size // unloaded.kv_shards for size in layers] for layers in unloaded.caches)
+    cost = sum((padded_cost(layers, rows) for layers in caches), KVCacheCost(0, 0))
     available = memory_for_batches(options, unloaded.device, to_load=unloaded.weights)
     room = padded_capacity(options, rows, cost, available, lambda: step)
     kv_cache = min(room, rows * longest), cost.bytes_per_token, cost.fixed_bytes
@@ -92,7 +94,7 @@ class PaddedEngine(NoReservedCache):
         self.release([seq])
         available = memory_for_batches(self._options, self._device)
         measure = partial(profile, self, self._options, self._device)
-        capacity = padded_capacity(self._options, self.info.max_batch_size, cost, available, measure)
+        capacity = least_of_ranks(padded_capacity(self._options, self.info.max_batch_size, cost, available, measure))
         self.info = msgspec.structs.replace(self.info, token_capacity=capacity)
 
     @property

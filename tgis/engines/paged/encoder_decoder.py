@@ -73,7 +73,8 @@ class PagedEncoder:
             part.embed_positions = embeddings
         head, bias = self._model.get_output_embeddings(), getattr(self._model, "final_logits_bias", None)
         head.register_forward_pre_hook(self._select_logits)
-        if bias is not None and head.bias is None and bias.dtype == head.weight.dtype:
+        rows = len(head.weight)  # fewer than the bias has where ranks share the vocabulary
+        if bias is not None and rows == bias.shape[1] and head.bias is None and bias.dtype == head.weight.dtype:
             head.bias = nn.Parameter(bias[0], requires_grad=False)
             del self._model.final_logits_bias
             self._model.final_logits_bias = _NothingToAdd()

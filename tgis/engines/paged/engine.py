@@ -7,7 +7,7 @@ which blocks they have, is decided by the batcher.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import msgspec
@@ -30,6 +30,7 @@ from tgis.engines.loading.loader import (
     select_kernels,
 )
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
+from tgis.engines.loading.sharding import least_of_ranks
 from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -89,7 +90,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
         step = unloaded.step_bytes(max(tokens, options.max_sequence_length), logits=rows, logprobs=0, pairs=False)
     else:
         step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
-    each = sum(unloaded.caches[0]) // options.num_shards // repeats_of_keys(unloaded.config)
+    each = sum(unloaded.caches[0]) // unloaded.kv_shards // repeats_of_keys(unloaded.config)
     extra = EXTRA_BLOCKS if encodes else 0
     budget = KVBudget(options, device, rows, to_load=unloaded.weights, extra_blocks=extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
@@ -103,19 +104,16 @@ class PagedEngine:
     def __init__(
         self,
         options: EngineOptions,
-        all_reduce_min: Callable[[int], int] = int,
         *,
         async_decode: bool | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         """Unsupported if the model's attention cannot be replaced.
 
-        `all_reduce_min` returns the smallest value of all ranks that share the model. With `async_decode`, by default
-        on CUDA with a single rank, steps are launched before they are planned.
+        With `async_decode`, by default on CUDA with a single rank, steps are launched before they are planned.
         """
         torch.set_grad_enabled(False)
         self._options = options
-        self._all_reduce_min = all_reduce_min
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self._device = select_device(options)
@@ -252,7 +250,7 @@ class PagedEngine:
         measure = partial(profile, self, self._options, self._device)
         extra = EXTRA_BLOCKS if self._encoder else 0
         budget = KVBudget(self._options, self._device, self.info.max_batch_size, self._block_size, extra_blocks=extra)
-        num_blocks = self._all_reduce_min(budget.num_blocks(bytes_per_block, measure))
+        num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, measure))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
         self._attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self._codes)
         log.info(

@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, linear, relu, silu
 from transformers import PreTrainedModel
 
@@ -248,7 +247,7 @@ def _weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 def _norm_size(module: nn.Module) -> int:
     """The size of the last dimension; 0 if the module does not look like a norm of one dimension."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() - {"weight", "bias"} or any(isinstance(each, DTensor) for each in parameters.values()):
+    if parameters.keys() - {"weight", "bias"}:
         return 0
     shapes = {tuple(each.shape) for each in parameters.values()}
     if "weight" not in parameters:  # a bias alone is that of many modules

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
@@ -67,7 +65,6 @@ class GemmSelector:
     def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
         """The layer with the packed weight."""
         weight = linear.weight.detach()
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
         how, gemm = self._quantization, None
         codes = None if how is None else quantized_weight(linear, path, how, is_head=is_head)
         if codes is not None and self._quantized is not None:
@@ -125,10 +122,7 @@ def _seconds(make: MakeGemm, weight: Tensor) -> float:
 
 
 class PackedLinear(nn.Linear):  # type: ignore[misc]
-    """An `nn.Linear` with a packed copy of its weight, or of the local part of a sharded weight.
-
-    It subclasses `nn.Linear` so that transformers installs the same communication around it.
-    """
+    """An `nn.Linear` with a packed copy of its weight."""
 
     def __init__(self, linear: nn.Linear, gemm: Gemm, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -160,12 +154,8 @@ def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:
         is_head = child is head
         child = _transposed(child) if isinstance(child, Conv1D) else child
         packed = gemms.pack(child, path, is_head=is_head)
-        if packed is None:
-            continue
-        if isinstance(child.weight, DTensor):
-            style = ALL_PARALLEL_STYLES[model.tp_plan[replace_layer_number_by_wildcard(path)]]
-            style.install_forward(packed, child.weight.device_mesh)
-        setattr(parent, name, packed)
+        if packed is not None:
+            setattr(parent, name, packed)
 
 
 def _transposed(conv: Conv1D) -> nn.Linear:
@@ -176,7 +166,7 @@ def _transposed(conv: Conv1D) -> nn.Linear:
 
 
 def _is_packable(linear: nn.Linear) -> bool:
-    """Whether a layer can be replaced: not if its forward is wrapped without sharding, or sharded without wrapping."""
+    """Whether a layer can be replaced: not if its forward is wrapped."""
     weight, is_wrapped = linear.weight, "forward" in vars(linear)
     same_dtype = linear.bias is None or linear.bias.dtype == weight.dtype
-    return same_dtype and weight.device.type == "cpu" and isinstance(weight, DTensor) == is_wrapped
+    return same_dtype and weight.device.type == "cpu" and not is_wrapped

@@ -1,0 +1,128 @@
+"""Models of all families with a plan: two and four ranks, forked in this machine, give what one gives."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from batches import engine_options, limits
+from rank_processes import on_ranks
+from tiny_models import ARCHITECTURES, make_config, make_model_from_config, make_wide_config, run_steps
+
+from tgis.engines import load_shard
+from tgis.engines.loading.shard_plans import check_plan
+from tgis.engines.paged.self_check import dummy_adapter
+from tgis.errors import StartError
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.prompts.soft_prompt import SoftPrompt
+
+FAMILIES = (
+    *("Bloom", "Falcon", "Falcon, alibi", "Falcon, 40b", "GPT2", "GPTBigCode", "GPTBigCode, many heads", "GPTNeoX"),
+    *("GptOss", "Llama", "Mixtral", "Mpt", "OPT", "OPT, 350m", "OPT, galactica", "Olmo2", "Phi3", "Qwen2Moe", "Qwen3"),
+    *("Bart", "M2M100", "Marian", "Marian, two vocabularies", "MT5", "T5", "T5, flan", "UMT5"),
+)
+FAST = {("Falcon, 40b", 4, "tgis_native"), ("T5", 2, "tgis_native"), ("Bloom", 2, "hf_transformers")}
+FEW_TOKENS = 8
+PROMPT_TOKENS = 2
+DETAILS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
+Found = dict[int, tuple[list[int], list[float]]]  # tokens and logprobs, those of the input first
+
+
+def cases() -> list[Any]:
+    every = [
+        (name, count, engine) for name in FAMILIES for count in (2, 4) for engine in ("tgis_native", "hf_transformers")
+    ]
+    return [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "count", "engine"), cases())
+def test_ranks_give_what_one_gives(name: str, count: int, engine: str, tmp_path: Path) -> None:
+    """Greedy and seeded, with rows that join, are preempted, and have soft prompts and LoRA adapters."""
+    compare(make_model_from_config(make_config(name), tmp_path), count, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Bloom", "T5", "Bart"])
+def test_ranks_share_what_cpu_kernels_compute(name: str, tmp_path: Path) -> None:
+    compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
+    compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native", 0.05, kv_cache_dtype="int8")
+
+
+def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, **changes: Any) -> None:
+    expected = generate(directory, 1, engine, changes)
+    for found in on_ranks(count, generate, directory, count, engine, changes):
+        assert {number: tokens for number, (tokens, _) in found.items()} == {
+            number: tokens for number, (tokens, _) in expected.items()
+        }
+        for number, (_, logprobs) in expected.items():
+            assert found[number][1] == pytest.approx(logprobs, abs=tolerance, nan_ok=True)
+
+
+def generate(directory: Path, count: int, engine: str, changes: dict[str, Any]) -> Found:
+    options = engine_options(directory, 4, threads=1)
+    options = msgspec.structs.replace(options, engine=engine, num_shards=count, kv_cache_bytes=1 << 20, **changes)
+    shard, reason = load_shard(options)
+    assert not reason
+    shard.warm_up()
+    info = shard.info
+    prompt = torch.randn(PROMPT_TOKENS, info.embedding_size, generator=torch.Generator().manual_seed(0))
+    soft_prompt = SoftPrompt(1, None if info.encoder_decoder else prompt, prompt, info.encoder_decoder)
+    lora = dummy_adapter(info.lora_targets, torch.float32, torch.device("cpu"))
+    adapters: dict[int, Any] = {2: soft_prompt, 3: lora, 5: lora}
+    bounds = limits(90, max_batch_size=4)
+    if not info.padded:
+        bounds = dataclasses.replace(bounds, padded=False, block_size=16, prefix_cache=True, prefill_tokens=40)
+    bounds = dataclasses.replace(bounds, encoder_decoder=info.encoder_decoder)
+    found: Found = {number: ([], []) for number in range(6)}
+    for plan, result, _ in run_steps(shard, bounds, requests(), random.Random(1), adapters):
+        for seq, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
+            found[seq.id][0].extend(tokens)
+            found[seq.id][1].extend(fact.logprob for fact in facts)
+        for number, facts in result.prompt_logprobs.items():
+            found[number][1].extend(fact.logprob for fact in facts)
+    return found
+
+
+def requests() -> list[Request]:
+    draw, made = random.Random(0), []
+    for number in range(6):
+        tokens = [draw.randrange(3, 90) for _ in range(draw.randint(1, 25))]
+        sampling = SamplingParams(temperature=1.0, seed=number) if number % 2 else SamplingParams()
+        adapter = None
+        if number == 2:
+            tokens, adapter = [0] * PROMPT_TOKENS + tokens, AdapterRef("p", PROMPT_TOKENS, 0, 1, 1)
+        made.append(Request(number, tokens, FEW_TOKENS, False, sampling, DETAILS, adapter=adapter))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "message"),
+    [
+        (
+            "Llama",
+            3,
+            "NUM_SHARD=3 does not divide the model's 4 attention and 2 key-value heads; these would do: 1, 2, 4",
+        ),
+        (
+            "Falcon",
+            8,
+            "NUM_SHARD=8 does not divide the model's 4 attention and 1 key-value heads; these would do: 1, 2, 4",
+        ),
+        ("GPTNeo", 2, "NUM_SHARD=2: there is no tensor-parallel plan for gpt_neo"),
+    ],
+)
+def test_what_does_not_divide_is_refused(name: str, shards: int, message: str) -> None:
+    kind = getattr(transformers, f"{name}Config")
+    with pytest.raises(StartError) as caught:
+        check_plan(kind(**ARCHITECTURES[name]), shards)
+    assert str(caught.value) == message

@@ -1,0 +1,271 @@
+"""Tensor parallelism: each rank loads its part of a model's weights, and adds up or gathers what layers give.
+
+Transformers reads the parts of plain layers from the files. What it makes of them is undone: the ranks have plain
+layers with fewer outputs or inputs, as optimizations expect them, and communicate in hooks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
+from transformers.pytorch_utils import Conv1D
+
+from tgis.engines.loading.shard_plans import (
+    BY_GROUPS,
+    BY_HEADS,
+    IN_BLOCKS,
+    KEYS_AND_VALUES,
+    Plan,
+    has_own_counts,
+    num_kv_heads,
+    plan_of,
+)
+from tgis.errors import StartError
+
+_GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+_SPLIT_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
+_ROWWISE = frozenset({"rowwise", *_SPLIT_INPUT})
+_ADDED = frozenset({"moe_tp_experts", "all_reduce", *_ROWWISE})
+_PARTS = frozenset({"packed_colwise", "packed_rowwise", "embedding_rowwise"})  # of parameters
+_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"})
+_WORDS = frozenset({"colwise", BY_GROUPS, BY_HEADS, IN_BLOCKS, *_GATHERED, *_ADDED, *_PARTS, *_WHOLE})
+_QKV = frozenset({"q", "q_proj", "query_key_value", "c_attn", "Wqkv"})  # names of layers of attention modules
+_COUNTS = ("num_heads", "n_heads", "embed_dim", "split_size")  # attributes of these modules, in proportion to heads
+_BIASED = frozenset({"query_key_value", "Wqkv"})  # those of modules that take biases
+_BIASES = ("alibi", "position_bias", "attention_mask")  # arguments, made for the heads of all ranks
+
+
+def own_part(x: Tensor) -> Tensor:
+    """The part of what is there for each head that belongs to this rank, if there are several."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+
+
+def least_of_ranks(value: int) -> int:
+    """The smallest value of all ranks, which must all call this."""
+    if not dist.is_initialized():
+        return value
+    values = torch.tensor([value], device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(values, dist.ReduceOp.MIN)
+    return int(values.item())
+
+
+class Sharding:
+    """How a model is shared among the ranks."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """From a model on the meta device. StartError if its plan has words that are not known here."""
+        self._rank, self._count = dist.get_rank(), dist.get_world_size()
+        self._plan: Plan = plan_of(model)
+        self._counts = has_own_counts(model)
+        self._heads: int = model.config.get_text_config(decoder=True).num_attention_heads
+        self._kv_heads = num_kv_heads(model.config)
+        self._shapes = {
+            name: _shape(module) for name, module, _ in self._layers(model) if isinstance(module, (nn.Linear, Conv1D))
+        }
+        if unknown := sorted({*self._plan.values()} - _WORDS):
+            raise StartError(f"NUM_SHARD={self._count}: layers of {type(model).__name__} that are {unknown[0]}")
+        self._hooks: list[Any] = []
+        self._cut = {name for name, _, word in self._layers(model) if self._is_cut_here(model, name, word)}
+
+    @property
+    def loading(self) -> DistributedConfig:
+        """What transformers is told. What it has no word for is loaded as a whole, as layers with `all_reduce` are."""
+        plain = {name: "colwise" if word == BY_GROUPS else word for name, word in self._plan.items()}
+        whole = dict.fromkeys(map(replace_layer_number_by_wildcard, self._cut), "all_reduce")
+        return DistributedConfig(tp_size=self._count, tp_plan=plain | whole)
+
+    def cut(self, model: PreTrainedModel) -> None:
+        """Leave plain layers with this rank's part."""
+        _undo_transformers(model)
+        for name, module, word in [*self._layers(model)]:
+            if name in self._cut:
+                self._cut_layer(module, name, word)
+            self._adapt(module, word)
+            if word in _GATHERED or word == "embedding_rowwise":
+                _lengthen(module, -(-_size(module) // self._count))
+            if word == "embedding_rowwise":
+                kind = type(module)
+                module.first = self._rank * len(module.weight)
+                module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
+            if word in _ADDED and self._rank:
+                self._forget_bias(module)
+        for parent in _attention_modules(self._plan, model):
+            self._adapt_counts(parent)
+
+    def connect(self, model: PreTrainedModel) -> None:
+        """Let layers communicate: anew, after they have been replaced by faster ones."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for _, module, word in self._layers(model):
+            if word in _SPLIT_INPUT:
+                self._hooks.append(module.register_forward_pre_hook(self._split_input))
+            if word in _ADDED:
+                self._hooks.append(module.register_forward_hook(_add_up))
+            if word in _GATHERED:
+                self._hooks.append(module.register_forward_hook(self._gather))
+
+    def whole_shape(self, name: str) -> tuple[int, int] | None:
+        """Inputs and outputs that a layer has on all ranks together; None if each rank has all of it."""
+        return self._shapes.get(name)
+
+    def own_factors(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of what changes a layer: [any, inputs], [any, outputs]."""
+        word = self._plan.get(replace_layer_number_by_wildcard(name))
+        if word in _ROWWISE:
+            return down[:, self._own_outputs(name, word, down.shape[1])], up
+        if word in ("colwise", BY_GROUPS, IN_BLOCKS, *_GATHERED):
+            rows = self._own_outputs(name, word, up.shape[1])
+            longest = -(-up.shape[1] // self._count) if word in _GATHERED else len(rows)
+            return down, pad(up[:, rows], (0, longest - len(rows)))
+        return down, up
+
+    def _layers(self, model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+        for name, module in model.named_modules():
+            word = self._plan.get(replace_layer_number_by_wildcard(name))
+            if word is not None:
+                yield name, module, word
+
+    def _is_cut_here(self, model: nn.Module, name: str, word: str) -> bool:
+        by_kv_heads = word == BY_GROUPS or _is_key_or_value(name, word)
+        is_transposed = isinstance(model.get_submodule(name), Conv1D)
+        return is_transposed or word in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
+
+    def _cut_layer(self, module: Any, name: str, word: str) -> None:
+        is_input = word in _ROWWISE or word == BY_HEADS
+        columns = is_input != isinstance(module, Conv1D)
+        size = module.weight.shape[int(columns)]
+        own = self._own_outputs(name, word, size).to(module.weight.device)
+        module.weight = nn.Parameter(module.weight.index_select(int(columns), own), requires_grad=False)
+        if not is_input and module.bias is not None:
+            module.bias = nn.Parameter(module.bias[own], requires_grad=False)
+
+    def _own_outputs(self, name: str, word: str, size: int) -> Tensor:
+        """The indices of this rank's outputs, or inputs, of a layer."""
+        every, rank, count = torch.arange(size), self._rank, self._count
+        if word == IN_BLOCKS:
+            return every.view(3, count, -1)[:, rank].flatten()
+        if word != BY_GROUPS and not _is_key_or_value(name, word):
+            return every.split(-(-size // count))[rank]
+        if self._kv_heads % count == 0:
+            return every.view(count, -1)[rank]
+        sharing = count // self._kv_heads  # the ranks that have the same key and value
+        head = every.view(self._kv_heads, -1)[rank // sharing]
+        if word != BY_GROUPS:
+            return head
+        group = head.view(self._heads // self._kv_heads + 2, -1)
+        return torch.cat([group[:-2].view(sharing, -1)[rank % sharing], group[-2:].flatten()])
+
+    def _adapt(self, module: Any, word: str) -> None:
+        """Let a layer know its sizes, but that of the vocabulary, of which no rank knows but a part."""
+        if isinstance(module, Conv1D):
+            module.nx, module.nf = module.weight.shape
+        elif isinstance(module, nn.Linear) and word not in _GATHERED:
+            module.out_features, module.in_features = module.weight.shape
+        elif word == BY_HEADS:
+            module.embedding_dim = module.weight.shape[1]
+
+    def _forget_bias(self, module: nn.Module) -> None:
+        """The first rank adds it."""
+        for name, parameter in module.named_parameters():
+            if name in ("bias", "down_proj_bias"):
+                parameter.data = torch.zeros_like(parameter)
+
+    def _adapt_counts(self, module: Any) -> None:
+        kv_heads = max(self._kv_heads // self._count, 1)
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = self._heads // self._count // kv_heads
+        if not self._counts:
+            return
+        for name in _COUNTS:
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) // self._count)
+        if hasattr(module, "num_kv_heads"):
+            module.num_kv_heads = kv_heads
+        module.slow_but_exact = False  # BLOOM's, which slices weights
+        if any(hasattr(module, name) for name in _BIASED):
+            module.register_forward_pre_hook(self._own_biases, with_kwargs=True)
+
+    def _own_biases(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        found = {name: arguments[name] for name in _BIASES if arguments.get(name) is not None}
+        return args, arguments | {name: self._own_bias(bias) for name, bias in found.items()}
+
+    def _own_bias(self, bias: Tensor) -> Tensor:
+        """From [rows * heads, ...] or [rows, heads, ...]; what is not by heads, or this rank's already, as it is."""
+        dim = bias.dim() - 3
+        if dim < 0 or bias.shape[dim] % self._heads:
+            return bias
+        return (
+            bias.unflatten(dim, (-1, self._count, self._heads // self._count))
+            .select(dim + 1, self._rank)
+            .flatten(dim, dim + 1)
+        )
+
+    def _split_input(self, module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        first = self._rank * -(-args[0].shape[-1] // self._count)
+        return (args[0][..., first : first + module.in_features],)
+
+    def _gather(self, module: Any, _: Any, output: Tensor) -> Tensor:
+        output = output.contiguous()
+        parts = [torch.empty_like(output) for _ in range(self._count)]
+        dist.all_gather(parts, output)
+        return torch.cat(parts, -1)[..., : module.out_features]
+
+
+def _undo_transformers(model: nn.Module) -> None:
+    plain: dict[nn.Parameter, nn.Parameter] = {}  # some are those of several layers
+    for module in model.modules():
+        vars(module).pop("forward", None)
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if isinstance(parameter, DTensor):
+                own = nn.Parameter(parameter.detach().to_local(), requires_grad=False)
+                setattr(module, name, plain.setdefault(parameter, own))
+
+
+def _attention_modules(plan: Plan, model: nn.Module) -> list[nn.Module]:
+    words = ("colwise", BY_GROUPS, IN_BLOCKS)
+    names = [name for name, word in plan.items() if name.rpartition(".")[2] in _QKV and word in words]
+    parents = {name.rpartition(".")[0] for name in names}
+    return [module for name, module in model.named_modules() if replace_layer_number_by_wildcard(name) in parents]
+
+
+def _is_key_or_value(name: str, word: str) -> bool:
+    return word == "colwise" and name.rpartition(".")[2] in KEYS_AND_VALUES
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape[:2]
+    return inputs, outputs
+
+
+def _size(module: Any) -> int:
+    """Of the outputs of all ranks."""
+    return int(module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features)
+
+
+def _lengthen(module: nn.Module, rows: int) -> None:
+    """Give the layer as many outputs as that of the first rank has."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = pad(parameter.data, (0, 0) * (parameter.dim() - 1) + (0, rows - len(parameter)))
+
+
+def _add_up(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    output = output.contiguous()
+    dist.all_reduce(output)
+    return output
+
+
+def _embed_own(module: Any, ids: Tensor) -> Tensor:
+    """The embeddings of ids, of which this rank may have none."""
+    own = ids - module.first
+    foreign = (own < 0) | (own >= len(module.weight))
+    kind: Any = type(module).__base__
+    found = kind.forward(module, own.masked_fill(foreign, 0))
+    return _add_up(module, (), found.masked_fill(foreign[..., None], 0))
