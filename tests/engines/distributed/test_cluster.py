@@ -74,7 +74,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def options_of(model: Path, node: int, port: int, **changes: Any) -> EngineOptions:
-    cluster = {"num_shards": 2, "nnodes": 2, "rank": node, "node_rank": node}
+    cluster: dict[str, Any] = {"num_shards": 2, "nnodes": 2, "rank": node, "node_rank": node}
     cluster |= {"master_addr": "127.0.0.1", "master_port": port, "cluster_secret_path": str(model.parent / "secret")}
     return msgspec.structs.replace(engine_options(model, 4, threads=1), **cluster | changes)
 
@@ -170,7 +170,8 @@ def opened(tamper: Callable[[bytes], list[bytes]]) -> Iterator[tuple[SecureSocke
         send = near.sendall
         link._socket = Tampering(send, tamper)  # type: ignore[assignment]
         yield link, accepted.result(5)
-        near.close(), far.close()
+        for sock in (near, far):
+            sock.close()
 
 
 class Tampering:
