@@ -39,7 +39,7 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def _run(rank: int, count: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
     try:
         with open(store, "rb+") as file:
-            ranks.init_ranks(rank, count, file.fileno())
+            ranks.init_ranks(rank, count, ranks.open_store(str(file.fileno()), count))
             pipe.send(function(*args))
     except Exception as error:  # noqa: BLE001 - the process ends next
         pipe.send(error)

@@ -39,6 +39,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     rank: int = 0  # of this process
     nnodes: int = 1  # machines that they are on
     node_rank: int = 0  # of this one
+    shared_memory: int | None = None  # a file in it, if all ranks are on one machine
     master_addr: str | None = None  # of node 0, for the others
     master_port: int = 0
     cluster_secret_path: str | None = None

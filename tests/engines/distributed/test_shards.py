@@ -1,6 +1,7 @@
 """Models of all families with a plan: two and four ranks, forked in this machine, give what one gives."""
 
 import dataclasses
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rank_processes import on_ranks
 from tiny_models import ARCHITECTURES, make_config, make_model_from_config, make_wide_config, run_steps
 
 from tgis.engines import load_shard
+from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.shard_plans import check_plan
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.errors import StartError
@@ -29,6 +31,7 @@ FAMILIES = (
 FAST = {("Falcon, 40b", 4, "tgis_native"), ("T5", 2, "tgis_native"), ("Bloom", 2, "hf_transformers")}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2
+SHARED = "shared_memory"
 DETAILS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
 Found = dict[int, tuple[list[int], list[float]]]  # tokens and logprobs, those of the input first
 
@@ -60,6 +63,8 @@ def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
 
 def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, **changes: Any) -> None:
     expected = generate(directory, 1, engine, changes)
+    if count == 2:  # with more, over gloo
+        (directory / SHARED).write_bytes(bytes(shared_bytes(count)))
     for found in on_ranks(count, generate, directory, count, engine, changes):
         assert {number: tokens for number, (tokens, _) in found.items()} == {
             number: tokens for number, (tokens, _) in expected.items()
@@ -71,6 +76,9 @@ def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, *
 def generate(directory: Path, count: int, engine: str, changes: dict[str, Any]) -> Found:
     options = engine_options(directory, 4, threads=1)
     options = msgspec.structs.replace(options, engine=engine, num_shards=count, kv_cache_bytes=1 << 20, **changes)
+    if (directory / SHARED).exists():
+        memory = os.open(directory / SHARED, os.O_RDWR)
+        options = msgspec.structs.replace(options, rank=torch.distributed.get_rank(), shared_memory=memory)
     shard, reason = load_shard(options)
     assert not reason
     shard.warm_up()

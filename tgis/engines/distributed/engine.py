@@ -24,7 +24,9 @@ from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, gather
 from tgis.engines.distributed.secure_socket import SecureSocket
+from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.loader import load_config
+from tgis.engines.paged.proposals import cut_by_grammars
 from tgis.errors import TgisError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
@@ -62,6 +64,8 @@ class ShardedEngine:
         self._sent = SentSequences()
         self._followers: list[Follower] = []
         links = gather(options) if options.nnodes > 1 else {}
+        if not links:
+            options = msgspec.structs.replace(options, shared_memory=os.memfd_create("tgis-collectives"))
         store = self._start_followers(options, links, forward)
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
@@ -79,7 +83,10 @@ class ShardedEngine:
             store, name = ranks.host_store(address, options.num_shards)
         else:
             ranks.use_interface("lo", "")
-            fds = [os.memfd_create("tgis-ranks")]  # never closed: torch opens it by its number until the end
+            assert options.shared_memory is not None
+            os.ftruncate(options.shared_memory, shared_bytes(options.num_shards))
+            # Never closed: torch opens it by its number until the end.
+            fds = [os.memfd_create("tgis-ranks"), options.shared_memory]
             name = str(fds[0])
             store = ranks.open_store(name, options.num_shards)
         for rank, link in links.items():
@@ -107,6 +114,7 @@ class ShardedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
+            cut_by_grammars(plan)  # which the other ranks do not know
             self._send(self._sent.step_input(plan))
             return self._engine.step(plan)
 

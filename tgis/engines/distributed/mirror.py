@@ -27,6 +27,7 @@ class SeqUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: list[int]  # generated since
     first_block: int
     blocks: list[int]  # of its table from that one on
+    proposed: list[int]  # tokens that may follow
     request: Request | None = None
     adapter: int | None = None  # its version
     adapter_tensors: bytes = b""  # in safetensors' format, if no other sequence has this adapter
@@ -49,7 +50,10 @@ class SentSequences:
 
     def step_input(self, plan: StepPlan) -> StepInput:
         """The message for a plan."""
-        updates = [self._update(seq, count) for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
+        updates = [
+            self._update(seq, count, plan.proposals.get(seq.id, []))
+            for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        ]
         released, self._released = self._released, []
         return StepInput(updates, released)
 
@@ -57,11 +61,12 @@ class SentSequences:
         """Forget sequences; the next message says so."""
         self._released += [seq.id for seq in seqs if self._sent.pop(seq.id, None)]
 
-    def _update(self, seq: Sequence, count: int) -> SeqUpdate:
+    def _update(self, seq: Sequence, count: int, proposed: list[int]) -> SeqUpdate:
         known = self._sent.get(seq.id)
         _, tokens, table, blocks = known or (seq, seq.prompt_length, seq.block_table, 0)
         first = blocks if table is seq.block_table else 0  # a table only grows, or is another list
-        update = SeqUpdate(seq.id, count, seq.num_computed_tokens, seq.tokens[tokens:], first, seq.block_table[first:])
+        added = seq.tokens[tokens:], first, seq.block_table[first:]
+        update = SeqUpdate(seq.id, count, seq.num_computed_tokens, *added, proposed)
         if known is None:
             update = self._with_request(update, seq)
         self._sent[seq.id] = seq, len(seq.tokens), seq.block_table, len(seq.block_table)
@@ -107,7 +112,9 @@ class MirroredSequences:
     def plan(self, step: StepInput) -> StepPlan:
         """The plan that was sent; what it does not release is updated."""
         counts = [update.num_scheduled_tokens for update in step.seqs]
-        return StepPlan.of([self._updated(update) for update in step.seqs], counts)
+        plan = StepPlan.of([self._updated(update) for update in step.seqs], counts)
+        plan.proposals.update((update.id, update.proposed) for update in step.seqs if update.proposed)
+        return plan
 
     def _updated(self, update: SeqUpdate) -> Sequence:
         if update.request is not None:

@@ -21,12 +21,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tgis.engines.kernels.cpu.collectives import CpuCollectives
 from tgis.engines.kernels.cpu.fused_ops import fuse
-from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.sharding import Sharding
+from tgis.engines.loading.sharding import Sharding, TorchCollectives
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
@@ -165,7 +166,8 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
-    sharding = _sharding(size, config, options)
+    collectives = _collectives(options, device, dtype)
+    sharding = _sharding(size, config, options, collectives)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         if quantization and quantization.checkpoint and size:
             model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
@@ -184,7 +186,20 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def _sharding(size: SizedModel | None, config: PreTrainedConfig, options: EngineOptions) -> Sharding | None:
+def _collectives(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> TorchCollectives | CpuCollectives:
+    """How ranks communicate: on CPUs of one machine through memory that they share."""
+    kernels = select_kernels(options, device)
+    if kernels and options.shared_memory is not None and dtype in DTYPES:
+        return CpuCollectives(kernels, options.shared_memory, options.rank, options.num_shards)
+    return TorchCollectives()
+
+
+def _sharding(
+    size: SizedModel | None,
+    config: PreTrainedConfig,
+    options: EngineOptions,
+    collectives: TorchCollectives | CpuCollectives,
+) -> Sharding | None:
     """How this rank shares the model with others, if there are any."""
     if options.num_shards == 1:
         return None
@@ -192,7 +207,7 @@ def _sharding(size: SizedModel | None, config: PreTrainedConfig, options: Engine
         raise StartError(
             f"NUM_SHARD={options.num_shards}: {options.model_path} has quantized weights, which ranks do not share"
         )
-    return Sharding(size[0]) if size else None
+    return Sharding(size[0], collectives) if size else None
 
 
 def _optimize(

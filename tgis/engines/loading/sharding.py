@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 from transformers.pytorch_utils import Conv1D
 
+from tgis.engines.kernels.cpu.collectives import CpuCollectives
 from tgis.engines.loading.shard_plans import (
     BY_GROUPS,
     BY_HEADS,
@@ -56,11 +57,33 @@ def least_of_ranks(value: int) -> int:
     return int(values.item())
 
 
+def reduces_in_kernels(model: PreTrainedModel) -> bool:
+    """Whether calls that reduce can be recorded, if there are any."""
+    return model.sharding is None or isinstance(model.sharding.collectives, CpuCollectives)
+
+
+class TorchCollectives:
+    """What the ranks add up and gather over NCCL or gloo."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the `x` of all ranks, in its place; contiguous."""
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., size] of each rank -> [..., ranks * size]."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, -1)
+
+
 class Sharding:
     """How a model is shared among the ranks."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, collectives: TorchCollectives | CpuCollectives) -> None:
         """From a model on the meta device. StartError if its plan has words that are not known here."""
+        self.collectives = collectives
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         self._plan: Plan = plan_of(model)
         self._counts = has_own_counts(model)
@@ -92,7 +115,7 @@ class Sharding:
                 _lengthen(module, -(-_size(module) // self._count))
             if word == "embedding_rowwise":
                 kind = type(module)
-                module.first = self._rank * len(module.weight)
+                module.first, module.all_reduce = self._rank * len(module.weight), self.collectives.all_reduce
                 module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
             if word in _ADDED and self._rank:
                 self._forget_bias(module)
@@ -108,7 +131,7 @@ class Sharding:
             if word in _SPLIT_INPUT:
                 self._hooks.append(module.register_forward_pre_hook(self._split_input))
             if word in _ADDED:
-                self._hooks.append(module.register_forward_hook(_add_up))
+                self._hooks.append(module.register_forward_hook(self._add_up))
             if word in _GATHERED:
                 self._hooks.append(module.register_forward_hook(self._gather))
 
@@ -212,11 +235,11 @@ class Sharding:
         first = self._rank * -(-args[0].shape[-1] // self._count)
         return (args[0][..., first : first + module.in_features],)
 
+    def _add_up(self, _module: Any, _args: Any, output: Tensor) -> Tensor:
+        return self.collectives.all_reduce(output.contiguous())
+
     def _gather(self, module: Any, _: Any, output: Tensor) -> Tensor:
-        output = output.contiguous()
-        parts = [torch.empty_like(output) for _ in range(self._count)]
-        dist.all_gather(parts, output)
-        return torch.cat(parts, -1)[..., : module.out_features]
+        return self.collectives.all_gather(output)[..., : module.out_features]
 
 
 def _undo_transformers(model: nn.Module) -> None:
@@ -256,16 +279,11 @@ def _lengthen(module: nn.Module, rows: int) -> None:
         parameter.data = pad(parameter.data, (0, 0) * (parameter.dim() - 1) + (0, rows - len(parameter)))
 
 
-def _add_up(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    output = output.contiguous()
-    dist.all_reduce(output)
-    return output
-
-
 def _embed_own(module: Any, ids: Tensor) -> Tensor:
     """The embeddings of ids, of which this rank may have none."""
     own = ids - module.first
     foreign = (own < 0) | (own >= len(module.weight))
     kind: Any = type(module).__base__
     found = kind.forward(module, own.masked_fill(foreign, 0))
-    return _add_up(module, (), found.masked_fill(foreign[..., None], 0))
+    embedded: Tensor = module.all_reduce(found.masked_fill(foreign[..., None], 0))
+    return embedded

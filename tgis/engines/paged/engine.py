@@ -30,7 +30,7 @@ from tgis.engines.loading.loader import (
     select_kernels,
 )
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
-from tgis.engines.loading.sharding import least_of_ranks
+from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
 from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -204,7 +204,7 @@ class PagedEngine:
     def _proposed_tokens(self) -> int:
         """The tokens that are verified for a sequence in one step."""
         options = self._options
-        can = self._device.type == "cpu" and options.num_shards == 1
+        can = self._device.type == "cpu"
         return options.speculation_max_tokens if can and options.speculation != "off" else 0
 
     @warm_up_errors()
@@ -236,7 +236,7 @@ class PagedEngine:
 
     def _record_steps(self, eager_logits: torch.Tensor) -> None:
         """Record steps from now on, where C kernels compute them."""
-        if self._kernels and self._attention.runs_cpu_kernel and self._options.num_shards == 1:
+        if self._kernels and self._attention.runs_cpu_kernel and reduces_in_kernels(self._model):
             self._tabulate_angles(eager_logits)
             rows = max(self.info.max_batch_size, 1 + self.info.proposed_tokens)
             sizes = rows, self._max_blocks, self.info.max_prefill_tokens
