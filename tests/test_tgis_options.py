@@ -156,7 +156,7 @@ def overlay(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.slow] if OVERLAYS[name]["env"].get("NUM_GPUS", 1) > 1 else [])
 
 
-@pytest.mark.parametrize("name", map(overlay, OVERLAYS))
+@pytest.mark.parametrize("name", [*map(overlay, OVERLAYS)])
 def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     """Found in the hub cache, as in TGIS; the model is a tiny one of the same config.json."""
     settings, environ = OVERLAYS[name]["config"], {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
@@ -165,10 +165,10 @@ def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("commit")
     result, engine = start(environ | {"TRANSFORMERS_CACHE": str(tmp_path)})
-    assert result == OVERLAYS_TABLE[name]
     if engine is not None:
         engine.warm_up()  # generates tokens
         engine.close()
+    assert result == OVERLAYS_TABLE[name]
 
 
 def test_only_weights_in_no_codes_are_refused() -> None:

@@ -84,6 +84,7 @@ def engine_options(
         "num_shards": config.num_shard,
         "rank": config.node_rank * (config.num_shard // config.nnodes),
         "cluster_secret_path": str(config.cluster_secret_path),
+        "shared_memory": None,
         "kv_cache_bytes": config.kv_cache_size_mb << 20 if config.kv_cache_size_mb else None,
         "adapter_store": adapter_store,
         "speculator_path": _speculator_path(config),

@@ -1,5 +1,6 @@
 """A model over two processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
 
+import copy
 import os
 import random
 import signal
@@ -53,7 +54,8 @@ SMALL: dict[str, Any] = {
 
 
 def options_of(model: Path) -> EngineOptions:
-    return msgspec.structs.replace(engine_options(model, 4, threads=2), kv_cache_bytes=1 << 20, num_shards=2)
+    options = engine_options(model, 4, threads=2)
+    return msgspec.structs.replace(options, engine="tgis_native", kv_cache_bytes=1 << 20, num_shards=2)
 
 
 def end(reason: str) -> NoReturn:
@@ -142,15 +144,14 @@ def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs])
         assert abs(fact.logprob - row.log_softmax(-1)[token].item()) <= TOLERANCE
 
 
-def drawn_adapter(data: st.DataObject, dtype: torch.dtype, length: int) -> tuple[AdapterRef | None, Any]:
+def drawn_adapter(data: st.DataObject, version: int, dtype: torch.dtype, length: int) -> tuple[AdapterRef | None, Any]:
     kind = data.draw(st.sampled_from(["none", "prompt", "lora"]))
     if kind == "lora":
-        return AdapterRef("l", 0, 0, 1, 1, 2), LoraAdapter(
-            1, {"q": LoraLayerWeights(torch.ones(2, 6), torch.ones(2, 6))}
-        )
+        layer = LoraLayerWeights(torch.ones(2, 6), torch.ones(2, 6))
+        return AdapterRef("l", 0, 0, 1, version, 2), LoraAdapter(version, {"q": layer})
     virtual = data.draw(st.integers(1, length))
-    prompt = SoftPrompt(2, torch.randn((virtual, 6)).to(dtype))
-    return (AdapterRef("p", virtual, 0, 1, 1), prompt) if kind == "prompt" else (None, None)
+    prompt = SoftPrompt(version, torch.randn((virtual, 6)).to(dtype))
+    return (AdapterRef("p", virtual, 0, 1, version), prompt) if kind == "prompt" else (None, None)
 
 
 @given(st.data())
@@ -161,7 +162,7 @@ def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
     for n in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(1, 40))
         details = LogprobOptions(input_tokens=data.draw(st.booleans()))
-        reference, adapter = drawn_adapter(data, dtype, length)
+        reference, adapter = drawn_adapter(data, n, dtype, length)
         rows.append(
             Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=reference), 0.0)
         )
@@ -191,13 +192,13 @@ def check_batches(plan: StepPlan, other: StepPlan) -> None:
         other.has_prefill,
         [seq.id for seq in other.sampled],
     )
-    for row, copy in zip(plan.seqs, other.seqs, strict=True):
+    for row, other_row in zip(plan.seqs, other.seqs, strict=True):
         assert (row.tokens, row.block_table, row.wants_prompt_logprobs) == (
-            *(copy.tokens, copy.block_table, copy.wants_prompt_logprobs),
+            *(other_row.tokens, other_row.block_table, other_row.wants_prompt_logprobs),
         )
-        assert type(row.adapter) is type(copy.adapter)
+        assert type(row.adapter) is type(other_row.adapter)
         if isinstance(row.adapter, LoraAdapter):
-            assert torch.equal(row.adapter.layers["q"].lora_b, copy.adapter.layers["q"].lora_b)
+            assert torch.equal(row.adapter.layers["q"].lora_b, other_row.adapter.layers["q"].lora_b)
     (ours, prompt_slices), (theirs, same) = (
         BatchBuilder(4, torch.device("cpu"), LoraLayers(None)).build(without_lora(each)) for each in (plan, other)
     )
@@ -211,9 +212,10 @@ def check_batches(plan: StepPlan, other: StepPlan) -> None:
 
 def without_lora(plan: StepPlan) -> StepPlan:
     """The plan for a builder without a model."""
-    for seq in plan.seqs:
-        seq.adapter = None if isinstance(seq.adapter, LoraAdapter) else seq.adapter
-    return plan
+    rows = [copy.copy(seq) for seq in plan.seqs]
+    for row in rows:
+        row.adapter = None if isinstance(row.adapter, LoraAdapter) else row.adapter
+    return StepPlan.of(rows, plan.num_scheduled_tokens)
 
 
 def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:

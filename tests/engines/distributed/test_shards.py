@@ -1,6 +1,5 @@
 """Models of all families with a plan: two and four ranks, forked in this machine, give what one gives."""
 
-import dataclasses
 import os
 import random
 from pathlib import Path
@@ -89,8 +88,8 @@ def generate(directory: Path, count: int, engine: str, changes: dict[str, Any]) 
     adapters: dict[int, Any] = {2: soft_prompt, 3: lora, 5: lora}
     bounds = limits(90, max_batch_size=4)
     if not info.padded:
-        bounds = dataclasses.replace(bounds, padded=False, block_size=16, prefix_cache=True, prefill_tokens=40)
-    bounds = dataclasses.replace(bounds, encoder_decoder=info.encoder_decoder)
+        paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": 40}
+        bounds = limits(90, max_batch_size=4, encoder_decoder=info.encoder_decoder, **paged)
     found: Found = {number: ([], []) for number in range(6)}
     for plan, result, _ in run_steps(shard, bounds, requests(), random.Random(1), adapters):
         for seq, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
