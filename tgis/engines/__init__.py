@@ -49,7 +49,7 @@ def load_engine(
     if options.kv_cache_dtype == "bfloat16" != info.dtype:
         raise StartError(f"KV_CACHE_DTYPE=bfloat16, but {info.model_class} is in {info.dtype}")
     if options.speculation == "lookup" and not info.proposed_tokens:
-        warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, with one rank")
+        warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU")
     if options.speculator_path and not info.drafted_tokens:
         warn(options, "SPECULATOR_NAME has no effect: it needs tgis_native on a CPU, and SPECULATION_MAX_TOKENS")
     store = options.adapter_store

@@ -19,6 +19,7 @@ from batches import engine_options, limits
 from harness import Server, as_stream_request, running_server, unary_request
 from hypothesis import given
 from hypothesis import strategies as st
+from proposers import Adversary, proposing
 from tiny_models import run_steps
 from transformers import AutoModelForCausalLM
 
@@ -53,9 +54,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def options_of(model: Path) -> EngineOptions:
+def options_of(model: Path, speculation: str = "off") -> EngineOptions:
     options = engine_options(model, 4, threads=2)
-    return msgspec.structs.replace(options, engine="tgis_native", kv_cache_bytes=1 << 20, num_shards=2)
+    changes = {"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2, "speculation": speculation}
+    return msgspec.structs.replace(options, **changes)
 
 
 def end(reason: str) -> NoReturn:
@@ -63,8 +65,8 @@ def end(reason: str) -> NoReturn:
 
 
 @contextmanager
-def sharded(model: Path) -> Iterator[ShardedEngine]:
-    engine = ShardedEngine(options_of(model), end, print)
+def sharded(model: Path, speculation: str = "off") -> Iterator[ShardedEngine]:
+    engine = ShardedEngine(options_of(model, speculation), end, print)
     try:
         engine.warm_up()
         yield engine
@@ -84,8 +86,9 @@ def small_llama(directory: Path) -> Path:
     return directory
 
 
-def test_two_ranks_compute_what_transformers_does(tmp_path: Path) -> None:
-    """In chunks, side by side, with cached prefixes and with so few blocks that rows are preempted."""
+@pytest.mark.parametrize("speculation", ["off", "lookup"])
+def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Path) -> None:
+    """In chunks, side by side, with cached prefixes and so few blocks that rows are preempted; with proposed tokens."""
     model, rng = small_llama(tmp_path), random.Random(1)
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
@@ -100,7 +103,7 @@ def test_two_ranks_compute_what_transformers_does(tmp_path: Path) -> None:
         )
         for n, prompt in enumerate(prompts)
     ]
-    with sharded(model) as engine:
+    with sharded(model, speculation) as engine, proposing(Adversary):
         assert engine.info.token_capacity > 0
         got = run(engine, wanted)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -118,7 +121,8 @@ Got = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # tokens, fact
 
 
 def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
-    bounds = limits(96, padded=False, block_size=16, prefix_cache=True, max_batch_size=4, prefill_tokens=7)
+    paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": 7}
+    bounds = limits(96, max_batch_size=4, proposed_tokens=engine.info.proposed_tokens, vocab_size=96, **paged)
     got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
     for plan, result, _ in run_steps(engine, bounds, wanted, random.Random(1)):
         for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):

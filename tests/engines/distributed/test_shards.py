@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from batches import engine_options, limits
+from cpu_kernels import CPU_ISA
 from rank_processes import on_ranks
 from tiny_models import ARCHITECTURES, make_config, make_model_from_config, make_wide_config, run_steps
 
@@ -60,10 +61,27 @@ def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
     compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native", 0.05, kv_cache_dtype="int8")
 
 
+@pytest.mark.skipif(CPU_ISA == "none", reason="bits depend on the batch")
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_bits_do_not_depend_on_neighbours_and_chunks(dtype: str, tmp_path: Path) -> None:
+    directory = make_model_from_config(make_wide_config("Llama"), tmp_path)
+    together, alone = (
+        on_ranks(2, generate, share_memory(directory), 2, "tgis_native", {"dtype": dtype}, False, *sizes)
+        for sizes in ((4, 40), (1, 7))
+    )
+    assert repr(together) == repr(alone)  # nan is in it
+
+
+def share_memory(directory: Path) -> Path:
+    """Let two ranks reduce through memory that they share; more do it over gloo."""
+    (directory / SHARED).write_bytes(bytes(shared_bytes(2)))
+    return directory
+
+
 def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, **changes: Any) -> None:
     expected = generate(directory, 1, engine, changes)
-    if count == 2:  # with more, over gloo
-        (directory / SHARED).write_bytes(bytes(shared_bytes(count)))
+    if count == 2:
+        share_memory(directory)
     for found in on_ranks(count, generate, directory, count, engine, changes):
         assert {number: tokens for number, (tokens, _) in found.items()} == {
             number: tokens for number, (tokens, _) in expected.items()
@@ -72,7 +90,15 @@ def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, *
             assert found[number][1] == pytest.approx(logprobs, abs=tolerance, nan_ok=True)
 
 
-def generate(directory: Path, count: int, engine: str, changes: dict[str, Any]) -> Found:
+def generate(
+    directory: Path,
+    count: int,
+    engine: str,
+    changes: dict[str, Any],
+    adapted: bool = True,
+    rows: int = 4,
+    chunk: int = 40,
+) -> Found:
     options = engine_options(directory, 4, threads=1)
     options = msgspec.structs.replace(options, engine=engine, num_shards=count, kv_cache_bytes=1 << 20, **changes)
     if (directory / SHARED).exists():
@@ -85,11 +111,11 @@ def generate(directory: Path, count: int, engine: str, changes: dict[str, Any]) 
     prompt = torch.randn(PROMPT_TOKENS, info.embedding_size, generator=torch.Generator().manual_seed(0))
     soft_prompt = SoftPrompt(1, None if info.encoder_decoder else prompt, prompt, info.encoder_decoder)
     lora = dummy_adapter(info.lora_targets, torch.float32, torch.device("cpu"))
-    adapters: dict[int, Any] = {2: soft_prompt, 3: lora, 5: lora}
-    bounds = limits(90, max_batch_size=4)
+    adapters: dict[int, Any] = {2: soft_prompt, 3: lora, 5: lora} if adapted else {2: soft_prompt}
+    bounds = limits(90, max_batch_size=rows)
     if not info.padded:
-        paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": 40}
-        bounds = limits(90, max_batch_size=4, encoder_decoder=info.encoder_decoder, **paged)
+        paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": chunk}
+        bounds = limits(90, max_batch_size=rows, encoder_decoder=info.encoder_decoder, **paged)
     found: Found = {number: ([], []) for number in range(6)}
     for plan, result, _ in run_steps(shard, bounds, requests(), random.Random(1), adapters):
         for seq, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
