@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-clients test-cluster test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
+.PHONY: help venv proto demo-model serve test test-all test-cluster test-clients test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))

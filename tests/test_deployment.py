@@ -159,7 +159,7 @@ def test_probes_look_often_and_are_patient() -> None:
 def test_images_have_the_version_of_the_package() -> None:
     files = [path.read_text() for path in DEPLOYMENTS.rglob("*.yaml") if "checks" not in path.parts]
     images = [image for text in files for image in re.findall(r"^\s+(?:- )?image: (\S+)$", text, re.MULTILINE)]
-    assert images == [f"tgis:{__version__}"] * 3
+    assert images == [f"tgis:{__version__}"] * 4
 
 
 def test_kserve_finds_the_port_the_model_and_the_metrics() -> None:
