@@ -6,11 +6,8 @@ Invalid values are an OptionError of one line, before anything is loaded.
 
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
-import argparse
-import functools
 import os
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -35,11 +32,9 @@ from tgis.utils.options import (
     TEXT,
     WORDS,
     Option,
-    Parser,
     RawValue,
     Secret,
     SpeculativeConfig,
-    add_flags,
     choice,
     closest,
     decimal,
@@ -47,6 +42,7 @@ from tgis.utils.options import (
     find_raw_values,
     flag_name,
     integer,
+    make_parser,
     named_by,
     option,
     parse_option,
@@ -365,7 +361,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     if as_adapter:
         options = tuple(map(as_in_adapter, options))
     others = [each.option for each in foreign]
-    flags = vars(_parser(prog, options, others).parse_args(list(map(as_declared, argv))))
+    flags = vars(make_parser(prog, options, others).parse_args(list(map(as_declared, argv))))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
@@ -468,28 +464,6 @@ def cache_config() -> Config:
     names = ("HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "CACHE_DIR")
     environ = {name: os.environ[name] for name in names if name in os.environ}
     return parse(["--model-name", "any"], environ, "tgis")
-
-
-def _parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
-    parser = Parser(
-        prog=prog,
-        usage=f"{prog} --model-name TEXT [options]",
-        description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
-        epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + _indented(opt.name.upper() for opt in foreign if opt.name)
-        + "\nNames of vLLM that are flags, too:\n"
-        + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
-        allow_abbrev=False,
-    )
-    add_flags(parser, [*options, *foreign])
-    help_text = "show every option and what would be refused; start nothing"
-    parser.add_argument("--check", action="store_true", help=help_text)
-    return parser
-
-
-def _indented(names: Iterable[str]) -> str:
-    return textwrap.fill(", ".join(names), 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _validate(config: Config) -> None:

@@ -7,12 +7,14 @@ the value and the bound.
 import argparse
 import dataclasses
 import difflib
+import functools
 import ipaddress
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -311,6 +313,29 @@ class RawValue:
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
         return f"{self.source}={text!r}"
+
+
+def make_parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
+    """The parser of a server's flags; `foreign` options are accepted, but have no effect."""
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} --model-name TEXT [options]",
+        description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
+        epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
+        + _indented(opt.name.upper() for opt in foreign if opt.name)
+        + "\nNames of vLLM that are flags, too:\n"
+        + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
+        allow_abbrev=False,
+    )
+    add_flags(parser, [*options, *foreign])
+    help_text = "show every option and what would be refused; start nothing"
+    parser.add_argument("--check", action="store_true", help=help_text)
+    return parser
+
+
+def _indented(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(names), 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def add_flags(parser: Parser, options: Sequence[Option]) -> None:
