@@ -27,7 +27,7 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
     facts |= {name: repr(getattr(options, name))[:200] for name in names}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or default_dtype(load_config(options), device)
-    facts |= {"device": device.type, "dtype": str(dtype)}
+    facts |= {"device": device.type, "dtype": str(dtype), "adapters": str(options.adapter_store is not None)}
     path = Path(options.model_path)
     for file in sorted(file for pattern in _WHOLE_FILES for file in path.glob(pattern)):
         with file.open("rb") as content:
