@@ -58,7 +58,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
         "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling errors ipc "
         "prompts utils"
     ),
-    "engines/distributed": "batcher engines engines/kernels engines/loading engines/lora engines/paged errors ipc prompts utils",
+    "engines/distributed": (
+        "batcher engines engines/kernels engines/loading engines/lora engines/paged errors ipc prompts utils"
+    ),
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
     "bench": "batcher engines errors ipc pb",

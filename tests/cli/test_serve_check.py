@@ -49,10 +49,10 @@ def test_every_option_is_shown_with_what_set_it(check: Check, tmp_path: Path, mo
 
 
 def test_warnings_of_a_start_are_shown(check: Check) -> None:
-    code, out, _ = check("--max-new-tokens", "5000", "--master-port", "1")
+    code, out, _ = check("--max-new-tokens", "5000", "--shard-uds-path", "x")
     assert code == 0
     assert out[-3:-1] == [
-        "WARNING: ignored options: --master-port",
+        "WARNING: ignored options: --shard-uds-path",
         "WARNING: MAX_NEW_TOKENS 5000 lowered to 2047, below MAX_SEQUENCE_LENGTH",
     ]
 

@@ -207,7 +207,8 @@ class BatchFamilies:
         self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
-        proposed = add.counter("tgi_speculation_proposed_tokens", "Tokens computed ahead.", _PROPOSERS)
+        ahead = "Tokens computed ahead: `lookup`, or `draft` by SPECULATOR_NAME."
+        proposed = add.counter("tgi_speculation_proposed_tokens", ahead, _PROPOSERS)
         accepted = add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS)
         self.admissions = [  # in the order of BatcherCounters
             add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),

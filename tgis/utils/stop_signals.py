@@ -3,12 +3,15 @@
 By default they end a process without cleaning up, or do nothing at all where it is PID 1 of a container.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 _NUMBERS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -20,8 +23,10 @@ def handle(handler: Callable[[int, FrameType | None], object]) -> None:
             signal.signal(number, handler)
 
 
-def futures() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+def futures() -> "tuple[asyncio.Future[None], asyncio.Future[None]]":
     """One done on the first SIGTERM, SIGINT or SIGHUP, and one on a SIGINT after that."""
+    import asyncio  # noqa: PLC0415 - a server handles signals before it imports much
+
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
     hurry: asyncio.Future[None] = loop.create_future()
@@ -29,7 +34,7 @@ def futures() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
     return stop, hurry
 
 
-def _signalled(number: int, stop: asyncio.Future[None], hurry: asyncio.Future[None]) -> None:
+def _signalled(number: int, stop: "asyncio.Future[None]", hurry: "asyncio.Future[None]") -> None:
     if not stop.done():
         stop.set_result(None)
     elif number == signal.SIGINT and not hurry.done():

@@ -97,7 +97,7 @@ def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[s
         (1 << 24, {"kv_cache_bytes": 1 << 25, "max_sequence_length": 1 << 20}, r"^no memory is left for a KV cache"),
         (1 << 28, {"max_sequence_length": 1 << 20}, r"^MAX_SEQUENCE_LENGTH 1048576 does not fit into memory, \d+ does"),
         (1 << 20, {"engine": "hf_transformers"}, r"BATCH_SAFETY_MARGIN taken off.*; lower MAX_BATCH_SIZE"),
-        (1 << 30, {"num_shards": 3}, r"^NUM_SHARD=3 must divide"),
+        (1 << 30, {"num_shards": 3}, r"^NUM_SHARD=3 does not divide"),
     ],
 )
 def test_a_check_refuses_what_a_start_would(
