@@ -22,6 +22,7 @@ from benchmarks.batching_policies import engine_options
 from benchmarks.serving import cpu_name
 from demo.fetch import ensure
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.base import Engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import Request
 
@@ -36,7 +37,7 @@ LOADS = ((1, 130), (8, 130), (32, 130), (1, 2000), (8, 2000))  # sequences, and 
 STEPS, PLAIN = 12, "plain"
 
 
-def step_seconds(engine: PagedEngine, count: int, context: int) -> float:
+def step_seconds(engine: Engine, count: int, context: int) -> float:
     """The median time of decode steps after prompts, which are computed first."""
     size = engine.info.block_size
     blocks = -(-(context + STEPS + 1) // size)

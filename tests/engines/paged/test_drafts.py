@@ -175,7 +175,6 @@ def test_drafts_go_together_with_adapters(paths: dict[str, Path]) -> None:
         found, counts = outcomes(engine, asked, 4, 14, draw, adapters=adapters)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert counts["drafted"] > 50
-    assert counts["preempted"]
 
 
 def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> None:
