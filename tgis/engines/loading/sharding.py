@@ -269,7 +269,7 @@ def _shape(module: Any) -> tuple[int, int]:
 
 
 def _size(module: Any) -> int:
-    """Of the outputs of all ranks."""
+    """The number of outputs of all ranks together."""
     return int(module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features)
 
 

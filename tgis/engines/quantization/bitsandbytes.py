@@ -53,7 +53,7 @@ class BitsAndBytesFormat:
 
 
 def _state(tensors: LayerTensors) -> tuple[_State, Tensor]:
-    """That of a weight of 4 bits, and its table."""
+    """What describes a weight of 4 bits, and its table."""
     for name, table in _TABLES.items():
         if (raw := tensors.get(_STATE + name)) is None:
             continue
