@@ -205,8 +205,7 @@ class Config:
         shown_default="the CPU's best")
 
     speculation: str = option(
-        BATCHES, SPECULATION, "lookup or, where it can, auto: guess tokens from the text so far, on CPUs", "off",
-        shown_default="off, or auto with SPECULATOR_NAME")
+        BATCHES, SPECULATION, "lookup or, where it can, auto: guess tokens from the text so far, on CPUs", "auto")
     speculation_max_tokens: int = option(BATCHES, integer(0, 63), "tokens that are guessed for a sequence at most", 15,
         aliases=("speculate",), vllm_names=("num_speculative_tokens",))
     speculator_name: str | None = option(
@@ -372,8 +371,6 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     if values.get("speculator_name") in LOOKUPS:
         values |= {"speculator_name": None, "speculation": values.get("speculation", "lookup")}
     values |= named_by(values.get("speculative_config"), values)
-    if "speculation_max_tokens" in values or values.get("speculator_name"):
-        values.setdefault("speculation", "auto")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         values["master_port"] = values.get("master_port", MASTER_PORT) + 1
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
