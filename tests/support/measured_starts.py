@@ -15,6 +15,8 @@ import msgspec
 from batches import engine_options
 
 from tgis.engines import describe_memory, load_engine
+from tgis.ipc.messages import EngineOptions
+from tgis.utils.memory import trim_heap
 
 ROWS = 16
 
@@ -29,11 +31,21 @@ def start(changes: dict[str, Any]) -> dict[str, Any]:
     given = engine_options(Path(changes["model_path"]), ROWS, threads=1)
     options, log = msgspec.structs.replace(given, **changes), io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=log, format="%(message)s")
+    load(msgspec.structs.replace(options, max_batch_size=1, max_sequence_length=8))  # libraries are read once
+    trim_heap()
+    log.truncate(0)
     lines = describe_memory(options)
+    info = load(options)
+    files = sum(file.stat().st_size for file in Path(options.model_path).glob("*.safetensors"))
+    return {"check": lines, "log": log.getvalue(), "info": info, "files": files}
+
+
+def load(options: EngineOptions) -> Any:
+    """What an engine says of itself once it is warm."""
     engine, _ = load_engine(options, sys.exit, print)
     engine.warm_up()
-    files = sum(file.stat().st_size for file in Path(options.model_path).glob("*.safetensors"))
-    return {"check": lines, "log": log.getvalue(), "info": msgspec.to_builtins(engine.info), "files": files}
+    engine.close()
+    return msgspec.to_builtins(engine.info)
 
 
 if __name__ == "__main__":
