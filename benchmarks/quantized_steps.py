@@ -74,6 +74,14 @@ def llama_cpp_step(file: Path, count: int, context: int) -> float:
     return float(json.loads(done.stdout)["step_ms"][str(count)]) / 1e3
 
 
+def medians_ms(load: str, seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each system in milliseconds; prints them and how many times as fast as the first each is."""
+    medians = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    base = next(iter(medians.values()))
+    print(f"{load}: ", *(f"{name} {taken:.2f} ({base / taken:.2f})" for name, taken in medians.items()), flush=True)
+    return {name: round(taken, 3) for name, taken in medians.items()}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized_steps", description=__doc__)
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: the demo model")
@@ -105,13 +113,7 @@ def main(arguments: list[str]) -> int:
         for number in range(args.rounds):
             for name in [*systems][:: -1 if number % 2 else 1]:
                 times[name].append(systems[name](count, context))
-        medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-        base = medians.get(PLAIN, next(iter(medians.values())))
-        told = (f"{name} {taken:.2f} ({base / taken:.2f})" for name, taken in medians.items())
-        print(f"{count} x {context}: ", *told, flush=True)
-        report.append(
-            {"sequences": count, "context": context, "ms": {key: round(ms, 3) for key, ms in medians.items()}}
-        )
+        report.append({"sequences": count, "context": context, "ms": medians_ms(f"{count} x {context}", times)})
     found = {"cpu": cpu_name(), "model": model.name, "dtype": args.dtype, "cpu_isa": args.cpu_isa, "steps": report}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

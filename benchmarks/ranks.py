@@ -7,7 +7,6 @@ factors are times as fast as one rank. The last line is JSON.
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from benchmarks.batching_policies import engine_options
-from benchmarks.quantized_steps import step_seconds
+from benchmarks.quantized_steps import medians_ms, step_seconds
 from benchmarks.random_models import Load, Model
 from benchmarks.serving import cpu_name
 from tgis.utils.cpus import usable_cores
@@ -36,7 +35,7 @@ LLAMA = Model(
 
 
 def measure(model: Path, ranks: int, dtype: str, cache: Path) -> dict[int, float]:
-    """Milliseconds of a step by the number of sequences."""
+    """Seconds of a step by the number of sequences."""
     from tgis.engines import load_engine  # noqa: PLC0415 - after the environment is prepared
 
     def fail(reason: str) -> NoReturn:
@@ -46,7 +45,7 @@ def measure(model: Path, ranks: int, dtype: str, cache: Path) -> dict[int, float
     more = {"num_shards": ranks, "num_threads": usable_cores(), "kv_cache_bytes": 1 << 30, "cache_dir": str(cache)}
     engine, _ = load_engine(msgspec.structs.replace(plain, **more), fail, lambda _: None)
     engine.warm_up()
-    found = {count: 1e3 * step_seconds(engine, count, LLAMA.load.input_tokens) for count in LLAMA.load.streams}
+    found = {count: step_seconds(engine, count, LLAMA.load.input_tokens) for count in LLAMA.load.streams}
     engine.close()
     return found
 
@@ -72,11 +71,8 @@ def main(arguments: list[str]) -> int:
             times[ranks].append(json.loads(done.stdout.splitlines()[-1]))
     report = []
     for count in map(str, LLAMA.load.streams):
-        medians = {ranks: statistics.median(each[count] for each in found) for ranks, found in times.items()}
-        base = medians[args.ranks[0]]
-        told = (f"{ranks} ranks {taken:.2f} ({base / taken:.2f})" for ranks, taken in medians.items())
-        print(f"{count} sequences: ", *told, flush=True)
-        report.append({"sequences": int(count), "ms": {ranks: round(ms, 3) for ranks, ms in medians.items()}})
+        seconds = {f"{ranks} ranks": [each[count] for each in found] for ranks, found in times.items()}
+        report.append({"sequences": int(count), "ms": medians_ms(f"{count} sequences", seconds)})
     found = {"cpu": cpu_name(), "dtype": args.dtype, "rounds": args.rounds, "steps": report}
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

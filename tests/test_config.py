@@ -13,7 +13,8 @@ from tgis import __main__, config
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
-from tgis.utils.options import Secret, SpeculativeConfig, declared_options, flag_name
+from tgis.speculative_config import SpeculativeConfig
+from tgis.utils.options import Secret, declared_options, flag_name
 
 TGIS = Path(config.__file__).parent
 

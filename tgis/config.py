@@ -15,6 +15,7 @@ from typing import Any
 
 from tgis.errors import OptionError
 from tgis.foreign_options import ADAPTER_DEFAULTS, as_declared, as_in_adapter, foreign_options, foreign_warnings
+from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, named_by
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
@@ -28,13 +29,11 @@ from tgis.utils.options import (
     NAMED_PATHS,
     PATH,
     SECRET,
-    SPECULATIVE_CONFIG,
     TEXT,
     WORDS,
     Option,
     RawValue,
     Secret,
-    SpeculativeConfig,
     choice,
     closest,
     decimal,
@@ -43,7 +42,6 @@ from tgis.utils.options import (
     flag_name,
     integer,
     make_parser,
-    named_by,
     option,
     parse_option,
     required_option,

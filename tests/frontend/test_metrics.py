@@ -264,7 +264,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     names += ["prefill_padding_limit_exceeded", "batch_preemption"]
     names += ["prefix_cache_query_tokens", "prefix_cache_hit_tokens"]
     assert [value(metrics, f"tgi_{name}") for name in names] == [2, 4, 6, 8, 10, 12, 14]
-    metrics.batches.count_step_tokens(stats.counters, [[1, 2, 3, 4], [], [5]])
+    metrics.batches.speculation.count_step_tokens(stats.counters, [[1, 2, 3, 4], [], [5]])
     kept = ("proposed_tokens", "accepted_tokens")
     assert [value(metrics, f"tgi_speculation_{name}", proposer="lookup") for name in kept] == [16, 6]
     assert [value(metrics, f"tgi_speculation_{name}", proposer="draft") for name in kept] == [10, 8]

@@ -12,7 +12,7 @@ from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiti
 from tgis.batcher.block_manager import BlockManager
 from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget, split_whole
-from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.batcher.waiting_queue import WaitingQueue
 from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request, StopReason
@@ -232,7 +232,7 @@ class Batcher:
             seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
         lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
         for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
-            count = tokens if isinstance(tokens, int) else len(tokens)
+            count = tokens if isinstance(tokens, int) else seq.num_allowed(tokens)
             while count and not block_manager.allocate(seq, 1 + count):
                 count -= 1
             if not count:
@@ -255,8 +255,7 @@ class Batcher:
         """
         assert self._block_manager
         proposed, new = plan.proposals.get(seq.id, []), seq.tokens[seq.num_computed_tokens :]
-        pairs = enumerate(zip(proposed, new[:-1], strict=False))
-        kept = next((at for at, (token, own) in pairs if token != own), min(len(proposed), len(new) - 1))
+        kept = num_common(proposed, new[:-1])
         self._block_manager.free_unused(seq)
         counters = self._counters
         if seq.id in plan.drafts:

@@ -6,6 +6,7 @@ engine's KV cache, and a plan says how many more it computes.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Self
 
 from tgis.ipc.request import Request, StopReason
@@ -79,6 +80,12 @@ class Sequence:
         quick = self.grammar is None or not self.grammar.in_thread
         return quick and self.num_generated_tokens > 0 and self.num_remaining_tokens > 1
 
+    def num_allowed(self, tokens: list[int]) -> int:
+        """How many of some tokens its grammar lets follow its own."""
+        if self.grammar is None:
+            return len(tokens)
+        return int(self.grammar.num_allowed(self.tokens[self.prompt_length :], tokens))
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are to be computed: they have been reported once there is a generated token."""
@@ -139,3 +146,8 @@ class StepPlan:
             num_scheduled_tokens=[count for _, count in kept],
             sampled=[seq for seq in self.sampled if seq.id not in ids],
         )
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with that are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

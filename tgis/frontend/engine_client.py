@@ -172,7 +172,7 @@ class EngineClient(EngineProcess):
             self.metrics.batches.discarded_tokens.inc(num_discarded)
             num_tokens = sum(map(len, step.tokens))
             self.metrics.step_succeeded(step.stats, num_tokens, time.monotonic() - now, latencies)
-            self.metrics.batches.count_step_tokens(step.stats.counters, step.tokens)
+            self.metrics.batches.speculation.count_step_tokens(step.stats.counters, step.tokens)
             if not self._open:  # the step was in flight when the last request was cancelled
                 self.metrics.last_step = None
 

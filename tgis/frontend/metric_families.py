@@ -198,6 +198,26 @@ class RequestFamilies:
         )
 
 
+class SpeculationFamilies:
+    """Tokens that are computed ahead."""
+
+    def __init__(self, add: MetricFamilies) -> None:
+        ahead = "Tokens computed ahead: `lookup`, or `draft` by SPECULATOR_NAME."
+        proposed = add.counter("tgi_speculation_proposed_tokens", ahead, _PROPOSERS)
+        accepted = add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS)
+        self.counters = [
+            each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)
+        ]  # in the order of BatcherCounters
+        self.step_tokens = add.histogram(
+            "tgi_speculation_step_tokens", "Tokens of a sequence from a step with proposals.", _POWERS_OF_TWO_TO_64
+        )
+
+    def count_step_tokens(self, counts: BatcherCounters, tokens: list[list[int]]) -> None:
+        """Count the new tokens of each sequence, if any were proposed."""
+        for each in tokens if counts.proposed_tokens or counts.drafted_tokens else ():
+            self.step_tokens.observe(len(each))
+
+
 class BatchFamilies:
     """Steps of the engine, the running batch and the queue."""
 
@@ -207,9 +227,7 @@ class BatchFamilies:
         self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
-        ahead = "Tokens computed ahead: `lookup`, or `draft` by SPECULATOR_NAME."
-        proposed = add.counter("tgi_speculation_proposed_tokens", ahead, _PROPOSERS)
-        accepted = add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS)
+        self.speculation = SpeculationFamilies(add)
         self.admissions = [  # in the order of BatcherCounters
             add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),
             add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time."),
@@ -218,12 +236,8 @@ class BatchFamilies:
             add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks."),
             add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache."),
             add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache."),
-            *(each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)),
+            *self.speculation.counters,
         ]
-
-        self.step_tokens = add.histogram(
-            "tgi_speculation_step_tokens", "Tokens of a sequence from a step with proposals.", _POWERS_OF_TWO_TO_64
-        )
 
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
@@ -248,11 +262,6 @@ class BatchFamilies:
         self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens still to be generated.")
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
-
-    def count_step_tokens(self, counts: BatcherCounters, tokens: list[list[int]]) -> None:
-        """Count the new tokens of each sequence, if any were proposed."""
-        for each in tokens if counts.proposed_tokens or counts.drafted_tokens else ():
-            self.step_tokens.observe(len(each))
 
     def count_admissions(self, counts: BatcherCounters) -> None:
         for counter, count in zip(self.admissions, msgspec.structs.astuple(counts), strict=True):

@@ -103,15 +103,12 @@ class Policy:
         larger = (rows + 1, *self._costs.larger(rows), self._max_rows)  # between them the gain only rises or only falls
         return any(more > self._least_tokens(rows, more) for more in larger if more <= self._max_rows)
 
-    def counts(self, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
-        """How many tokens to propose for each of some of `rows` sequences, from the chances that they are kept."""
-        return self.best(rows, survival)[1]
-
     def best(
         self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
     ) -> tuple[float, list[int]]:
-        """How many times the tokens per second that would pay are expected, and the counts that give them. At the
-        indices `drafting` a model drafts tokens, one for each of these sequences in a pass.
+        """How many times the tokens per second that would pay are expected, and how many tokens to propose for that to
+        each of some of `rows` sequences, from the chances that they are kept. At the indices `drafting` a model drafts
+        them, one for each of these sequences in a pass.
         """
         counts, passes = [0] * len(survival), 0
         each = self._pass_costs.seconds(1) if self._pass_costs.known(1) else 0.0

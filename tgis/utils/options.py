@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -164,43 +164,6 @@ def _named_paths(text: str) -> dict[str, str]:
     return {each.name: each.path for each in named}
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What vLLM takes as JSON: lookup, where the lengths of matches are not ours to choose, or a model."""
-
-    method: Literal["ngram", "suffix", "draft_model", "mlp_speculator"]
-    model: str | None = None
-    revision: str | None = None
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=63)] | None = None
-    prompt_lookup_max: int | None = None
-    prompt_lookup_min: int | None = None
-
-
-def _speculative_config(text: str) -> SpeculativeConfig:
-    try:
-        return msgspec.json.decode(text.encode(), type=SpeculativeConfig)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise ValueError(f"must be JSON with a method that is known here: {str(error)[:200]}") from None
-
-
-def named_by(config: SpeculativeConfig | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that it stands for; OptionError if `values` has others."""
-    if config is None:
-        return {}
-    if (config.method in ("ngram", "suffix")) == bool(config.model):
-        raise OptionError(f"SPECULATIVE_CONFIG: method {config.method!r} with model {config.model!r}")
-    given: dict[str, Any] = {
-        "speculation": "auto" if config.model else "lookup",
-        "speculator_name": config.model,
-        "speculator_revision": config.revision,
-        "speculation_max_tokens": config.num_speculative_tokens,
-    }
-    named = {name: value for name, value in given.items() if value is not None}
-    for name, value in named.items():
-        if values.get(name, value) != value:
-            raise OptionError(f"{name.upper()}={values[name]!r} and SPECULATIVE_CONFIG must be the same, {value!r}")
-    return named
-
-
 @dataclass(frozen=True, slots=True)
 class Secret:
     """A text that is shown nowhere."""
@@ -218,7 +181,6 @@ FIRST_WORD = ValueType("NAME", lambda text: _text(text).split()[0], many=True)
 NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLLM takes LoRA modules
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
-SPECULATIVE_CONFIG = ValueType("JSON", _speculative_config)
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
 DIRECTORY = ValueType("PATH", _directory)
 ADDRESS = ValueType("IP", _address)

@@ -26,7 +26,6 @@ from tgis.engines.distributed.rendezvous import Joined, gather
 from tgis.engines.distributed.secure_socket import SecureSocket
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.loader import load_config
-from tgis.engines.paged.proposals import cut_by_grammars
 from tgis.errors import TgisError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
@@ -114,7 +113,6 @@ class ShardedEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
         with self._collective("a step"):
-            cut_by_grammars(plan)  # which the other ranks do not know
             self._send(self._sent.step_input(plan))
             return self._engine.step(plan)
 

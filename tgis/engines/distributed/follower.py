@@ -37,11 +37,7 @@ def main() -> int:
     (options,) = channel.receive()
     assert isinstance(options, EngineOptions)
     logs.configure(level=options.log_level, json_output=options.json_output, process=f"rank {options.rank}")
-    try:
-        _follow(channel, options, sys.argv[2])
-    except Exception as error:
-        log.exception("rank %d cannot go on", options.rank)
-        channel.abort(_failure(error))
+    _follow(channel, options, sys.argv[2], channel.abort)
     return 0
 
 
@@ -52,25 +48,34 @@ def follow_node_0(parent: Channel, options: EngineOptions) -> None:
     origin = f"rank 0 of the engine on node 0 at {link.peer_address}"
     rank_0 = Channel(link, ranks.RankMessage, lambda reason: parent.abort(f"{origin} is gone: {reason}"))
     rank_0.handle_inline(Fatal, lambda fatal: parent.abort(fatal.message))
-    try:
-        _follow(rank_0, options, store, lambda info: parent.send(Ready(info)))
-    except Exception as error:
-        log.exception("rank %d cannot go on", options.rank)
-        reason = _failure(error)
+
+    def fail(reason: str) -> None:
         rank_0.send(Fatal(reason))
         parent.abort(f"rank {options.rank} of the engine {reason}")
 
-
-def _failure(error: Exception) -> str:
-    if not isinstance(error, TgisError):
-        time.sleep(_CRASH_SECONDS)
-    return f"failed: {type(error).__name__}: {error}"
+    _follow(rank_0, options, store, fail, lambda info: parent.send(Ready(info)))
 
 
 def _follow(
-    rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object] = lambda _: None
+    rank_0: Channel,
+    options: EngineOptions,
+    store: str,
+    fail: Callable[[str], object],
+    on_ready: Callable[[EngineInfo], object] = lambda _: None,
 ) -> None:
-    """Compute every step that rank 0 computes, in lockstep with it, until shutdown."""
+    """Compute every step that rank 0 computes, in lockstep with it, until shutdown; `fail` is called with an error."""
+    try:
+        _load_and_compute(rank_0, options, store, on_ready)
+    except Exception as error:
+        log.exception("rank %d cannot go on", options.rank)
+        if not isinstance(error, TgisError):
+            time.sleep(_CRASH_SECONDS)
+        fail(f"failed: {type(error).__name__}: {error}")
+
+
+def _load_and_compute(
+    rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object]
+) -> None:
     rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines(), rank_0.resident_cache_bytes()))
     num_shards = options.num_shards
     ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)

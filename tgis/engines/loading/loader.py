@@ -166,8 +166,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
-    collectives = _collectives(options, device, dtype)
-    sharding = _sharding(size, config, options, collectives)
+    sharding = _sharding(size, config, options, device, dtype)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         if quantization and quantization.checkpoint and size:
             model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
@@ -198,7 +197,8 @@ def _sharding(
     size: SizedModel | None,
     config: PreTrainedConfig,
     options: EngineOptions,
-    collectives: TorchCollectives | CpuCollectives,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Sharding | None:
     """How this rank shares the model with others, if there are any."""
     if options.num_shards == 1:
@@ -207,7 +207,7 @@ def _sharding(
         raise StartError(
             f"NUM_SHARD={options.num_shards}: {options.model_path} has quantized weights, which ranks do not share"
         )
-    return Sharding(size[0], collectives) if size else None
+    return Sharding(size[0], _collectives(options, device, dtype)) if size else None
 
 
 def _optimize(

@@ -5,9 +5,7 @@ asked to draft for it, and goes on from there as far as the tokens have come tha
 changes nothing but how good drafts are.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from copy import copy
-from itertools import count
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +13,10 @@ import msgspec
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
 from tgis.engines.paged.mlp_speculator import MLPSpeculator
-from tgis.engines.paged.proposals import Drafter
+from tgis.engines.paged.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_PROMPT_TOKENS = 512  # that a step computes before it drafts
 _MAX_ROWS = 8  # of a sequence in one pass; more tokens are a chunk of a prompt
-_row_ids = count(-1, -1)
 
 
 def load_drafter(
@@ -67,7 +64,8 @@ class DraftModel(Drafter):
     def __init__(self, engine: "PagedEngine", max_tokens: int) -> None:
         self.max_tokens, self.caches = max_tokens, engine.caches
         self._engine = engine
-        self._computed: dict[int, list[int]] = {}  # by request id: the tokens whose keys and values are there
+        # By request id: how many tokens of a sequence have keys and values there, and the drafted ones behind them.
+        self._computed: dict[int, tuple[int, list[int]]] = {}
 
     def draft(self, plan: StepPlan) -> None:
         """Draft greedily, except for sequences of which more than a step may compute is new."""
@@ -81,10 +79,14 @@ class DraftModel(Drafter):
         ready = {at: len(seq.tokens) for at, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
         for done in range(max((plan.drafts[number] for number in ready), default=0)):
             self._extend([asked[number] for number in ready if plan.drafts[number] > done])
-        for number, length in ready.items():
-            plan.proposals[number] = asked[number].tokens[length:]
+        for seq in plan.seqs:
+            if seq.id in ready:
+                drafted = asked[seq.id].tokens[ready[seq.id] :]
+                plan.proposals[seq.id] = drafted[: seq.num_allowed(drafted)]
         for number, seq in asked.items():
-            self._computed[number] = seq.tokens[: seq.num_computed_tokens]
+            end = seq.num_computed_tokens
+            length = min(ready.get(number, end), end)
+            self._computed[number] = length, seq.tokens[length:end]
 
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
@@ -96,27 +98,16 @@ class DraftModel(Drafter):
 
     def _start(self, seq: Sequence) -> Sequence:
         """The sequence as the model computes it: without adapters."""
-        own = Sequence(Request(next(_row_ids), [*seq.tokens], 0), 0.0, block_table=seq.block_table)
-        known = self._computed.get(seq.id, [])[: len(seq.tokens) - 1]
-        while known != seq.tokens[: len(known)]:
-            known = known[:-1]
-        own.num_computed_tokens = len(known)
-        return own
+        length, drafted = self._computed.get(seq.id, (0, []))
+        known = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
+        return Sequence(Request(seq.id, seq.tokens, 0), 0.0, num_computed_tokens=known, block_table=seq.block_table)
 
     def _extend(self, seqs: list[Sequence]) -> None:
         """Append the best next token to each sequence, in one pass of a row for each token."""
-        rows = [row for seq in seqs for row in _rows(seq)]
+        rows = [row for seq in seqs for row in rows_of(seq, seq.tokens, seq.num_computed_tokens)]
         logits, _ = self._engine.compute_logits(StepPlan(rows, [1] * len(rows), rows, has_prefill=False))
         ends = torch.tensor([seq.num_uncomputed_tokens for seq in seqs]).cumsum(0) - 1
         best = logits[ends.to(logits.device), : self._engine.info.input_vocab_size].argmax(-1)
         for seq, token in zip(seqs, best.tolist(), strict=True):
             seq.num_computed_tokens = len(seq.tokens)
             seq.tokens.append(token)
-
-
-def _rows(seq: Sequence) -> Iterator[Sequence]:
-    """A row for each token that is not computed."""
-    for position in range(seq.num_computed_tokens, len(seq.tokens)):
-        row = copy(seq)
-        row.request, row.num_computed_tokens = Request(next(_row_ids), [], 0), position
-        yield row

@@ -48,7 +48,7 @@ from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.drafts import load_drafter
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
-from tgis.engines.paged.proposals import Drafter, cut_by_grammars, keep_what_follows, with_proposals
+from tgis.engines.paged.proposals import Drafter, keep_what_follows, with_proposals
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
@@ -144,9 +144,7 @@ class PagedEngine:
         self._graphs: DecodeGraphs | RecordedSteps | None = None
         self._drafter = Drafter()
         self._verify_attention()
-        if options.speculator_path and self._proposed_tokens():
-            load = partial(PagedEngine, async_decode=False, block_size=block_size)
-            self._drafter = load_drafter(options, self._model, "logits_to_keep" in self._arguments, load)
+        self._drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
     def _verify_attention(self) -> None:
@@ -201,11 +199,18 @@ class PagedEngine:
             kv_cache_dtype=self._options.kv_cache_dtype if self._attention.cache.codes else "auto",
         )
 
+    def _load_drafter(self) -> Drafter:
+        """The model that drafts tokens for this one, if there is to be one."""
+        if not self._options.speculator_path or not self._proposed_tokens():
+            return Drafter()
+        load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
+        return load_drafter(self._options, self._model, "logits_to_keep" in self._arguments, load)
+
     def _proposed_tokens(self) -> int:
         """The tokens that are verified for a sequence in one step."""
         options = self._options
-        can = self._device.type == "cpu"
-        return options.speculation_max_tokens if can and options.speculation != "off" else 0
+        can = self._device.type == "cpu" and options.speculation != "off"
+        return options.speculation_max_tokens if can else 0
 
     @warm_up_errors()
     def warm_up(self) -> None:
@@ -368,7 +373,6 @@ class PagedEngine:
             if plan.drafts:
                 self._drafter.draft(plan)
             if plan.proposals:
-                cut_by_grammars(plan)
                 rows = with_proposals(plan)
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
             else:

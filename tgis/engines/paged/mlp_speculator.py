@@ -79,7 +79,8 @@ class MLPSpeculator(Drafter):
         newest = torch.tensor([seq.tokens[-1] for seq in asked])
         drafts = self.chain(states, newest, max(plan.drafts[seq.id] for seq in asked)).tolist()
         for seq, tokens in zip(asked, drafts, strict=True):
-            plan.proposals[seq.id] = tokens[: plan.drafts[seq.id]]
+            tokens = tokens[: plan.drafts[seq.id]]
+            plan.proposals[seq.id] = tokens[: seq.num_allowed(tokens)]
 
     def computed(self, rows: Tensor | None) -> None:
         self._rows = rows

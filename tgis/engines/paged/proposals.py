@@ -18,26 +18,22 @@ from tgis.engines.paged.attention import PagedKVCache
 _row_ids = count(-1, -1)  # none twice: nothing of a row is reused in the next step
 
 
-def cut_by_grammars(plan: StepPlan) -> None:
-    """Leave out the proposed tokens that the grammar of an output forbids, and those behind them."""
-    for seq in plan.seqs:
-        if seq.grammar is not None and (tokens := plan.proposals.get(seq.id)):
-            del tokens[seq.grammar.num_allowed(seq.tokens[seq.prompt_length :], tokens) :]
-
-
 def with_proposals(plan: StepPlan) -> StepPlan:
     """The step with a row for each proposed token of a sequence, behind it."""
     assert not plan.has_prefill
-    rows = [row for seq in plan.seqs for row in (seq, *_rows(seq, plan.proposals.get(seq.id, [])))]
+    rows = []
+    for seq in plan.seqs:
+        proposed = plan.proposals.get(seq.id, [])
+        rows += [seq, *rows_of(seq, seq.tokens + proposed, len(seq.tokens))]
     return StepPlan(rows, [1] * len(rows), rows, has_prefill=False)
 
 
-def _rows(seq: Sequence, proposed: list[int]) -> Iterator[Sequence]:
-    for end in range(1, len(proposed) + 1):
+def rows_of(seq: Sequence, tokens: list[int], first: int) -> Iterator[Sequence]:
+    """A row for each of the tokens of a sequence from the one at `first` on, which computes that token."""
+    for position in range(first, len(tokens)):
         row = copy(seq)
         row.request = msgspec.structs.replace(seq.request, id=next(_row_ids))
-        row.tokens = seq.tokens + proposed[:end]
-        row.num_computed_tokens = len(row.tokens) - 1
+        row.tokens, row.num_computed_tokens = tokens[: position + 1], position
         yield row
 
 
