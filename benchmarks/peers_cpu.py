@@ -35,6 +35,7 @@ import grpc.aio
 import uvloop
 from tokenizers import Tokenizer
 
+from benchmarks import speculation
 from benchmarks.peer_process import MOST_TAKEN, Measured, engine_process, timed
 from benchmarks.serving import Server, cpu_name, free_ports, git_revision, running_server
 from demo.fetch import ensure
@@ -62,9 +63,12 @@ class Load:
     input_tokens: int
     output_tokens: int
     shared_tokens: int = 0  # with which all its prompts begin
+    task: str = ""  # of benchmarks.speculation, with prompts of other lengths
 
     def prompts(self, seed: str) -> list[str]:
-        """Random words, each of which is one token of SmolLM2."""
+        """Random words, each of which is one token of SmolLM2, or those of a task."""
+        if self.task:
+            return speculation.Load(self.task, self.streams, 0.0).prompts()[: self.requests]
         rng, words = random.Random(seed), Vocabulary()
         shared = [words.prompt(self.shared_tokens, rng)] if self.shared_tokens else []
         own = self.input_tokens - self.shared_tokens
@@ -77,6 +81,14 @@ LOADS = {
     "32": Load(32, 96, 130, 128),
     "long": Load(8, 8, 1500, 64),
     "shared": Load(8, 24, 1060, 64, shared_tokens=1000),
+}
+TASKS = {
+    "edit": Load(1, 4, 0, 80, task="edit"),
+    "extraction": Load(1, 4, 0, 80, task="extraction"),
+    "summary": Load(1, 4, 0, 80, task="summary"),
+    "questions": Load(1, 4, 0, 80, task="questions"),
+    "mixed 8": Load(8, 16, 0, 80, task="mixed"),
+    "mixed 32": Load(32, 32, 0, 80, task="mixed"),
 }
 _WARM_UP = (Load(32, 32, 130, 16), Load(2, 2, 1500, 4))
 
@@ -163,6 +175,7 @@ def _vllm(args: argparse.Namespace, _: Tokenizer) -> Iterator[System]:
     (port,) = free_ports(1)
     command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model)]
     command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port)]
+    command += args.vllm_options
     last = max(os.sched_getaffinity(0))
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{last}", "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
@@ -239,7 +252,7 @@ def measure_round(args: argparse.Namespace, tokenizer: Tokenizer, number: int) -
             first = (number + position) % len(systems)
             texts = {}
             for which in [*systems][first:] + [*systems][:first]:
-                figures, texts[which] = _measure(systems[which], LOADS[name], f"{number} {name}")
+                figures, texts[which] = _measure(systems[which], (LOADS | TASKS)[name], f"{number} {name}")
                 found[which]["loads"][name] = figures
                 print(f"round {number} {name:>7} {which:<12} {_line(figures)}", flush=True)
             if {SERVED, ENGINE} <= texts.keys():
@@ -252,7 +265,7 @@ def _measure(system: System, load: Load, seed: str) -> tuple[dict[str, Any], lis
     prompts = load.prompts(seed)
     measured, figures = timed(lambda: system.run(load, prompts))
     assert len(measured.records) == load.requests, len(measured.records)
-    lengths = {(record.input_tokens, record.output_tokens) for record in measured.records}
+    lengths = {(0 if load.task else record.input_tokens, record.output_tokens) for record in measured.records}
     assert lengths == {(load.input_tokens, load.output_tokens)}, f"other lengths than asked for: {lengths}"
     return figures, measured.texts
 
@@ -275,7 +288,7 @@ def left_for_engine(figures: dict[str, Any], cores: int) -> float:
 def summarize_rounds(rounds: list[dict[str, Any]], cores: int) -> list[dict[str, Any]]:
     """For each load and system the medians, and the median of tgis served divided by it in the same round."""
     rows = []
-    for load in LOADS:
+    for load in LOADS | TASKS:
         for name in SYSTEMS:
             those = [each for each in rounds if _has(each, name, load)]
             both = [(each[name]["loads"][load], each[SERVED]["loads"][load]) for each in those]
@@ -331,8 +344,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path, metavar="DIR", help="for tgis and vLLM; default: the demo")
     parser.add_argument("--no-engine", action="store_true", help="do not measure the engine of tgis alone")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS | TASKS, default=list(LOADS))
     parser.add_argument("--option", dest="options", action="append", default=[], metavar="--NAME=VALUE", help="of tgis")
+    parser.add_argument("--vllm-option", dest="vllm_options", action="append", default=[], metavar="--NAME=VALUE")
     parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rounds to this file")
     args = parser.parse_args(arguments)
@@ -347,7 +361,8 @@ def main(arguments: list[str]) -> int:
     for _ in range(args.rounds):
         report["rounds"].append(measure_round(args, tokenizer, len(report["rounds"])))
         report |= {"cpu": cpu_name(), "cores": usable_cores(), "revision": git_revision(), "model": args.model.name}
-        report |= {"loads": {name: asdict(load) for name, load in LOADS.items()}}
+        report |= {"loads": {name: asdict(load) for name, load in (LOADS | TASKS).items()}, "options": args.options}
+        report["vllm_options"] = args.vllm_options
         report["rows"] = summarize_rounds(report["rounds"], report["cores"])
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
