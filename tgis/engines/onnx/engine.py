@@ -58,10 +58,8 @@ def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: i
     return model
 
 
-class _OnnxModel:
-    """What both kinds of `PaddedModel` share: a decoder, and the KV cache of its sequences."""
-
-    embedding_size = 0  # graphs take ids only
+class _OnnxModel(PaddedModel):
+    """What both kinds share: a decoder, and the KV cache of its sequences. Graphs take ids only."""
 
     def __init__(
         self, options: EngineOptions, config: PreTrainedConfig, device: torch.device, files: GraphFiles
@@ -74,20 +72,10 @@ class _OnnxModel:
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
-        """The longest input and the longest output of an encoder-decoder may be of different sequences."""
         return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token, 0)
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return sum(cache.allocated_bytes for cache in self._caches)
 
     def clear(self) -> None:
         self._caches: list[PastKeyValues] = []  # self-attention, then cross-attention where there is an encoder
-
-    def remove(self, row: int) -> None:
-        for cache in self._caches:
-            if row < len(cache.seq_lens):  # otherwise its prefill has failed
-                cache.remove(row)
 
     def append(self, seqs: list[Sequence]) -> None:
         """Do nothing: the prefill allocates the KV cache of new sequences."""
@@ -118,8 +106,6 @@ class _OnnxModel:
 class OnnxCausalLM(_OnnxModel):
     """A decoder-only model."""
 
-    decoder_start_token_id = None
-
     def __init__(self, options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
         files = find_graphs(Path(options.model_path), encoder_decoder=False)
         super().__init__(options, config, device, files)
@@ -127,9 +113,6 @@ class OnnxCausalLM(_OnnxModel):
         self.chunked_prefill = self._decoder.supports_chunked_prefill
         self.max_logprob_tokens = MAX_PREFILL_TOKENS[device.type] if self.chunked_prefill else self.max_positions
         self._check_padding(options, lambda _: None)
-
-    def token_history(self, seq: Sequence) -> list[int]:
-        return seq.tokens
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)

@@ -7,12 +7,12 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
-from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
     MAX_LOGPROB_TOKENS,
     MAX_PREFILL_TOKENS,
+    PaddedModel,
     chunked_prefill,
     right_aligned,
     token_positions,
@@ -21,11 +21,10 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-class CausalLM:
-    """A `PaddedModel`: a decoder, and the KV cache of its sequences."""
+class CausalLM(PaddedModel):
+    """A decoder, and the KV cache of its sequences."""
 
     chunked_prefill = True
-    decoder_start_token_id = None
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model, self._arguments = load_causal_lm(options, device)
@@ -39,25 +38,11 @@ class CausalLM:
         self.max_logprob_tokens = min(MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
         self._device = device
         self._max_batch_size = max_batch_size
-        self._cache = PaddedKVCache(max_batch_size)
-
-    @property
-    def kv_cache_cost(self) -> KVCacheCost:
-        return self._cache.cost
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return self._cache.allocated_bytes
-
-    def token_history(self, seq: Sequence) -> list[int]:
-        """Input and generated tokens; placeholders of a soft prompt are left out."""
-        return seq.tokens[seq.request.soft_prompt_length :]
+        self.clear()
 
     def clear(self) -> None:
         self._cache = PaddedKVCache(self._max_batch_size)
-
-    def remove(self, row: int) -> None:
-        self._cache.remove(row)
+        self._caches = [self._cache]
 
     def append(self, seqs: list[Sequence]) -> None:
         self._cache.append([seq.num_uncomputed_tokens for seq in seqs])

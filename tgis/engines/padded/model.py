@@ -1,4 +1,4 @@
-"""The interface of models that a padded engine runs: passes over sequences that join and leave, and their KV caches.
+"""What the models of a padded engine share: passes over sequences that join and leave, and their KV caches.
 
 Sequences have rows, 0 to n-1 without gaps, which are the same in the model and in the engine: new sequences are
 appended, and the last one moves to the row of each that is removed. Decoders get their rows right-aligned, with the
@@ -6,7 +6,7 @@ newest tokens of all in the same column; encoders left-aligned.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,26 +24,28 @@ MAX_LOGPROB_TOKENS = 128  # in a pass that computes prompt logprobs, whose logit
 
 
 class PaddedModel(Protocol):
-    """A loaded model, and the KV cache of its sequences."""
+    """A loaded model, and the KV caches of its sequences."""
 
     info: LoadedModelInfo
     max_positions: int  # tokens that the input, and the output, of a sequence may have
-    embedding_size: int  # of a soft prompt's tokens; 0 where there can be none
+    embedding_size = 0  # of a soft prompt's tokens; 0 where there can be none
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-
-    @property
-    def decoder_start_token_id(self) -> int | None:
-        """The token that outputs of an encoder-decoder start with; None for a decoder-only model."""
+    decoder_start_token_id: int | None = None  # that outputs of an encoder-decoder start with
+    _caches: list[Any]  # of each attention: a PaddedKVCache or ONNX's PastKeyValues
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
-        """The most memory that the caches need; known after the first pass."""
+        """The most memory that the caches need, known after the first pass: the longest input and the longest output
+        of an encoder-decoder may be of different sequences.
+        """
+        return sum((cache.cost for cache in self._caches), KVCacheCost(0, 0))
 
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes allocated for the caches now."""
+        return sum(cache.allocated_bytes for cache in self._caches)
 
     def append(self, seqs: list[Sequence]) -> None:
         """Make room for new sequences."""
@@ -60,12 +62,16 @@ class PaddedModel(Protocol):
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
+        for cache in self._caches:
+            if row < len(cache.seq_lens):  # otherwise its prefill has failed
+                cache.remove(row)
 
     def clear(self) -> None:
         """Drop all sequences, also after a pass that raised halfway."""
 
     def token_history(self, seq: Sequence) -> list[int]:
-        """The tokens that a repetition penalty applies to, the newest last."""
+        """The tokens that a repetition penalty applies to, the newest last; placeholders of a soft prompt are none."""
+        return seq.tokens[seq.request.soft_prompt_length :]
 
 
 def chunked_prefill(

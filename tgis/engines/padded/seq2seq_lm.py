@@ -23,18 +23,17 @@ from tgis.engines.lora.soft_prompts import (
     encoder_prompt,
     padded_spans,
 )
-from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, left_aligned, right_aligned, token_positions
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, left_aligned, right_aligned, token_positions
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-class Seq2SeqLM(EncoderDecoder):
-    """A `PaddedModel`: an encoder, a decoder, and the decoder's two KV caches."""
+class Seq2SeqLM(EncoderDecoder, PaddedModel):
+    """An encoder, a decoder, and the decoder's two KV caches."""
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model = load_model(options, device)
@@ -53,25 +52,13 @@ class Seq2SeqLM(EncoderDecoder):
         self.embedding_size = self._encoder_embed_tokens.embedding_dim
         self.clear()
 
-    @property
-    def kv_cache_cost(self) -> KVCacheCost:
-        """The longest input and the longest output may be of different sequences."""
-        return self._cross_attention_cache.cost + self._self_attention_cache.cost
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return self._cross_attention_cache.allocated_bytes + self._self_attention_cache.allocated_bytes
-
     def clear(self) -> None:
         self._cross_attention_cache = PaddedKVCache(self._max_batch_size)
         self._self_attention_cache = PaddedKVCache(self._max_batch_size)
+        self._caches = [self._cross_attention_cache, self._self_attention_cache]
         self._past_key_values = EncoderDecoderCache(
             self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values
         )
-
-    def remove(self, row: int) -> None:
-        self._cross_attention_cache.remove(row)
-        self._self_attention_cache.remove(row)
 
     def append(self, seqs: list[Sequence]) -> None:
         self._cross_attention_cache.append([len(encoder_input(seq)) for seq in seqs])
