@@ -9,7 +9,6 @@ TgisError
 └── RequestError             one call fails, others are not affected
     ├── InvalidRequest       INVALID_ARGUMENT, names the field
     │   └── TooLong          an input does not fit, or leaves too little room for the output
-    ├── Unimplemented        UNIMPLEMENTED, a feature that is not supported yet
     ├── Overloaded           RESOURCE_EXHAUSTED, try again later
     │   └── QueueFull        the queue is too long, not the calls too many
     ├── OutOfMemory          RESOURCE_EXHAUSTED, the request does not even fit alone
@@ -106,10 +105,6 @@ class TooLong(InvalidRequest):
     def __init__(self, field: str, message: str, max_length: int) -> None:
         super().__init__(field, message)
         self.max_length = max_length
-
-
-class Unimplemented(RequestError):
-    """The request asks for something that is not supported."""
 
 
 class Overloaded(RequestError):

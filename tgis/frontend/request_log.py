@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable, Unimplemented
+from tgis.errors import InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
@@ -173,7 +173,7 @@ def _failure_reason(error: RequestError) -> FailureReason:
             return FailureReason.QUEUE_FULL
         case Overloaded():
             return FailureReason.TOO_MANY
-        case InvalidRequest() | Unimplemented():
+        case InvalidRequest():
             return FailureReason.VALIDATION
         case Unavailable():
             return FailureReason.UNKNOWN

@@ -21,7 +21,6 @@ from tgis.errors import (
     RequestError,
     TooLong,
     Unavailable,
-    Unimplemented,
 )
 from tgis.utils import logs
 
@@ -33,7 +32,6 @@ _MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     TooLong: grpc.StatusCode.INVALID_ARGUMENT,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,

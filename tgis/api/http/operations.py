@@ -16,7 +16,6 @@ from tgis.errors import (
     Overloaded,
     RequestError,
     Unavailable,
-    Unimplemented,
 )
 from tgis.frontend.calls import CallKind
 
@@ -27,7 +26,6 @@ Handle = Callable[["HttpCall"], Awaitable[web.StreamResponse]]
 
 _STATUSES: dict[type[RequestError], int] = {
     InvalidRequest: 422,
-    Unimplemented: 422,
     OutOfMemory: 424,
     EngineFailure: 424,
     Overloaded: 429,
