@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, snapshot_download
 from tgis.errors import StartError
 from tgis.models import hub as lookup
 from tgis.models.download import download
-from tgis.models.files import find_model
+from tgis.models.files import CONFIG_EXTENSIONS, find_model
 from tgis.models.hub import Listing
 
 REPO = "org/name"
@@ -59,7 +59,7 @@ def bring(hub: FakeHub, tmp_path: Path) -> Bring:
     def run(revision: str | None = None, token: str | None = None, cache: Path = tmp_path / "hub") -> Path:
         api = client(hub, token)
         listing = lookup.fetch_listing(api, REPO, revision)
-        files = lookup.select_files(listing, (".safetensors", *lookup.CONFIG_EXTENSIONS))
+        files = lookup.select_files(listing, (".safetensors", *CONFIG_EXTENSIONS))
         return download(api, listing, files, revision, cache)
 
     return run
@@ -276,4 +276,4 @@ class TestLookUp:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
         listing = Listing(REPO, "0" * 40, tuple(names))
         assert lookup.select_files(listing, (".bin", ".json")) == ("a.bin",)
-        assert lookup.select_files(listing, lookup.CONFIG_EXTENSIONS) == ("vocab.txt", "source.spm")
+        assert lookup.select_files(listing, CONFIG_EXTENSIONS) == ("vocab.txt", "source.spm")

@@ -14,7 +14,7 @@ from tgis.models import hub
 from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
 from tgis.models.convert.weights import convert_weights
 from tgis.models.download import download, snapshot_of
-from tgis.models.files import find_model, find_weights
+from tgis.models.files import CONFIG_EXTENSIONS, find_model, find_weights
 from tgis.models.staging import timed
 from tgis.utils.options import BOOLEAN, TEXT, Parser, ValueType
 
@@ -104,8 +104,8 @@ def _select_files(listing: hub.Listing, options: argparse.Namespace, snapshot: P
     if not hub.select_files(listing, asked) and not _has_safetensors(snapshot):
         others = ", but .bin weights" if bare and hub.select_files(listing, (BIN,)) else ""
         raise StartError(f"{listing.repo} has no files that end with {' or '.join(asked)}{others}")
-    alone = len(options.extension) == 1 and options.extension[0] not in hub.CONFIG_EXTENSIONS
-    return hub.select_files(listing, (*asked, *hub.CONFIG_EXTENSIONS) if alone else asked)
+    alone = len(options.extension) == 1 and options.extension[0] not in CONFIG_EXTENSIONS
+    return hub.select_files(listing, (*asked, *CONFIG_EXTENSIONS) if alone else asked)
 
 
 def _convert(options: argparse.Namespace, path: Path) -> None:

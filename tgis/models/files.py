@@ -22,6 +22,7 @@ MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
 MAX_REF_BYTES = 1 << 10
 MAX_LAYERS = 10_000  # and experts; the modules of each are made before any weight is read
 MAX_INT = 2**31 - 1  # of token ids and lengths
+CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # of files that are config or tokenizer
 COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or another name of a snapshot; a single path component
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (

@@ -22,7 +22,6 @@ from huggingface_hub.hf_api import ModelInfo
 
 from tgis.errors import StartError
 
-CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # config and tokenizer
 TRAINING_FILES = re.compile("arguments|args|training")  # in the names of files about training
 COMMIT = re.compile("[0-9a-f]{40}")
 MAX_FILES = 10_000

@@ -1,10 +1,8 @@
 """Quantizes a model with auto-round into a new directory that can be served, here and by vLLM."""
 
 import contextlib
-import importlib.util
 import math
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,7 @@ from typing import Any
 
 from tgis.errors import StartError, library_errors
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder, max_sequence_length
-from tgis.models.hub import CONFIG_EXTENSIONS
-from tgis.models.staging import staging_directory, timed
+from tgis.models.staging import new_model, replace_config_files, timed
 
 FORMATS = {"gptq": "auto_gptq", "awq": "auto_awq", "compressed-tensors": "llm_compressor"}  # auto-round's names
 _ALIGNMENT = 32  # layers of other sizes stay as they are
@@ -37,24 +34,16 @@ def quantize_model(model: ModelFiles, out: Path, recipe: Recipe) -> None:
     """Write the quantized weights and all else that serving needs to directory `out`, which appears when it is
     complete.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StartError(f"{out} is there already")
-    if missing := [name for name in ("auto_round", "compressed_tensors") if importlib.util.find_spec(name) is None]:
-        raise StartError(f"quantize needs {' and '.join(missing)}: pip install '.[quantize]' in a checkout")
-    if is_encoder_decoder(model.config) or "quantization_config" in model.config:
-        kind = "an encoder-decoder" if is_encoder_decoder(model.config) else "quantized already"
-        raise StartError(f"{model.path} is {kind}: only plain decoder-only models are quantized")
-    find_weights(model.path)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with staging_directory(out.parent, f".{out.name}-") as staging:
-            with timed("quantize with auto-round"):
-                made = _run(model, staging, recipe)
-            _add_config_files(model.path, made)
-            os.sync()
-            made.rename(out)
-    except OSError as error:
-        raise StartError(f"cannot write {out}: {error.strerror}") from error
+    with new_model(out, "quantize", "quantize", ("auto_round", "compressed_tensors")) as staging:
+        if is_encoder_decoder(model.config) or "quantization_config" in model.config:
+            kind = "an encoder-decoder" if is_encoder_decoder(model.config) else "quantized already"
+            raise StartError(f"{model.path} is {kind}: only plain decoder-only models are quantized")
+        find_weights(model.path)
+        with timed("quantize with auto-round"):
+            made = _run(model, staging, recipe)
+        replace_config_files(model.path, made, ("config.json", "*.safetensors*"))
+        os.sync()
+        made.rename(out)
 
 
 def _run(model: ModelFiles, staging: Path, recipe: Recipe) -> Path:
@@ -114,14 +103,3 @@ def _samples(tokenizer: Any, texts: list[str], longest: int) -> list[Any]:
         raise StartError(f"the texts for calibration have {len(ids)} tokens, at least {_LEAST_TOKENS} are needed")
     size = min(_SAMPLE_TOKENS, longest, len(ids))
     return [piece[None] for piece in ids.split(size) if len(piece) == size][:_SAMPLES]
-
-
-def _add_config_files(source: Path, made: Path) -> None:
-    """Replace what transformers wrote of the tokenizer by the model's own files."""
-    for file in made.iterdir():
-        if file.name != "config.json" and ".safetensors" not in file.name:
-            file.unlink()
-    for file in source.iterdir():
-        copied = file.name != "config.json" and not file.name.endswith(".index.json")
-        if copied and file.is_file() and file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")):
-            shutil.copyfile(file, made / file.name)

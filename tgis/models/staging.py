@@ -1,7 +1,8 @@
-"""What downloads and conversions of model files share: child processes, free space, staging directories."""
+"""What downloads and conversions of model files share: child processes, free space, staging, copies of config files."""
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tgis.errors import StartError
+from tgis.models.files import CONFIG_EXTENSIONS
 from tgis.utils import stop_signals
 from tgis.utils.file_lock import locked
 from tgis.utils.logs import format_bytes
@@ -27,6 +29,34 @@ def staging_directory(parent: Path, prefix: str = ".") -> Iterator[Path]:
         path = Path(name)
         path.chmod(0o755)
         yield path
+
+
+@contextlib.contextmanager
+def new_model(out: Path, command: str, extra: str, packages: Iterable[str]) -> Iterator[Path]:
+    """A staging directory for what becomes directory `out`; StartError if that is there or cannot be written, or the
+    packages that the command needs are missing.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StartError(f"{out} is there already")
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise StartError(f"{command} needs {' and '.join(missing)}: pip install '.[{extra}]' in a checkout")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with staging_directory(out.parent, f".{out.name}-") as staging:
+            yield staging
+    except OSError as error:
+        raise StartError(f"cannot write {out}: {error.strerror}") from error
+
+
+def replace_config_files(source: Path, made: Path, kept: Iterable[str]) -> None:
+    """Replace all files that match no pattern of `kept` by the config and tokenizer of the model in `source`."""
+    for file in made.iterdir():
+        if not any(map(file.match, kept)):
+            file.unlink()
+    for file in source.iterdir():
+        wanted = file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")) and not file.name.endswith(".index.json")
+        if wanted and file.is_file() and not (made / file.name).exists():
+            shutil.copyfile(file, made / file.name)
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:

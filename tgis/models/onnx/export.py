@@ -3,17 +3,14 @@ transformers, then optionally optimized by onnxruntime.
 """
 
 import hashlib
-import importlib.util
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from tgis.errors import StartError
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
-from tgis.models.hub import CONFIG_EXTENSIONS
-from tgis.models.staging import made_once, run_child, staging_directory, timed
+from tgis.models.staging import made_once, new_model, replace_config_files, run_child, timed
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
@@ -28,22 +25,14 @@ def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, *, optimize: 
 
     `python` is an interpreter with Optimum; None: Optimum is installed into `cache_dir`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StartError(f"{out} is there already")
-    if missing := [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
-        raise StartError(f"convert-to-onnx needs {' and '.join(missing)}: pip install '.[onnx]' in a checkout")
-    find_weights(model.path)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with staging_directory(out.parent, f".{out.name}-") as staging:
-            _export(model, staging, python, cache_dir)
-            graphs = staging / "graphs"
-            if optimize:
-                graphs = _optimized(graphs)
-            _copy_config_files(model.path, graphs)
-            graphs.rename(out)
-    except OSError as error:
-        raise StartError(f"cannot write {out}: {error.strerror}") from error
+    with new_model(out, "convert-to-onnx", "onnx", ("onnx", "onnxruntime")) as staging:
+        find_weights(model.path)
+        _export(model, staging, python, cache_dir)
+        graphs = staging / "graphs"
+        if optimize:
+            graphs = _optimized(graphs)
+        replace_config_files(model.path, graphs, ("*.onnx*",))  # those of Optimum are of the older transformers
+        graphs.rename(out)
 
 
 def _export(model: ModelFiles, staging: Path, python: Path | None, cache_dir: Path) -> None:
@@ -131,14 +120,3 @@ def _optimize(file: Path, folder: Path) -> None:
 def _model_bytes(file: Path) -> int:
     """Size of a graph and its external data."""
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
-
-
-def _copy_config_files(source: Path, graphs: Path) -> None:
-    """Copy config and tokenizer of the model: Optimum's are those of the older transformers."""
-    for file in graphs.iterdir():
-        if ".onnx" not in file.name:
-            file.unlink()
-    for file in source.iterdir():
-        index = file.name.endswith(".index.json")
-        if file.is_file() and file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")) and not index:
-            shutil.copyfile(file, graphs / file.name)
