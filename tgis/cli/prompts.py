@@ -1,18 +1,41 @@
-"""`tgis prompts`: checks a store of soft prompts and LoRA adapters as the server would."""
+"""`tgis prompts`: loads the soft prompts and LoRA adapters of a store as the server would, and shows problems."""
 
 import json
+import os
 from argparse import Namespace
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tgis.errors import OptionError
-from tgis.models.files import find_model
+from tgis.errors import AdapterError, OptionError
+from tgis.ipc.lookups import AdapterProblem
+from tgis.models.files import embedding_size, find_model, is_encoder_decoder, max_sequence_length
+from tgis.prompts.catalog import stored_ids
+from tgis.prompts.files import FILES
 from tgis.utils.logs import escape
 from tgis.utils.options import Parser, choice, integer
 
+if TYPE_CHECKING:
+    from tgis.prompts.store import AdapterStore  # needs torch
+
 _COLUMNS = ("ID", "ADAPTER", "RANK", "TOKENS", "STATE")
+_PROBLEMS = {  # that are told in other words than to a client
+    AdapterProblem.NOT_FOUND: "no soft prompt or adapter in it",
+    AdapterProblem.UNSUPPORTED: "an adapter of type {}, which is not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One directory of the store; unknown properties are empty."""
+
+    id: str
+    kind: str = ""  # LoRA or soft prompt
+    rank: int = 0  # of LoRA
+    length: int = 0  # virtual tokens
+    size: int = 0  # bytes in memory
+    problem: str = ""
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -54,14 +77,50 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _check_store(options: Namespace) -> Iterable[Any]:
-    from tgis.cli.store_check import check_store  # noqa: PLC0415 - torch; not needed for --help
+def _check_store(options: Namespace) -> Iterator[StoreEntry]:
+    """Check every directory that may be meant as an adapter, sorted by id.
 
-    model_config = find_model(options.model, None, None).config if options.model else None
-    return check_store(options.path, model_config, options.dtype, options.max_length, options.cache_mb << 20)
+    Without a model all that depends on it is accepted.
+    """
+    import torch  # noqa: PLC0415 - slow; not needed for --help
+
+    from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - likewise
+    from tgis.prompts.tensor_file import TargetModel  # noqa: PLC0415
+
+    config = find_model(options.model, None, None).config if options.model else {}
+    target = TargetModel(
+        embedding_size=embedding_size(config),
+        max_length=options.max_length or (max_sequence_length(config) + 1) // 2,
+        dtype=getattr(torch, options.dtype),
+        device=torch.device("cpu"),
+        encoder_decoder=is_encoder_decoder(config) if options.model else None,
+    )
+    root = os.path.realpath(options.path)
+    store = AdapterStore(root, options.cache_mb << 20, target)
+    if any(os.path.lexists(os.path.join(root, name)) for name in FILES):
+        yield StoreEntry(".", problem="files directly in the store cannot be named")
+    for adapter_id in sorted(stored_ids(root)):
+        if not _is_parent(os.path.join(root, adapter_id)):
+            yield _entry(store, adapter_id)
 
 
-def _print(entries: list[Any]) -> None:
+def _is_parent(path: str) -> bool:
+    """Whether there are only directories in it, which may be adapters."""
+    names = [name for name in os.listdir(path) if not name.startswith(".")]
+    return bool(names) and all(os.path.isdir(os.path.join(path, name)) for name in names)
+
+
+def _entry(store: "AdapterStore", adapter_id: str) -> StoreEntry:
+    try:
+        adapter = store.find(adapter_id).adapter
+    except AdapterError as error:
+        text = _PROBLEMS.get(AdapterProblem(error.problem), "{}")
+        return StoreEntry(adapter_id, problem=text.format(error))
+    kind = "LoRA" if adapter.rank else "soft prompt"
+    return StoreEntry(adapter_id, kind, adapter.rank, adapter.length, adapter.size)
+
+
+def _print(entries: list[StoreEntry]) -> None:
     rows = [(escape(e.id), e.kind, str(e.rank or ""), str(e.length or ""), e.problem or "ok") for e in entries]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in [_COLUMNS, *rows]:
