@@ -93,7 +93,8 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Move the `source` columns of `rows` to the `target` columns of new buffers, which are zero elsewhere."""
         self.keys = self.values = None  # or they would keep the old buffers alive
         for index, old in enumerate(self.buffers):
-            self.buffers[index] = self._reallocated(old, rows, source, target)
+            self.buffers[index] = self._allocate(old)
+            self.buffers[index][rows, :, target] = old[rows, :, source]
 
     def copy_row(self, source: int, target: int, columns: slice) -> None:
         for buffer in self.buffers:
@@ -111,11 +112,6 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
-
-    def _reallocated(self, old: Tensor, rows: slice, source: slice, target: slice) -> Tensor:
-        new = self._allocate(old)
-        new[rows, :, target] = old[rows, :, source]
-        return new
 
 
 def padded_cost(layers: list[int], max_slots: int) -> KVCacheCost:
