@@ -24,10 +24,6 @@ class AllowedTokens:
         allowed = [row.allowed_token_ids or () for row in params]
         self._rows, self._ids = repeat_rows(rows[:, 0], allowed), flat_ids(allowed, rows.device)
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.allowed_token_ids is not None
-
     def apply(self, scores: Tensor, _histories: Histories) -> None:
         kept = scores[self._rows, self._ids]
         scores.index_fill_(0, self._all_rows, -torch.inf)
@@ -50,10 +46,6 @@ class BadWords:
         self._words = repeat_rows(torch.arange(len(words), device=device), beginnings)
         self._distances = flat_ids([range(len(each), 0, -1) for each in beginnings], device)
         self._tokens = flat_ids(beginnings, device)
-
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return bool(params.bad_words)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
         assert histories.outputs is not None
@@ -79,10 +71,6 @@ class MinLength:
         self._below = np.zeros(0, np.bool_)  # in the last step
         self._changes = eos[:0]
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.min_new_tokens > 0
-
     def apply(self, scores: Tensor, histories: Histories) -> None:
         below = histories.num_generated[self._in_batch] < self._minimum
         if histories.only_eos is not None:
@@ -100,10 +88,6 @@ class MinP:
         self._rows = rows[:, 0]
         below_best = [max(row.temperature, MIN_DIVISOR) * math.log(row.min_p) for row in params]
         self._below_best = column(below_best, torch.float64, rows.device)
-
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.min_p > 0.0 and not params.greedy
 
     def apply(self, scores: Tensor, _histories: Histories) -> None:
         own = scores[self._rows]

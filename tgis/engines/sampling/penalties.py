@@ -5,6 +5,7 @@ that they are the same with every device and detectors can make them again.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,9 +30,6 @@ class _Penalty(Protocol):
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None: ...
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool: ...
-
     def apply(self, scores: Tensor, histories: Histories) -> None:
         """Change `scores` [b, V] float32 or float64."""
 
@@ -46,10 +44,6 @@ class _Watermark:
         self._gammas = [gamma for gamma, _ in marks]
         self._deltas = column([delta for _, delta in marks], torch.float32, rows.device)
         self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
-
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.watermark is not None
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
         assert histories.tokens is not None
@@ -79,10 +73,6 @@ class _LogitBias:
         self._rows, self._ids = repeat_rows(rows[:, 0], biases), flat_ids(biases, rows.device)
         self._values = to_device([value for own in biases for value in own.values()], torch.float32, rows.device)
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return bool(params.logit_bias)
-
     def apply(self, scores: Tensor, _histories: Histories) -> None:
         scores[self._rows, self._ids] += self._values.to(scores.dtype)
 
@@ -93,10 +83,6 @@ class _LengthPenalty:
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None:
         self._rows, self._in_batch, self._eos = rows, in_batch, eos
         self._start, self._decay = np.array([row.length_penalty for row in params]).T
-
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.length_penalty is not None
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
         past_start = np.maximum(histories.num_generated[self._in_batch] - self._start, 0)
@@ -115,10 +101,6 @@ class _RepetitionPenalty:
         penalties = [max(row.repetition_penalty, MIN_DIVISOR) for row in params]
         self._penalties = column(penalties, torch.float32, rows.device)
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.repetition_penalty != 1.0
-
     def apply(self, scores: Tensor, histories: Histories) -> None:
         assert histories.tokens is not None
         ids = histories.tokens.ids[self._in_batch]
@@ -135,10 +117,6 @@ class _OutputPenalty:
         self._frequency = column([row.frequency_penalty for row in params], torch.float32, rows.device)
         self._presence = column([row.presence_penalty for row in params], torch.float32, rows.device)
 
-    @staticmethod
-    def used_by(params: SamplingParams) -> bool:
-        return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-
     def apply(self, scores: Tensor, histories: Histories) -> None:
         assert histories.outputs is not None
         ids = histories.outputs.ids[self._in_batch]
@@ -147,11 +125,18 @@ class _OutputPenalty:
         scores[self._rows] -= self._presence * (counts > 0) + self._frequency * counts
 
 
-# In the order in which they apply; none brings a token back that is excluded.
-_KINDS: tuple[type[_Penalty], ...] = (
-    *(AllowedTokens, BadWords, MinLength, _Watermark, _LogitBias, _LengthPenalty, _RepetitionPenalty, _OutputPenalty),
-    MinP,
-)
+# Whether a row has a penalty of a kind, in the order in which they apply; none brings a token back that is excluded.
+_USED_BY: dict[type[_Penalty], Callable[[SamplingParams], bool]] = {
+    AllowedTokens: lambda params: params.allowed_token_ids is not None,
+    BadWords: lambda params: bool(params.bad_words),
+    MinLength: lambda params: params.min_new_tokens > 0,
+    _Watermark: lambda params: params.watermark is not None,
+    _LogitBias: lambda params: bool(params.logit_bias),
+    _LengthPenalty: lambda params: params.length_penalty is not None,
+    _RepetitionPenalty: lambda params: params.repetition_penalty != 1.0,
+    _OutputPenalty: lambda params: params.frequency_penalty != 0.0 or params.presence_penalty != 0.0,
+    MinP: lambda params: params.min_p > 0.0 and not params.greedy,
+}
 _IN_ANY_DTYPE = AllowedTokens, BadWords, MinLength  # which compute nothing
 
 
@@ -161,25 +146,25 @@ class Penalties:
     def __init__(self, params: list[SamplingParams], indices: list[int], eos: Tensor) -> None:
         """`indices` are the places of the rows in the whole batch; `eos` [ids] int64."""
         self._penalties = []
-        for kind in _KINDS:
-            if rows := [row for row, own in enumerate(params) if kind.used_by(own)]:
+        for kind, is_used_by in _USED_BY.items():
+            if rows := [row for row, own in enumerate(params) if is_used_by(own)]:
                 in_batch, own = [indices[row] for row in rows], [params[row] for row in rows]
                 self._penalties.append(kind(own, column(rows, torch.int64, eos.device), in_batch, eos))
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:
         """Whether a row has a penalty."""
-        return any(kind.used_by(params) for kind in _KINDS)
+        return any(is_used_by(params) for is_used_by in _USED_BY.values())
 
     @staticmethod
     def need_tokens(params: SamplingParams) -> bool:
         """Whether a penalty of the row depends on the tokens so far."""
-        return _RepetitionPenalty.used_by(params) or _Watermark.used_by(params)
+        return _USED_BY[_RepetitionPenalty](params) or _USED_BY[_Watermark](params)
 
     @staticmethod
     def need_outputs(params: SamplingParams) -> bool:
         """Whether a penalty of the row depends on the generated tokens."""
-        return _OutputPenalty.used_by(params) or BadWords.used_by(params)
+        return _USED_BY[_OutputPenalty](params) or _USED_BY[BadWords](params)
 
     def __bool__(self) -> bool:
         """Whether any row has a penalty."""
