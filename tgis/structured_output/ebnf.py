@@ -7,7 +7,7 @@ longest terminal: so each character is a terminal here.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
@@ -45,20 +45,16 @@ class _Token:
     at: int
 
 
-@dataclass(slots=True)
 class _Parser:
     """Recursive descent: the output is the input with other words in it."""
 
-    text: str
-    _tokens: list[_Token] = field(init=False)
-    _at: int = 0
-    _depth: int = 0
-    _defined: set[str] = field(default_factory=set)
-    _used: dict[str, _Token] = field(default_factory=dict)
-    _pieces: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self.text = text
         self._tokens = list(self._scan())
+        self._at = self._depth = 0
+        self._defined: set[str] = set()
+        self._used: dict[str, _Token] = {}
+        self._pieces: list[str] = []
 
     def lark(self) -> str:
         while self._peek().kind != "end":

@@ -10,7 +10,6 @@ Names, head counts, head sizes and dtypes come from the graphs; a graph with unk
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -78,30 +77,21 @@ class EncoderOutputs:
     past: PastKeyValues  # cross-attention cache, which the first pass fills
 
 
-@dataclass(frozen=True, slots=True)
 class Decoder:
     """The graphs, and the names of their KV cache tensors, less the prefixes."""
 
-    without_past: Session
-    with_past: Session
-    device: torch.device
-    self_attention_names: tuple[str, ...]
-    cross_attention_names: tuple[str, ...]
-
-    @classmethod
-    def load(cls, files: GraphFiles, device: torch.device, threads: int) -> Self:
+    def __init__(self, files: GraphFiles, device: torch.device, threads: int) -> None:
         """StartError if a graph is not supported."""
-        with_past = Session(files.decoder_with_past, device, threads)
+        self.device = device
+        self.with_past = Session(files.decoder_with_past, device, threads)
         same = files.decoder == files.decoder_with_past
-        without_past = with_past if same else Session(files.decoder, device, threads)
-        names = [name.removeprefix(PAST_PREFIX) for name in with_past.inputs if name.startswith(PAST_PREFIX)]
+        self.without_past = self.with_past if same else Session(files.decoder, device, threads)
+        names = [name.removeprefix(PAST_PREFIX) for name in self.with_past.inputs if name.startswith(PAST_PREFIX)]
         if not names:
-            raise StartError(f"{with_past.file} takes no {PAST_PREFIX}*: it was exported without the past")
-        self_attention = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
-        cross_attention = tuple(name for name in names if ENCODER_INFIX in f".{name}")
-        decoder = cls(without_past, with_past, device, self_attention, cross_attention)
-        decoder._check_signatures()
-        return decoder
+            raise StartError(f"{self.with_past.file} takes no {PAST_PREFIX}*: it was exported without the past")
+        self.self_attention_names = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
+        self.cross_attention_names = tuple(name for name in names if ENCODER_INFIX in f".{name}")
+        self._check_signatures()
 
     @property
     def dtype(self) -> torch.dtype:

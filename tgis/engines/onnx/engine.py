@@ -64,7 +64,7 @@ class _OnnxModel(PaddedModel):
     def __init__(
         self, options: EngineOptions, config: PreTrainedConfig, device: torch.device, files: GraphFiles
     ) -> None:
-        self._decoder = Decoder.load(files, device, options.num_threads)
+        self._decoder = Decoder(files, device, options.num_threads)
         self._device = device
         self.lora = LoraLayers(None)
         self.info = _model_info(config, self._decoder)
