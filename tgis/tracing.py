@@ -7,19 +7,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 PARENT_HEADERS = {"traceparent": 55, "tracestate": 512}  # W3C's headers, and how long they may be
 _FLUSH_SECONDS = 2.0
 _SERVICE, _SPAN = "tgis", "generate"
 
-
-class Phase(NamedTuple):
-    """A part of the time of a request, in `time.monotonic()`."""
-
-    name: str
-    start: float
-    end: float
+Phase = tuple[str, float, float]  # of a request: its name, start and end, in `time.monotonic()`
 
 
 def parent_headers(headers: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
@@ -82,9 +76,9 @@ class Tracer:
         if error:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
-        for phase in phases:
-            child = self._tracer.start_span(phase.name, inside, start_time=_nanoseconds(epoch + phase.start))
-            child.end(_nanoseconds(epoch + phase.end))
+        for name, start, end in phases:
+            child = self._tracer.start_span(name, inside, start_time=_nanoseconds(epoch + start))
+            child.end(_nanoseconds(epoch + end))
         span.end()
 
     def close(self) -> None:

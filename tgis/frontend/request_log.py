@@ -14,7 +14,7 @@ from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, Output
 from tgis.ipc.request import SamplingParams, StopReason
-from tgis.tracing import Phase, Tracer
+from tgis.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class RequestLog:
         tracer.record(
             self._call.trace_parent,
             timings.arrived,
-            [Phase(*each) for each in zip(_PHASES, marks, marks[1:], strict=False) if all(each[1:])],
+            [each for each in zip(_PHASES, marks, marks[1:], strict=False) if all(each[1:])],
             attributes,
             None if output.stop_reason else output.failed.__name__ if output.failed else ended,
         )
