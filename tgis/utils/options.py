@@ -10,7 +10,6 @@ import difflib
 import functools
 import ipaddress
 import json
-import math
 import os
 import re
 import textwrap
@@ -188,14 +187,18 @@ ENDPOINT = ValueType("URL", _endpoint)
 BOOLEAN = ValueType("BOOL", _boolean, bare_value="true")
 
 
+def _number(kind: Callable[[str], T], text: str) -> T | None:
+    """A number as it is written here: Python also takes other digits, and underscores."""
+    with suppress(ValueError):
+        return kind(text) if text.isascii() and "_" not in text else None
+    return None
+
+
 def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
     """An integer from `low` to `high`, inclusive."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text) if text.isascii() and "_" not in text else None
-        except ValueError:
-            value = None
+        value = _number(int, text)
         if value is None or not low <= value <= high:
             raise ValueError(f"must be a whole number from {low} to {high}")
         return value
@@ -218,11 +221,8 @@ def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[
     """A finite number from `low` to `high`, inclusive; `exclude_low` excludes `low` itself."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text) if text.isascii() and "_" not in text else math.nan
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (exclude_low and value == low):
+        value = _number(float, text)
+        if value is None or not low <= value <= high or (exclude_low and value == low):
             bounds = f"above {low:g}, at most {high:g}" if exclude_low else f"from {low:g} to {high:g}"
             raise ValueError(f"must be a number {bounds}")
         return value
