@@ -122,10 +122,10 @@ class Server:
         self._config = config
         self._certificates, self._tokens = credentials
         self._model = model
-        self._eos_ids = eos_token_ids(model, tokenizer)
         self._tokenizer = Tokenizer.load(
             tokenizer, config.tokenization_workers, add_special_tokens=config.add_special_tokens
         )
+        self._eos_ids = eos_token_ids(model) or self._tokenizer.eos_ids
         self._decoder = TokenDecoder(
             self._tokenizer,
             encoder_decoder=is_encoder_decoder(model.config),

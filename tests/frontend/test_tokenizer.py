@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizer_families as zoo
@@ -117,6 +118,25 @@ def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1)
     assert encode(tokenizer, "A")[0].ids == [0]
     assert tokenizer.truncate([1, 1, 0], 2) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"tokenizer_config": {"eos_token": "<end>"}}, (2,)),
+        ({"tokenizer_config": {"eos_token": "B"}}, (1,)),
+        ({"tokenizer_config": {"eos_token": {"content": "<end>"}}}, (2,)),
+        ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<end>"}}, (2,)),
+        *(({"tokenizer_config": {"eos_token": named}}, ()) for named in ("<no>", "", None, 7)),
+        ({}, ()),
+    ],
+)
+def test_the_token_that_is_called_eos(written: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"A": 0, "B": 1}))
+    backend.add_special_tokens(["<end>"])
+    for name, content in written.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1).eos_ids == expected
 
 
 @pytest.mark.parametrize("family", ["byte_fallback", "metaspace"])  # BOS before, EOS after a text

@@ -149,7 +149,7 @@ class TestSmollm2:
     def test_configuration(self, smollm2_dir: Path) -> None:
         model = find_model(str(smollm2_dir), None, None)
         assert max_sequence_length(model.config) == 8192
-        assert eos_token_ids(model, smollm2_dir) == (2,)
+        assert eos_token_ids(model) == (2,)
         assert find_weights(smollm2_dir) == (smollm2_dir / "model.safetensors",)
 
     def test_chat_ends_with_eos(self, smollm2_dir: Path) -> None:
@@ -208,7 +208,7 @@ class TestDetransliterator:
         model = find_model(str(detransliterator_dir), None, None)
         assert is_encoder_decoder(model.config)
         assert max_sequence_length(model.config) == 1024
-        assert eos_token_ids(model, detransliterator_dir) == (2,)
+        assert eos_token_ids(model) == (2,)
 
     def test_names(self, detransliterator_dir: Path) -> None:
         """The example in the package's README, and a line of its test data."""
@@ -236,6 +236,6 @@ def test_titles(titles_dir: Path) -> None:
     model = find_model(str(titles_dir), None, None)
     assert is_encoder_decoder(model.config)
     assert max_sequence_length(model.config) == 512
-    assert eos_token_ids(model, titles_dir) == (1,)
+    assert eos_token_ids(model) == (1,)
     for text, start in zip(translate(titles_dir, list(beginnings)), beginnings.values(), strict=True):
         assert text.startswith(start)

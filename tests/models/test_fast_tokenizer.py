@@ -18,7 +18,7 @@ from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import gguf
 from tgis.models.convert.fast_tokenizer import add_tokenizer, convert_here, ensure_tokenizer
-from tgis.models.files import ModelFiles, eos_token_ids, find_model
+from tgis.models.files import ModelFiles, find_model, special_tokens
 
 
 class TestOfAServer:
@@ -34,7 +34,7 @@ class TestOfAServer:
         assert [path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()] == [first]
         tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
         assert tokenizer.encode("hello").tokens == ["hell", "o"]
-        assert eos_token_ids(slow_gpt2, first) == (256 + 3,)  # after the bytes and the merges
+        assert tokenizer.token_to_id(special_tokens(first)["eos_token"]) == 256 + 3  # after the bytes and the merges
 
         monkeypatch.setattr(staging, "run_child", lambda command, seconds: "not again")
         assert ensure_tokenizer(slow_gpt2, tmp_path) == first

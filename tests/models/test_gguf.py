@@ -130,7 +130,7 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert max_sequence_length(model.config) == 64
     assert model.config["quantization_config"] == {"quant_method": "gguf"}
     assert ensure_tokenizer(model, tmp_path / "cache") == model.path
-    assert eos_token_ids(model, model.path) == (1, 2)
+    assert eos_token_ids(model) == (1, 2)
     assert Tokenizer.from_file(f"{name}/tokenizer.json").encode("hell o<|eot|>").ids == [
         *(0, TOKENS.index("hell"), TOKENS.index("Ġ"), TOKENS.index("o"), 2)
     ]

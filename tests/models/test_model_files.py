@@ -197,8 +197,6 @@ class TestFindWeights:
             find_weights(tmp_path)
 
 
-ADDED = {"added_tokens": [{"id": 9, "content": "</s>"}], "model": {"vocab": {"</s>": 1}}}
-VOCABULARY = {"model": {"vocab": {"</s>": 1}}}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -248,32 +246,14 @@ class TestFacts:
     def test_eos_ids(
         self, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
     ) -> None:
-        assert eos_token_ids(ModelFiles(tmp_path, config, generation), tmp_path) == expected
+        assert eos_token_ids(ModelFiles(tmp_path, config, generation)) == expected
 
     @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]], {"id": 2}])
     def test_eos_ids_of_the_wrong_type(self, tmp_path: Path, value: object) -> None:
         with pytest.raises(StartError, match=r"^config\.json: eos_token_id must be an integer or a list"):
-            eos_token_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}), tmp_path)
+            eos_token_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}))
         with pytest.raises(StartError, match=r"^generation_config\.json: eos_token_id must be"):
-            eos_token_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}), tmp_path)
-
-    @pytest.mark.parametrize(
-        ("written", "expected"),
-        [
-            ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": ADDED}, (9,)),
-            ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": VOCABULARY}, (1,)),
-            ({"tokenizer_config": {"eos_token": {"content": "</s>"}}, "tokenizer": ADDED}, (9,)),
-            ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": "</s>"}, "tokenizer": ADDED}, (9,)),
-            ({"tokenizer_config": {"eos_token": "<no>"}, "tokenizer": ADDED}, ()),
-            ({"tokenizer_config": {"eos_token": None}, "tokenizer": ADDED}, ()),
-            ({"tokenizer_config": {"eos_token": 7}, "tokenizer": ADDED}, ()),
-            ({"tokenizer_config": {"eos_token": "a"}, "tokenizer": {"model": {"vocab": [["a", 0.5]]}}}, ()),
-            ({"tokenizer": ADDED}, ()),
-        ],
-    )
-    def test_eos_of_the_tokenizer(self, tmp_path: Path, written: dict[str, Any], expected: tuple[int, ...]) -> None:
-        model = find_model(str(write_model(tmp_path, **written)), None, None)
-        assert eos_token_ids(model, tmp_path) == expected
+            eos_token_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}))
 
     @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
     def test_any_json_is_read_or_a_clear_error(self, config: dict[str, Any]) -> None:
@@ -281,7 +261,7 @@ class TestFacts:
         with contextlib.suppress(StartError):
             assert files.is_encoder_decoder(config) in (True, False)
         with contextlib.suppress(StartError):
-            ids = eos_token_ids(ModelFiles(Path("/none"), config, config), Path("/none"))
+            ids = eos_token_ids(ModelFiles(Path("/none"), config, config))
             assert all(type(entry) is int and entry >= 0 for entry in ids)
 
 

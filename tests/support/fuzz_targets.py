@@ -138,7 +138,7 @@ def models(data: bytes) -> None:
         files.is_encoder_decoder(model.config)
         files.embedding_size(model.config)
         files.pad_token_id(model.config)
-        for number in (files.max_sequence_length(model.config), *files.eos_token_ids(model, path)):
+        for number in (files.max_sequence_length(model.config), *files.eos_token_ids(model)):
             assert 0 <= number < 2**31
         assert all(shard.parent == path for shard in files.find_weights(path))
 

@@ -19,7 +19,7 @@ import tokenizers
 
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
-from tgis.models.files import read_json
+from tgis.models.files import read_json, special_tokens
 from tgis.utils.thread_pool import WorkPool, leave_gil
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
@@ -89,6 +89,7 @@ class Tokenizer:
         self.bos_token_id = self._added[0][0] if self._added and self._added[0] else None
         self._cut_rule = cut_rule(description) if self._added else None
         self.max_bytes_per_token = max_bytes_per_token(description)  # None: nobody knows
+        self.eos_ids: tuple[int, ...] = ()  # of the token that the files call so
 
     @classmethod
     def load(cls, directory: Path, workers: int, *, add_special_tokens: bool = True) -> "Tokenizer":
@@ -102,7 +103,10 @@ class Tokenizer:
             raise
         except BaseException as error:
             raise StartError(f"{path} is not a tokenizer: {error}") from error
-        return cls(backend, description, workers, add_special_tokens=add_special_tokens)
+        tokenizer = cls(backend, description, workers, add_special_tokens=add_special_tokens)
+        eos_id = backend.token_to_id(special_tokens(directory).get("eos_token", ""))
+        tokenizer.eos_ids = () if eos_id is None else (eos_id,)
+        return tokenizer
 
     def close(self) -> None:
         """Stop the worker threads; queued texts are dropped."""

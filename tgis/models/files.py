@@ -138,17 +138,14 @@ def is_encoder_decoder(config: dict[str, Any]) -> bool:
     return value
 
 
-def eos_token_ids(model: ModelFiles, tokenizer: Path) -> tuple[int, ...]:
-    """EOS ids from config.json, then from generation_config.json; may be empty.
-
-    If neither has any, that of the tokenizer in directory `tokenizer`.
-    """
+def eos_token_ids(model: ModelFiles) -> tuple[int, ...]:
+    """EOS ids from config.json, then from generation_config.json; may be empty."""
     named = model.config.get("eos_token_id")
     if named is None:
         named = _text_config(model.config).get("eos_token_id")
     ids = _as_ids(named, "config.json")
     ids += _as_ids(model.generation_config.get("eos_token_id"), "generation_config.json")
-    return tuple(dict.fromkeys(ids)) or _tokenizer_eos_ids(tokenizer)
+    return tuple(dict.fromkeys(ids))
 
 
 def embedding_size(config: dict[str, Any]) -> int | None:
@@ -246,22 +243,6 @@ def special_tokens(directory: Path) -> dict[str, str]:
             if key.endswith("_token") and isinstance(text, str):
                 found[key] = text
     return found
-
-
-def _tokenizer_eos_ids(directory: Path) -> tuple[int, ...]:
-    if (token := special_tokens(directory).get("eos_token")) is None:
-        return ()
-    return tuple(_as_ids(_token_id(read_json(directory / "tokenizer.json"), token), "tokenizer.json"))
-
-
-def _token_id(tokenizer: dict[str, Any], token: str) -> int | None:
-    """Special tokens are among the added tokens; otherwise the vocabulary maps pieces to ids."""
-    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
-    for entry in added if isinstance(added, list) else []:
-        if isinstance(entry, dict) and entry.get("content") == token:
-            return _as_int(entry.get("id"))
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    return _as_int(vocabulary.get(token)) if isinstance(vocabulary, dict) else None
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
