@@ -73,6 +73,7 @@ class Generator:
     ) -> None:
         self.server_info = server_info
         self._tracer = tracer
+        self.traces = tracer is not None  # calls should say which span they belong to
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
             None: decoder,
@@ -116,11 +117,6 @@ class Generator:
         """The ids of the texts that are special tokens, as far as the model can generate them."""
         found = map(self._tokenizer.special_token_id, texts)
         return tuple(each for each in found if each is not None and each < self.server_info.limits.vocab_size)
-
-    @property
-    def traces(self) -> bool:
-        """Whether calls should say which span they belong to."""
-        return self._tracer is not None
 
     def count_unknown_fields(self, count: int) -> None:
         """Count fields of a request that have no effect."""

@@ -83,7 +83,11 @@ class Tokenizer:
         self._backend = backend
         self._add_special_tokens = add_special_tokens
         self.pool = WorkPool(workers + 1, "tokenizer")
-        self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = backend.get_vocab_size()  # number of ids, added tokens included
+        # the highest id, if those of the model itself have no gaps; added tokens may have any
+        self.max_token_id: int = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added])
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
         self._added = _added_special_tokens(backend) if add_special_tokens else ([], [])
         self.bos_token_id = self._added[0][0] if self._added and self._added[0] else None
@@ -178,18 +182,6 @@ class Tokenizer:
         if self.bos_token_id is not None:
             kept[0] = self.bos_token_id
         return kept
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        size: int = self._backend.get_vocab_size()
-        return size
-
-    @property
-    def max_token_id(self) -> int:
-        """The highest id, if those of the model itself have no gaps; added tokens may have any."""
-        size: int = self._backend.get_vocab_size(with_added_tokens=False)
-        return max([size - 1, *self._backend.get_added_tokens_decoder()])
 
     def token_text(self, token_id: int) -> str:
         """The raw vocabulary string, such as `Ġfirst` or `</s>`; empty for an unknown id."""

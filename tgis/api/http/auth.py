@@ -20,10 +20,7 @@ class HttpAuth:
         self._tokens = tokens
         self._api_key = None if api_key is None else digest(api_key)
         self._on_rejected = on_rejected
-
-    @property
-    def needed(self) -> bool:
-        return self._tokens is not None or self._api_key is not None
+        self.needed = tokens is not None or api_key is not None
 
     def check(self, request: web.Request) -> None:
         """HttpError for a request without a valid token, where one is needed."""

@@ -92,25 +92,12 @@ class Decoder:
         self.self_attention_names = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
         self.cross_attention_names = tuple(name for name in names if ENCODER_INFIX in f".{name}")
         self._check_signatures()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._past_node(self.self_attention_names[0]).dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.with_past.outputs[LOGITS].dim(2)
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """Whether a prompt may be computed in several passes: by a single graph that is made for it."""
-        return self.without_past is self.with_past and "use_cache_branch" not in self.with_past.inputs
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the keys and values of a token, and of an input token where there is an encoder."""
         nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
-        return sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
+        self.dtype, self.vocab_size = nodes[0].dtype, self.with_past.outputs[LOGITS].dim(2)
+        # keys and values, those of an input token included where there is an encoder
+        self.bytes_per_token = sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
+        # a prompt may be computed in several passes by a single graph that is made for it
+        self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 
     def empty_past(self, seq_lens: list[int]) -> PastKeyValues:
         """A self-attention cache for new sequences, of which no column is computed yet."""
