@@ -48,10 +48,10 @@ def test_a_failed_step_changes_no_result(
 def test_a_cache_that_cannot_grow_changes_no_result(
     engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    reallocated = Failing(PaddedCacheLayer._reallocated, torch.OutOfMemoryError("none left"), {call})
-    monkeypatch.setattr(PaddedCacheLayer, "_reallocated", lambda self, *args: reallocated(self, *args))  # noqa: PLW0108 - to bind
+    allocate = Failing(PaddedCacheLayer._allocate, torch.OutOfMemoryError("none left"), {call})
+    monkeypatch.setattr(PaddedCacheLayer, "_allocate", lambda self, *args: allocate(self, *args))  # noqa: PLW0108 - to bind
     check(run(engine, requests()), alone)
-    assert reallocated.count >= call
+    assert allocate.count >= call
 
 
 def test_a_lost_device_is_fatal(engine: PaddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
