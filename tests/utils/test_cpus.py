@@ -1,4 +1,4 @@
-"""CPU quotas of control groups, read from file trees as Docker and Kubernetes show them."""
+"""CPU quotas of control groups, read from file trees as Docker and Kubernetes show them, and NUMA nodes."""
 
 import math
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tgis.config import parse
-from tgis.utils.cpus import cpu_quota, usable_cores, usable_cpus
+from tgis.utils.cpus import cpu_quota, share_of_nodes, usable_cores, usable_cpus
 
 
 def tree(root: Path, membership: str, files: dict[str, str]) -> Path:
@@ -112,3 +112,49 @@ def test_the_threads_of_the_engine(environ: dict[str, str], threads: int, monkey
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     assert parse(["--model-name", "m"], environ, "tgis serve").num_threads == threads
+
+
+def machine(root: Path, nodes: dict[int, str], siblings: dict[str, range] | None = None) -> Path:
+    """A file system with these lists of CPUs by NUMA node, and cores of several CPUs."""
+    for node, cpus in nodes.items():
+        (path := root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+        (path / "cpulist").write_text(cpus + "\n")
+    for core, cpus in (siblings or {}).items():
+        for cpu in cpus:
+            (path := root / f"sys/devices/system/cpu/cpu{cpu}/topology").mkdir(parents=True)
+            (path / "thread_siblings_list").write_text(core + "\n")
+    return root
+
+
+TWO, FOUR = {0: "0-3", 1: "4-7"}, {0: "0-1", 1: "2-3", 2: "4-5", 3: "6-7"}
+PAIRS = {f"{core},{core + 4}": range(core, core + 5, 4) for core in range(4)}  # as Linux numbers hyperthreads
+SHARES: dict[str, tuple[dict[int, str], dict[str, range], set[int], list[dict[int, list[int]]]]] = {
+    "a node for each rank": (TWO, {}, {*range(8)}, [{0: [0, 1, 2, 3]}, {1: [4, 5, 6, 7]}]),
+    "ranks that share a node": (TWO, {}, {*range(8)}, [{0: [0, 1]}, {0: [2, 3]}, {1: [4, 5]}, {1: [6, 7]}]),
+    "two nodes for each rank": (FOUR, {}, {*range(8)}, [{0: [0, 1], 1: [2, 3]}, {2: [4, 5], 3: [6, 7]}]),
+    "hyperthreads stay together": (
+        {0: "0-1,4-5", 1: "2-3,6-7"},
+        PAIRS,
+        {*range(8)},
+        [{0: [0, 4]}, {0: [1, 5]}, {1: [2, 6]}, {1: [3, 7]}],
+    ),
+    "a cpuset": (TWO, {}, {2, 3, 6, 7}, [{0: [2, 3]}, {1: [6, 7]}]),
+    "a cpuset that is uneven": (TWO, {}, {1, 2, 3, 4}, [{0: [1, 2]}, {0: [3], 1: [4]}]),
+    "ranks that do not divide": (TWO, {}, {*range(8)}, [{0: [0, 1]}, {0: [2, 3], 1: [4]}, {1: [5, 6, 7]}]),
+    "a cpuset of one node": (TWO, {}, {4, 5}, [{}, {}]),
+    "nodes without CPUs": ({0: "0-7", 1: "", 2: ""}, {}, {*range(8)}, [{}, {}]),
+    "more ranks than cores": (TWO, {}, {0, 4}, [{}, {}, {}]),
+    "no nodes": ({}, {}, {0, 1}, [{}, {}]),
+}
+
+
+@pytest.mark.parametrize(("nodes", "siblings", "cpus", "shares"), SHARES.values(), ids=SHARES)
+def test_ranks_share_the_nodes(
+    nodes: dict[int, str],
+    siblings: dict[str, range],
+    cpus: set[int],
+    shares: list[dict[int, list[int]]],
+    tmp_path: Path,
+) -> None:
+    root, count = machine(tmp_path, nodes, siblings), len(shares)
+    assert [share_of_nodes(rank, count, cpus, root) for rank in range(count)] == shares

@@ -2,6 +2,8 @@
 
 import fcntl
 import ipaddress
+import itertools
+import logging
 import os
 import socket
 import struct
@@ -17,6 +19,9 @@ from tgis.engines.distributed.mirror import StepInput
 from tgis.engines.loading.shard_plans import check_plan
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
+from tgis.utils.cpus import share_of_nodes
+
+log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _NEVER = timedelta(days=1)  # ranks load at different speeds, and one that dies is noticed otherwise
@@ -83,4 +88,16 @@ def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: in
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **common)
     else:
+        _bind_to_nodes(local_rank, ranks_per_node or num_shards)
         dist.init_process_group("gloo", **common)
+
+
+def _bind_to_nodes(local_rank: int, ranks_per_node: int) -> None:
+    """Keep this thread, and those that it starts, on this rank's share of the NUMA nodes: what they write first lies
+    there. Nothing where there is one node.
+    """
+    share = share_of_nodes(local_rank, ranks_per_node, os.sched_getaffinity(0))
+    if share:
+        os.sched_setaffinity(0, itertools.chain(*share.values()))
+        parts = (f"{len(cpus)} CPUs of NUMA node {node}" for node, cpus in share.items())
+        log.info("rank %s runs on %s", os.environ["RANK"], ", ".join(parts))
