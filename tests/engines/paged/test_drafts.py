@@ -180,9 +180,11 @@ def test_drafts_go_together_with_adapters(paths: dict[str, Path]) -> None:
 def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> None:
     kernels_of(CPU_ISA)
     engine, draw = load(paths, "itself"), random.Random(5)
-    with proposing(ForcedDrafts):
-        _, counts = outcomes(engine, requests(draw, [SamplingParams()] * 6), 5, 40, draw)
-    assert counts["kept"] == counts["drafted"] > 80
+    warm, hot = SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.0, top_p=0.95, top_k=40)
+    for sampling in ([SamplingParams()] * 6, [warm] * 3 + [hot] * 3, KINDS):
+        with proposing(ForcedDrafts):
+            _, counts = outcomes(engine, requests(draw, [*sampling]), 5, 40, draw)
+        assert counts["kept"] == counts["drafted"] > 80, sampling
 
 
 @pytest.mark.parametrize(("name", "config"), [("MLP", MLP), ("tied MLP", TIED)])

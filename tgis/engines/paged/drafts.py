@@ -2,15 +2,17 @@
 
 The latter is a paged engine of its own, with the same blocks in a second cache. It computes a sequence when it is first
 asked to draft for it, and goes on from there as far as the tokens have come that it drafted. What its cache holds
-changes nothing but how good drafts are.
+changes nothing but how good drafts are. It samples as the sequence does, with the same noise: what it draws is often
+what will be drawn, as far as the two models agree.
 """
 
 from collections.abc import Callable, Collection
+from copy import copy
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
@@ -19,7 +21,7 @@ from tgis.engines.paged.mlp_speculator import MLPSpeculator
 from tgis.engines.paged.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import Request
+from tgis.ipc.request import LogprobOptions
 
 if TYPE_CHECKING:
     from tgis.engines.paged.engine import PagedEngine
@@ -49,8 +51,9 @@ def load_drafter(
         engine = load(msgspec.structs.replace(options, model_path=path, adapter_store=None, **plain))
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error
-    if (own := engine.info.input_vocab_size) != info.input_vocab_size:
-        raise StartError(f"{path} has a vocabulary of {own}, and {info.model_class} one of {info.input_vocab_size}")
+    for name in ("input_vocab_size", "vocab_size"):
+        if (own := getattr(engine.info, name)) != (needed := getattr(info, name)):
+            raise StartError(f"{path} has a vocabulary of {own}, and {info.model_class} one of {needed}")
     if options.max_sequence_length > (positions := engine.info.max_positions):
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {options.max_sequence_length} exceeds the {positions} positions of {path}"
@@ -59,7 +62,7 @@ def load_drafter(
 
 
 class DraftModel(Drafter):
-    """Drafts the best tokens of a model, greedily; of a sequence it keeps what is in the cache."""
+    """Drafts what a model would choose for a sequence, of which it keeps what is in the cache."""
 
     def __init__(self, engine: "PagedEngine", max_tokens: int) -> None:
         self.max_tokens, self.caches = max_tokens, engine.caches
@@ -68,7 +71,7 @@ class DraftModel(Drafter):
         self._computed: dict[int, tuple[int, list[int]]] = {}
 
     def draft(self, plan: StepPlan) -> None:
-        """Draft greedily, except for sequences of which more than a step may compute is new."""
+        """Draft, except for sequences of which more than a step may compute is new."""
         left = _MAX_PROMPT_TOKENS
         asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
         for seq in asked.values():
@@ -97,17 +100,19 @@ class DraftModel(Drafter):
         self.caches = self._engine.caches
 
     def _start(self, seq: Sequence) -> Sequence:
-        """The sequence as the model computes it: without adapters."""
+        """The sequence as the model computes it: without adapter and grammar, and no details are asked for."""
         length, drafted = self._computed.get(seq.id, (0, []))
-        known = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
-        return Sequence(Request(seq.id, seq.tokens, 0), 0.0, num_computed_tokens=known, block_table=seq.block_table)
+        own = copy(seq)
+        own.request = msgspec.structs.replace(seq.request, logprob_options=LogprobOptions())
+        own.tokens, own.adapter, own.grammar = [*seq.tokens], None, None
+        own.num_computed_tokens = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
+        return own
 
     def _extend(self, seqs: list[Sequence]) -> None:
-        """Append the best next token to each sequence, in one pass of a row for each token."""
+        """Append the model's next token to each sequence, in one pass of a row for each token."""
         rows = [row for seq in seqs for row in rows_of(seq, seq.tokens, seq.num_computed_tokens)]
-        logits, _ = self._engine.compute_logits(StepPlan(rows, [1] * len(rows), rows, has_prefill=False))
-        ends = torch.tensor([seq.num_uncomputed_tokens for seq in seqs]).cumsum(0) - 1
-        best = logits[ends.to(logits.device), : self._engine.info.input_vocab_size].argmax(-1)
-        for seq, token in zip(seqs, best.tolist(), strict=True):
+        result = self._engine.step(StepPlan(rows, [1] * len(rows), rows, has_prefill=False))
+        ends = [*accumulate(seq.num_uncomputed_tokens for seq in seqs)]
+        for seq, end in zip(seqs, ends, strict=True):
             seq.num_computed_tokens = len(seq.tokens)
-            seq.tokens.append(token)
+            seq.tokens += result.tokens[end - 1] or [0]  # none where scores are not finite, or no token is allowed
