@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
-from proposers import Adversary, ForcedLookup, proposing
+from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from quantized_formats import (
     BITSANDBYTES,
     CHANNELS,
@@ -104,6 +104,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config, quantize = CHECKPOINTS[kind[0]]
         quantized_copy(path, quantize, config)
     options = msgspec.structs.replace(options, **QUANTIZED.get(kind[0], {}) if kind else {})
+    if not CONFIGS[name].is_encoder_decoder:
+        options = msgspec.structs.replace(options, speculation="auto", speculator_path=str(path))
     engine = PagedEngine(options)
     engine.warm_up()
     return engine
@@ -129,6 +131,7 @@ def outcomes(
         blocks * 16,
         prefix_cache=not engine.info.encoder_decoder,
         proposed_tokens=proposed,
+        drafted_tokens=engine.info.drafted_tokens,
         padded=False,
         block_size=16,
         prefill_tokens=chunk,
@@ -157,9 +160,11 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
             assert outcome == alone[request.id], (chunk, request.id)
 
 
-@pytest.mark.parametrize("kind", [ForcedLookup, Adversary])
+@pytest.mark.parametrize("kind", [ForcedLookup, Adversary, pytest.param(ForcedDrafts, marks=pytest.mark.slow)])
 def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -> None:
-    """With every way to sample; what is proposed is often right."""
+    """With every way to sample; what is proposed is often right. Decoder-only models draft for themselves."""
+    if kind is ForcedDrafts and engine.info.encoder_decoder:
+        pytest.skip("drafts are for decoder-only models")
     draw = random.Random(3)
     penalty = SamplingParams(watermark=(0.3, 2.0), logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
     sampling = [*KINDS, *KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]

@@ -46,7 +46,8 @@ def load_drafter(
                 raise StartError(f"{path}: {info.model_class} computes all logits, and takes no MLP speculator")
             rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
             return MLPSpeculator(Path(path), config, model, rows)
-    plain = {"quantize": "none", "kv_cache_dtype": "auto", "compile": False, "speculator_path": None}
+    plain = {"quantize": "none", "quantize_logits": False, "quantize_activations": "auto", "kv_cache_dtype": "auto"}
+    plain |= {"compile": False, "speculator_path": None}
     try:
         engine = load(msgspec.structs.replace(options, model_path=path, adapter_store=None, **plain))
     except Unsupported as error:
