@@ -21,7 +21,7 @@ import torch
 from batches import engine_options, limits
 from fake_cuda_graphs import record
 from onnx_exports import exported
-from proposers import Adversary, ForcedLookup, proposing
+from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
@@ -35,6 +35,7 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
@@ -213,8 +214,14 @@ def test_rows_are_those_of_brute_force(llama: Path, paged: bool, masks: bool) ->
 
 
 def test_proposals_with_grammars_and_beside_them(llama: Path) -> None:
-    subject = _subject(llama, PagedEngine, replace(PAGED, lookahead=0, proposed_tokens=5), block_size=4)
-    for kind, least in ((ForcedLookup, 0), (Adversary, 5)):
+    def drafting(options: EngineOptions, **changes: Any) -> PagedEngine:
+        own = msgspec.structs.replace(options, speculation="auto", speculator_path=options.model_path)
+        return PagedEngine(own, **changes)
+
+    bounds = replace(PAGED, lookahead=0, proposed_tokens=5, drafted_tokens=3)
+    subject = _subject(llama, drafting, bounds, block_size=4)
+    for kind, least in ((ForcedLookup, 0), (Adversary, 5), (ForcedDrafts, 2)):
+        subject.forced = subject.guessed = 0
         with proposing(kind, subject.ended):
             _check_all(subject, random.Random(5), share=0.5)
         assert subject.forced > subject.guessed > least
