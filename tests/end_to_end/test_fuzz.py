@@ -7,12 +7,15 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
-from harness import Server, failure, running_fake, unary_request, wait_until
+from harness import Server, failure, running_fake, running_server, unary_request, wait_until
+from repository import REPOSITORY
 
 from benchmarks.structured_output.random_grammars import random_grammar
 from tgis.pb import generation_pb2 as pb
@@ -56,6 +59,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ("seed", "attacks"), [(1, 1_500), pytest.param(2, 60_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks: int) -> None:
+    _check(server, seed, attacks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["lookup", "garbage", "drafts"])
+def test_forced_proposals_change_no_status(glassllm_dir: Path, tmp_path: Path, proposer: str) -> None:
+    """A model gets the calls, and verifies as many tokens in each step as it may."""
+    options: dict[str, Any] = {"MAX_NEW_TOKENS": 64, "MAX_SEQUENCE_LENGTH": 128, "MAX_CONCURRENT_REQUESTS": INPUTS}
+    path = f"{REPOSITORY}/tests/support/forced_lookup:{REPOSITORY}"
+    with running_server(tmp_path, glassllm_dir, **options, PYTHONPATH=path, PROPOSER=proposer) as server:
+        _check(server, 1, 1_500)
+        kind = "draft" if proposer == "drafts" else "lookup"
+        proposed, kept = (
+            server.metric(f'tgi_speculation_{what}_tokens_total{{proposer="{kind}"}}')
+            for what in ("proposed", "accepted")
+        )
+        assert proposed > 1000
+        assert kept or proposer == "garbage"
+
+
+def _check(server: Server, seed: int, attacks: int) -> None:
     before = _usual_answer(server)
     draw = random.Random(seed)
     statuses = asyncio.run(_attack(server.target, [_make_attack(draw) for _ in range(attacks)]))
