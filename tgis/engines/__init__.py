@@ -32,8 +32,6 @@ def load_engine(
     `on_heartbeat` with the heartbeats of these ranks.
     """
     if options.num_shards > 1:
-        if options.speculator_path:
-            raise StartError(f"SPECULATOR_NAME works with one rank, not with NUM_SHARD={options.num_shards}")
         if options.compile:
             warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
         sharded = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)

@@ -19,8 +19,9 @@ from batches import engine_options, limits
 from harness import Server, as_stream_request, running_server, unary_request
 from hypothesis import given
 from hypothesis import strategies as st
-from proposers import Adversary, proposing
-from tiny_models import run_steps
+from mlp_speculators import random_mlp, save_mlp
+from proposers import Adversary, ForcedDrafts, proposing
+from tiny_models import make_model_from_config, run_steps
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -38,6 +39,7 @@ from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
 NEW_TOKENS = 12
+CANCELLED = 4  # one of the requests
 TOLERANCE = 1e-4  # of log-probabilities
 NEAR_TIE = 1e-3
 WANTED = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
@@ -54,10 +56,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def options_of(model: Path, speculation: str = "off") -> EngineOptions:
+def options_of(model: Path, **changes: Any) -> EngineOptions:
     options = engine_options(model, 4, threads=2)
-    changes = {"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2, "speculation": speculation}
-    return msgspec.structs.replace(options, **changes)
+    return msgspec.structs.replace(
+        options, **{"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2} | changes
+    )
 
 
 def end(reason: str) -> NoReturn:
@@ -65,8 +68,8 @@ def end(reason: str) -> NoReturn:
 
 
 @contextmanager
-def sharded(model: Path, speculation: str = "off") -> Iterator[ShardedEngine]:
-    engine = ShardedEngine(options_of(model, speculation), end, print)
+def sharded(model: Path, **changes: Any) -> Iterator[ShardedEngine]:
+    engine = ShardedEngine(options_of(model, **changes), end, print)
     try:
         engine.warm_up()
         yield engine
@@ -86,10 +89,24 @@ def small_llama(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("speculation", ["off", "lookup"])
+def small_drafter(kind: str, model: Path) -> Path:
+    """What drafts for this model."""
+    directory = model / kind
+    directory.mkdir()
+    if kind == "an MLP":
+        sizes = {"vocab_size": SMALL["vocab_size"], "emb_dim": SMALL["hidden_size"], "inner_dim": 40, "n_predict": 3}
+        return save_mlp(directory, {"model_type": "mlp_speculator"} | sizes, random_mlp(sizes))
+    config = transformers.FalconConfig(**SMALL, alibi=True)  # whose biases are by heads, of which ranks have a part
+    return model if kind == "itself" else make_model_from_config(config, directory)
+
+
+@pytest.mark.parametrize("speculation", ["off", "lookup", "itself", "another", "an MLP"])
 def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Path) -> None:
     """In chunks, side by side, with cached prefixes and so few blocks that rows are preempted; with proposed tokens."""
     model, rng = small_llama(tmp_path), random.Random(1)
+    changes = {"speculation": speculation}
+    if drafts := speculation not in ("off", "lookup"):
+        changes = {"speculation": "auto", "speculator_path": str(small_drafter(speculation, model))}
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
     wanted = [
@@ -103,12 +120,15 @@ def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Pa
         )
         for n, prompt in enumerate(prompts)
     ]
-    with sharded(model, speculation) as engine, proposing(Adversary):
+    with sharded(model, **changes) as engine, proposing(ForcedDrafts if drafts else Adversary):
         assert engine.info.token_capacity > 0
-        got = run(engine, wanted)
+        got, drafted, kept = run(engine, wanted)
+    assert (drafted > 20) == drafts
+    assert kept == drafted or speculation != "itself"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for request in wanted:
         tokens, generated, inputs = got[request.id]
+        assert len(tokens) == NEW_TOKENS or tokens[-1] == 2 or request.id == CANCELLED
         logits = logits_of(reference, request.tokens + tokens)
         compare(logits[len(request.tokens) - 1 : -1], tokens, generated)
         assert len(inputs) == (len(request.tokens) if request.logprob_options.input_tokens else 0)
@@ -120,18 +140,24 @@ def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Pa
 Got = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # tokens, facts about them, facts about the input
 
 
-def run(engine: ShardedEngine, wanted: list[Request]) -> dict[int, Got]:
+def run(engine: ShardedEngine, wanted: list[Request]) -> tuple[dict[int, Got], int, int]:
+    """What requests get, and how many tokens were drafted and kept."""
     paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": 7}
-    bounds = limits(96, max_batch_size=4, proposed_tokens=engine.info.proposed_tokens, vocab_size=96, **paged)
+    proposed = {"proposed_tokens": engine.info.proposed_tokens, "drafted_tokens": engine.info.drafted_tokens}
+    bounds = limits(96, max_batch_size=4, vocab_size=96, **proposed, **paged)
     got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
-    for plan, result, _ in run_steps(engine, bounds, wanted, random.Random(1)):
+    drafted = kept = 0
+    for plan, result, _ in run_steps(engine, bounds, wanted, random.Random(1), cancelled={CANCELLED: 5}):
         for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
             assert len(facts) == len(tokens)
             got[row.id][0].extend(tokens)
             got[row.id][1].extend(facts)
+            if row.id in plan.drafts:
+                drafted += len(plan.proposals.get(row.id, []))
+                kept += len(tokens) - 1
         for request_id, inputs in result.prompt_logprobs.items():
             got[request_id][2].extend(inputs)
-    return got
+    return got, drafted, kept
 
 
 def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
@@ -142,7 +168,6 @@ def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 def compare(logits: torch.Tensor, tokens: list[int], facts: list[TokenLogprobs]) -> None:
     """The best token everywhere, and its log-probability."""
-    assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
     for row, token, fact in zip(logits, tokens, facts, strict=True):
         assert token == row.argmax() or row.max() - row[token] < NEAR_TIE
         assert abs(fact.logprob - row.log_softmax(-1)[token].item()) <= TOLERANCE

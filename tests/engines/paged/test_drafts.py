@@ -13,9 +13,9 @@ import pytest
 import torch
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
+from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
-from safetensors.torch import save_file
 from tiny_models import SHAPE_OF_512, VOCAB_SIZE, make_model_from_config, run_steps
 from torch.nn.functional import cross_entropy, gelu
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -36,7 +36,6 @@ MLP: dict[str, Any] = {
     "n_predict": 3,
 }
 TIED = MLP | {"tie_weights": True, "scale_input": True}
-Weights = dict[str, torch.Tensor]
 NEW, BOS = 32, 2  # of texts of glassllm
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
@@ -50,28 +49,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in (("MLP", MLP), ("tied MLP", TIED)):
         found[name] = save_mlp(tmp_path_factory.mktemp("mlp"), config, random_mlp(config))
     return found
-
-
-def random_mlp(config: dict[str, Any]) -> Weights:
-    """Weights by the names that fms-extras gives them."""
-    draw, weights = torch.Generator().manual_seed(0), {}
-    words, inner = config["vocab_size"], config["inner_dim"]
-    for stage in range(2 if config.get("tie_weights") else config["n_predict"]):
-        sizes = {"emb": (words, inner), "head": (words, inner), "ln": (inner,)}
-        if stage and config.get("tie_weights"):
-            sizes = {}
-        sizes["proj"] = inner, inner if stage else config["emb_dim"]
-        for name, size in sizes.items():
-            weights[f"speculator.{name}.{stage}.weight"] = torch.randn(size, generator=draw) * 0.5 + (name == "ln")
-        if "ln" in sizes:
-            weights[f"speculator.ln.{stage}.bias"] = torch.randn(inner, generator=draw) * 0.1
-    return weights
-
-
-def save_mlp(path: Path, config: dict[str, Any], weights: Weights) -> Path:
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(weights, path / "model.safetensors")
-    return path
 
 
 def mlp_logits(

@@ -26,6 +26,7 @@ from tgis.engines.distributed.rendezvous import Joined, gather
 from tgis.engines.distributed.secure_socket import SecureSocket
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.loader import load_config
+from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
@@ -100,10 +101,8 @@ class ShardedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The info of all ranks."""
-        info = self._engine.info
-        kv_cache_bytes = info.kv_cache_bytes * (1 + len(self._followers))
-        return msgspec.structs.replace(info, kv_cache_bytes=kv_cache_bytes)
+        """The info of rank 0, which speaks for all."""
+        return self._engine.info
 
     def warm_up(self) -> None:
         """Warm this rank up; the other ranks do the same after loading, unasked."""
@@ -112,6 +111,8 @@ class ShardedEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; any failure ends them all."""
+        if plan.drafts and isinstance(self._engine, PagedEngine):
+            self._engine.draft(plan)
         with self._collective("a step"):
             self._send(self._sent.step_input(plan))
             return self._engine.step(plan)

@@ -12,8 +12,9 @@ from tgis.ipc.messages import EngineOptions
 
 # of a machine: where its files are, what it logs, its threads; the rank is another for each process
 _OF_A_NODE = {
-    *("model_path", "cache_dir", "log_level", "json_output", "num_threads", "verify_start", "strict"),
-    *("adapter_store", "rank", "node_rank", "master_addr", "master_port", "cluster_secret_path", "cluster_interface"),
+    *("model_path", "speculator_path", "cache_dir", "log_level", "json_output", "num_threads", "verify_start"),
+    *("strict", "adapter_store", "rank", "node_rank", "master_addr", "master_port"),
+    *("cluster_secret_path", "cluster_interface"),
 }
 _WHOLE_FILES = "config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # as in safetensors

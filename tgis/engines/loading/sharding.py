@@ -43,17 +43,26 @@ _BIASED = frozenset({"query_key_value", "Wqkv"})  # those of modules that take b
 _BIASES = ("alibi", "position_bias", "attention_mask")  # arguments, made for the heads of all ranks
 
 
-def own_part(x: Tensor) -> Tensor:
-    """The part of what is there for each head that belongs to this rank, if there are several."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+def own_part(x: Tensor, model: PreTrainedModel) -> Tensor:
+    """The part of what is there for each head that belongs to this rank, if the model is shared."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()] if model.sharding else x
 
 
 def least_of_ranks(value: int) -> int:
     """The smallest value of all ranks, which must all call this."""
+    return _of_ranks(value, dist.ReduceOp.MIN)
+
+
+def sum_of_ranks(value: int) -> int:
+    """The sum of the values of all ranks, which must all call this."""
+    return _of_ranks(value, dist.ReduceOp.SUM)
+
+
+def _of_ranks(value: int, reduce: dist.ReduceOp.RedOpType) -> int:
     if not dist.is_initialized():
         return value
     values = torch.tensor([value], device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(values, dist.ReduceOp.MIN)
+    dist.all_reduce(values, reduce)
     return int(values.item())
 
 

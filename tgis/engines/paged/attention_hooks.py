@@ -212,7 +212,7 @@ def _alibi(model: PreTrainedModel, num_positions: int) -> Tensor:
     build = sys.modules[type(model).__module__].build_alibi_tensor
     mask = torch.ones(1, num_positions + BIAS_PADDING, dtype=torch.int64, device=model.device)
     bias: Tensor = build(mask, model.config.num_attention_heads, model.dtype).squeeze(1)
-    return own_part(bias)
+    return own_part(bias, model)
 
 
 def _exact(bias: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
     """Biases by distance: the last column that the model makes is that of a token's own key."""
     bias = model.base_model.build_mpt_alibi_tensor(model.config.n_heads, num_positions, device=model.device)
     model.base_model.build_mpt_alibi_tensor = lambda *_args, **_others: None  # so that no step makes biases
-    return {"bias_table": pad(own_part(bias.squeeze(1)), (0, BIAS_PADDING)), "bias_origin": num_positions - 1}
+    return {"bias_table": pad(own_part(bias.squeeze(1), model), (0, BIAS_PADDING)), "bias_origin": num_positions - 1}
 
 
 _CROSS_ATTENTION = ("cross_attn", "EncDecAttention", "encoder_attn")  # names of modules

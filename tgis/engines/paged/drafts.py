@@ -47,7 +47,7 @@ def load_drafter(
             rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
             return MLPSpeculator(Path(path), config, model, rows)
     plain = {"quantize": "none", "quantize_logits": False, "quantize_activations": "auto", "kv_cache_dtype": "auto"}
-    plain |= {"compile": False, "speculator_path": None}
+    plain |= {"compile": False, "speculator_path": None, "num_shards": 1}
     try:
         engine = load(msgspec.structs.replace(options, model_path=path, adapter_store=None, **plain))
     except Unsupported as error:

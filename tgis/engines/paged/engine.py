@@ -30,7 +30,7 @@ from tgis.engines.loading.loader import (
     select_kernels,
 )
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
-from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
+from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels, sum_of_ranks
 from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
@@ -200,8 +200,8 @@ class PagedEngine:
         )
 
     def _load_drafter(self) -> Drafter:
-        """The model that drafts tokens for this one, if there is to be one."""
-        if not self._options.speculator_path or not self._proposed_tokens():
+        """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
+        if not self._options.speculator_path or not self._proposed_tokens() or self._options.rank:
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
         return load_drafter(self._options, self._model, "logits_to_keep" in self._arguments, load)
@@ -271,7 +271,7 @@ class PagedEngine:
             self.info,
             token_capacity=capacity,
             max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self._encoder else capacity,
-            kv_cache_bytes=num_blocks * bytes_per_block,
+            kv_cache_bytes=sum_of_ranks(num_blocks * bytes_per_block),
         )
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
@@ -366,12 +366,17 @@ class PagedEngine:
             log.warning("decode steps run without CUDA graphs: %s", fallback_reason(error))
             self._graphs = None
 
+    def draft(self, plan: StepPlan) -> None:
+        """Draft what the plan asks for, before a step that other ranks compute as well: they get the drafts with it."""
+        with device_errors("drafting"), torch.inference_mode():
+            self._drafter.draft(plan)
+
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
+        if plan.drafts and self._options.num_shards == 1:
+            self.draft(plan)
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
-            if plan.drafts:
-                self._drafter.draft(plan)
             if plan.proposals:
                 rows = with_proposals(plan)
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
