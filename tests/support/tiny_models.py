@@ -315,8 +315,11 @@ def run_steps(
     rng: random.Random,
     adapters: Mapping[int, LoadedAdapter | None] = {},
     eos: int = EOS,
+    cancelled: Mapping[int, int] = {},
 ) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:
-    """Plans, what they gave and who ended by it, until all are done that come at random times, in their order."""
+    """Plans, what they gave and who ended by it, until all are done that come at random times, in their order; some are
+    cancelled after so many tokens.
+    """
     batcher = Batcher(bounds, eos_ids=[eos])
     waiting = list(requests)
     while waiting or not batcher.idle:
@@ -329,6 +332,7 @@ def run_steps(
             continue
         result = engine.step(plan)
         ended = batcher.commit(plan, result.tokens, 0.0)
+        batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
         yield plan, result, ended
 
 
