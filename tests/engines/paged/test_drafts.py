@@ -236,7 +236,7 @@ def generated(model: Any, words: torch.Tensor, new: int, *, sample: bool = False
 
 def drafts_of(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The hidden states before each generated token after which there are enough others, and these tokens in turn."""
-    states, count = model.model(texts).last_hidden_state, texts.shape[1] - 2 - MLP["n_predict"]
+    states, count = model.model(texts).last_hidden_state.detach(), texts.shape[1] - 2 - MLP["n_predict"]
     return states[:, 1 : 1 + count], [texts[:, 2 + ahead : 2 + ahead + count] for ahead in range(MLP["n_predict"] + 1)]
 
 
