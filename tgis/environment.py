@@ -4,7 +4,7 @@ import os
 import tempfile
 
 from tgis.config import Config
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.utils.private_directory import entries_of, trust_of_this_process
 
 LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
@@ -51,11 +51,9 @@ def prepare_libraries() -> None:
 def prepare_cache_dir(config: Config) -> None:
     """Create it; StartError if others can replace what is in it, where code is loaded from."""
     directory = config.cache_dir
-    try:
+    with file_errors(f"CACHE_DIR: cannot make or write to {directory}"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         refusal = trust_of_this_process().refusal(entries_of(directory))
         tempfile.TemporaryFile(dir=directory).close()  # the file system may be read-only, whatever the mode says
-    except OSError as error:
-        raise StartError(f"CACHE_DIR: cannot make or write to {directory}: {error.strerror}") from error
     if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models.gguf import WEIGHTS
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
@@ -54,7 +54,7 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
 
     The revision is ignored for a directory. StartError if there is no such model or its JSON is broken.
     """
-    try:
+    with file_errors(f"cannot read model {name!r}"):
         path = find_directory(name, revision, cache_dir)
         config, generation = read_json(path / "config.json"), path / "generation_config.json"
         _check_counts(config, path / "config.json")
@@ -63,8 +63,6 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
             config=config,
             generation_config=read_json(generation) if generation.is_file() else {},
         )
-    except OSError as error:
-        raise StartError(f"cannot read model {name!r}: {error}") from error
 
 
 def _check_counts(config: dict[str, Any], path: Path) -> None:
@@ -178,11 +176,8 @@ def read_text(path: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise StartError(f"cannot read {path}: {error.strerror}") from error
+    with file_errors(f"cannot read {path}"), path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise StartError(f"{path} has more than {MAX_JSON_BYTES} bytes")
     return data

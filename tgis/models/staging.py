@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models.files import CONFIG_EXTENSIONS
 from tgis.utils import stop_signals
 from tgis.utils.file_lock import locked
@@ -40,12 +40,10 @@ def new_model(out: Path, command: str, extra: str, packages: Iterable[str]) -> I
         raise StartError(f"{out} is there already")
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise StartError(f"{command} needs {' and '.join(missing)}: pip install '.[{extra}]' in a checkout")
-    try:
+    with file_errors(f"cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with staging_directory(out.parent, f".{out.name}-") as staging:
             yield staging
-    except OSError as error:
-        raise StartError(f"cannot write {out}: {error.strerror}") from error
 
 
 def replace_config_files(source: Path, made: Path, kept: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models import staging
 from tgis.models.files import ModelFiles, read_json
 
@@ -22,12 +22,10 @@ def ensure_tokenizer(model: ModelFiles, cache_dir: Path) -> Path:
     """The model's directory if it has a tokenizer.json, else one below `cache_dir`/tokenizers, converted once."""
     if (model.path / TOKENIZER).is_file():
         return model.path
-    try:
+    with file_errors(f"cannot keep a tokenizer for {model.path}"):
         files = [file for file in model.path.iterdir() if file.is_file()]
         key = staging.files_key(files, importlib.metadata.version("transformers"))
         return staging.made_once(cache_dir / "tokenizers" / key, functools.partial(_convert, model))
-    except OSError as error:
-        raise StartError(f"cannot keep a tokenizer for {model.path}: {error}") from error
 
 
 def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
@@ -39,14 +37,11 @@ def add_tokenizer(model: ModelFiles, out: Path | None) -> str:
     if (model.path / TOKENIZER).is_file():
         return f"{model.path} has a {TOKENIZER} already: nothing to do"
     target = out or model.path
-    try:
-        with staging.staging_directory(target) as made:
-            _convert(model, made)
-            files = [path for path in sorted(made.iterdir()) if out is not None and path.name != TOKENIZER]
-            for path in [*files, made / TOKENIZER]:  # last: it marks the tokenizer as complete
-                path.replace(target / path.name)
-    except OSError as error:
-        raise StartError(f"cannot write a tokenizer to {target}: {error.strerror or error}") from error
+    with file_errors(f"cannot write a tokenizer to {target}"), staging.staging_directory(target) as made:
+        _convert(model, made)
+        files = [path for path in sorted(made.iterdir()) if out is not None and path.name != TOKENIZER]
+        for path in [*files, made / TOKENIZER]:  # last: it marks the tokenizer as complete
+            path.replace(target / path.name)
     return f"{target / TOKENIZER} was made"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tgis import __version__
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models import staging
 from tgis.models.convert.weights import needs_conversion
 from tgis.models.files import find_directory, read_json
@@ -47,12 +47,10 @@ def ensure_directory(name: str, cache_dir: Path, revision: str | None = None, hu
     if importlib.util.find_spec("gguf") is None:
         raise StartError(f"{file} needs the package gguf: pip install 'tgis[gguf]'")
     read_header(file)
-    try:
+    with file_errors(f"cannot keep the configuration and tokenizer of {file}"):
         beside = [path for path in file.parent.iterdir() if path.name in _BESIDE]
         key = staging.files_key([file, *beside], __version__, importlib.metadata.version("transformers"))
         return str(staging.made_once(cache_dir / "gguf" / key, functools.partial(_make, file, beside)))
-    except OSError as error:
-        raise StartError(f"cannot keep the configuration and tokenizer of {file}: {error}") from error
 
 
 def find_gguf(name: str, revision: str | None = None, hub_cache: str | None = None) -> Path | None:

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files, tensor_names
 from tgis.models.gguf import WEIGHTS
@@ -33,23 +33,20 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
         return path
     target = cache_dir / "weights" / staging.files_key(shards or path.glob("*.bin*"))
     started = time.monotonic()
-    try:
-        with locked(target.with_suffix(".lock")):
-            target.mkdir(parents=True, exist_ok=True)
-            for file in path.iterdir():
-                if not file.name.endswith((".bin", INDEX_SUFFIX if shards else ".bin")):
-                    (target / file.name).unlink(missing_ok=True)
-                    (target / file.name).symlink_to(file.resolve())
-            if shards:
-                log.info("%s has no complete index of its safetensors: serving them with one made, in %s", path, target)
-                names = {name: shard.name for shard in shards for name in tensor_names(shard)}
-                (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-                return target
-            log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
-            with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
-                log.info("%s", convert_weights(path, target))
-    except OSError as error:
-        raise StartError(f"cannot keep converted weights for {path}: {error}") from error
+    with file_errors(f"cannot keep converted weights for {path}"), locked(target.with_suffix(".lock")):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in path.iterdir():
+            if not file.name.endswith((".bin", INDEX_SUFFIX if shards else ".bin")):
+                (target / file.name).unlink(missing_ok=True)
+                (target / file.name).symlink_to(file.resolve())
+        if shards:
+            log.info("%s has no complete index of its safetensors: serving them with one made, in %s", path, target)
+            names = {name: shard.name for shard in shards for name in tensor_names(shard)}
+            (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+            return target
+        log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
+        with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
+            log.info("%s", convert_weights(path, target))
     find_weights(target)
     return target
 
@@ -77,13 +74,10 @@ def convert_weights(path: Path, out: Path | None = None) -> str:
     sources = shard_files(indexes[0]) if indexes else _sources(path)
     if not sources:
         return f"{path} has no .bin weights: nothing to do"
-    try:
-        with locked(sources[0]):
-            if found := _already_converted(out, [file.name for file in indexes or sources]):
-                return f"{out} has {found} already: nothing to do (delete it to convert again)"
-            return _convert(path, sources, out)
-    except OSError as error:
-        raise StartError(f"cannot convert the weights in {path}: {error.strerror or error}") from error
+    with file_errors(f"cannot convert the weights in {path}"), locked(sources[0]):
+        if found := _already_converted(out, [file.name for file in indexes or sources]):
+            return f"{out} has {found} already: nothing to do (delete it to convert again)"
+        return _convert(path, sources, out)
 
 
 def target_name(source: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.staging import made_once, new_model, replace_config_files, run_child, timed
 
@@ -80,10 +80,8 @@ def _ensure_packages(cache_dir: Path) -> Path:
     """
     key = hashlib.sha256(f"{sys.version_info[:2]} {REQUIREMENTS.read_text()}".encode()).hexdigest()[:12]
     target = cache_dir / f"optimum-{key}"
-    try:
+    with file_errors(f"cannot make {target}"):
         return made_once(target, _install)
-    except OSError as error:
-        raise StartError(f"cannot make {target}: {error.strerror}") from error
 
 
 def _install(target: Path) -> None:
