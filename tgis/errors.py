@@ -141,13 +141,13 @@ class EngineFailure(RequestError):
 
 
 @contextmanager
-def file_errors(what: str) -> Iterator[None]:
-    """StartError of one line for what the system says about a file, which is named unless `what` does."""
+def file_errors(what: str, kind: type[StartError] = StartError) -> Iterator[None]:
+    """A StartError of one line for what the system says about a file, which is named unless `what` does."""
     try:
         yield
     except OSError as error:
         where = "" if error.filename is None or str(error.filename) in what else f" ({error.filename})"
-        raise StartError(f"{what}: {error.strerror or error}{where}") from error
+        raise kind(f"{what}: {error.strerror or error}{where}") from error
 
 
 @contextmanager

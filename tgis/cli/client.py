@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from tgis.errors import OptionError, StartError
+from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, TEXT, decimal
 
 GRPC_TARGET = "localhost:8033"
@@ -175,7 +175,5 @@ def _explain(target: str, text: str, options: argparse.Namespace) -> str:
 
 
 def _read(path: Path | None) -> bytes | None:
-    try:
+    with file_errors(f"cannot read {path}", OptionError):
         return path.read_bytes() if path else None
-    except OSError as error:
-        raise OptionError(f"cannot read {path}: {error.strerror}") from error

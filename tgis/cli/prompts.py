@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tgis.errors import AdapterError, OptionError
+from tgis.errors import AdapterError, OptionError, file_errors
 from tgis.ipc.lookups import AdapterProblem
 from tgis.models.files import embedding_size, find_model, is_encoder_decoder, max_sequence_length
 from tgis.prompts.catalog import stored_ids
@@ -43,10 +43,8 @@ def main(argv: list[str], prog: str) -> int:
     options = _parser(prog).parse_args(argv)
     if not options.path.is_dir():
         raise OptionError(f"{options.path} is not a directory")
-    try:
+    with file_errors(f"cannot read {options.path}", OptionError):
         entries = list(_check_store(options))
-    except OSError as error:
-        raise OptionError(f"cannot read {error.filename}: {error.strerror}") from error
     if options.json:
         print(*(json.dumps(asdict(entry)) for entry in entries), sep="\n")
     else:

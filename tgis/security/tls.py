@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from tgis.errors import OptionError
+from tgis.errors import OptionError, file_errors
 from tgis.utils.file_watch import WatchedFiles
 
 _log = logging.getLogger(__name__)
@@ -105,10 +105,8 @@ def _expiry(pem: bytes) -> float:
 
 
 def _read(option: str, path: str) -> bytes:
-    try:
+    with file_errors(f"{option} {path}", OptionError):
         return Path(path).read_bytes()
-    except OSError as error:
-        raise OptionError(f"{option} {path}: {error.strerror}") from error
 
 
 def _read_certificates(option: str, path: str) -> bytes:
