@@ -335,7 +335,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tuned/one") == second
     with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
         client.models.retrieve("other")
-    with pytest.raises(openai.NotFoundError, match=r"'two\?lines' does not exist"):  # JSON, like all errors
+    with pytest.raises(openai.NotFoundError, match=r"'two\\nlines' does not exist"):  # JSON, like all errors
         client.models.retrieve("two\nlines")
 
 

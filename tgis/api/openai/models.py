@@ -14,7 +14,6 @@ from tgis.prompts.catalog import AdapterCatalog
 
 _ANY_MODEL = ("", "tgi")  # names that clients send where they have none
 _OWNER = "tgis"
-_SHOWN_CHARACTERS = 100
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +49,9 @@ class ServedModels:
         if name in self.names:
             return json_response(self._model(call, None))
         if not await asyncio.to_thread(self.catalog.has, name):
-            raise _not_found(name)
+            raise HttpError(404, f"the model {name!r:.100} does not exist")
         return json_response(self._model(call, name))
 
     def _model(self, call: HttpCall, adapter_id: str | None) -> Model:
         name, length = self.names[0], call.generator.server_info.limits.max_sequence_length
         return Model(adapter_id or name, self.created, _OWNER, length, None if adapter_id is None else name)
-
-
-def _not_found(name: str) -> HttpError:
-    shown = "".join(c if c.isprintable() else "?" for c in name[:_SHOWN_CHARACTERS])
-    return HttpError(404, f"the model {shown!r} does not exist")
