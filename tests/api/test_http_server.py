@@ -362,7 +362,7 @@ def api_route(**options: Any) -> web.RouteDef:
         raise AssertionError
 
     config = Config(model_name="m")
-    api = HttpApi(config, HttpAuth(tokens, options.get("api_key"), lambda: None), Clients(config))
+    api = HttpApi(config, HttpAuth(tokens, options.get("api_key"), lambda: None), Clients(config), lambda *_: None)
     return api.route(Operation("GET", "/thing", handle, ERRORS, "thing", "A thing"))
 
 

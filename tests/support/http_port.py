@@ -41,7 +41,7 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     config = Config(model_name="m")
     openai = OpenAIApi(config, AdapterCatalog(None), {})
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
-    api = HttpApi(config, NO_AUTH, Clients(config))
+    api = HttpApi(config, NO_AUTH, Clients(config), lambda *_: None)
     async with serving(
         [*map(api.route, operations), *Pages(operations, "m", needs_token=False).routes()], **options
     ) as port:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Protocol, Self
@@ -30,6 +30,8 @@ LAST_WORD_SECONDS = 1.0  # for clients to read that their calls end with the ser
 _STALL_SECONDS = 2.0  # a client that has not read for so long does not delay the end of the server
 _QUIET_SECONDS = 0.25  # after the last call: another may be on its way
 _AWAKE_SECONDS = 1.0  # after the last call
+
+CountCall = Callable[[str, str, str], object]  # called at the end of each call with its API, method and status
 
 
 class Waiter(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from tgis.api.clients import Clients
+from tgis.api.clients import Clients, CountCall
 from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import creator
 from tgis.api.grpc.status import Context, abort, error_boundary, status_name
@@ -107,10 +107,7 @@ Method = Callable[[bytes, GrpcCall], Awaitable[bytes | None]]  # of the message;
 class GrpcCalls:
     """The calls of a gRPC port."""
 
-    def __init__(
-        self, clients: Clients, config: Config, count: Callable[[str, str, str], object] = lambda *_: None
-    ) -> None:
-        """`count` is called at the end of each call with its API, method and status."""
+    def __init__(self, clients: Clients, config: Config, count: CountCall = lambda *_: None) -> None:
         self.clients = clients
         self._count = count
         self.max_message_bytes = config.grpc_max_message_bytes

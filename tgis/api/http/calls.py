@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from tgis.api.clients import LAST_WORD_SECONDS, Account, Clients
+from tgis.api.clients import LAST_WORD_SECONDS, Account, Clients, CountCall
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import read_json, receive
 from tgis.api.http.event_stream import EventStream
@@ -111,14 +111,7 @@ def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Re
 class HttpApi:
     """Runs the calls of all APIs; Unavailable while `generator` is None."""
 
-    def __init__(
-        self,
-        config: Config,
-        auth: HttpAuth,
-        clients: Clients,
-        count: Callable[[str, str, str], object] = lambda *_: None,
-    ) -> None:
-        """`count` is called at the end of each call with its API, route and status."""
+    def __init__(self, config: Config, auth: HttpAuth, clients: Clients, count: CountCall) -> None:
         self.generator: Generator | None = None
         self._count = count
         self._config = config
