@@ -3,7 +3,6 @@
 import argparse
 import os
 from pathlib import Path
-from typing import NoReturn
 
 from tgis import config
 from tgis.environment import prepare_cache_dir
@@ -64,7 +63,6 @@ def onnx(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
     parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators for the CPU")
-    parser.add_argument("--quantize", type=_not_for_graphs, help=argparse.SUPPRESS)
     parser.add_argument(
         "--python", type=ValueType("PATH", _program), metavar="PATH", help="Python interpreter with Optimum"
     )
@@ -81,10 +79,6 @@ def onnx(argv: list[str], prog: str) -> int:
     )
     print(options.out)
     return 0
-
-
-def _not_for_graphs(_: str) -> NoReturn:
-    raise argparse.ArgumentTypeError("graphs in int8 are slower in batches; QUANTIZE=int8 quantizes plain weights")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, about: str) -> None:
