@@ -82,6 +82,18 @@ def test_after_a_step_without_proposals_some_are_not_looked_at() -> None:
     assert policy.may_pay(8)
 
 
+@pytest.mark.parametrize(
+    ("passes", "drafted"),
+    [({3: 9}, 3), ({3: 60}, 0), ({3: 60, 1: 1}, 1), ({1: 4}, 3), ({1: 8}, 3), ({1: 9.5}, 0)],  # ms by number
+)
+def test_drafting_takes_what_so_many_passes_took(passes: dict[int, float], drafted: int) -> None:
+    policy = taught(Policy(16), {1: 10, 2: 10, 4: 10})
+    for count, cost in passes.items():
+        for _ in range(3):
+            policy.step_succeeded(1 + count, (10 + cost) / 1000, count)
+    assert policy.best(1, chances(0.99, most=3), [0])[1] == [drafted]
+
+
 def test_costs_are_measured_and_forgotten() -> None:
     costs = StepCosts()
     for seconds in (9.0, 9.0, 1.0):  # the first are recorded and verified

@@ -80,18 +80,18 @@ class Policy:
         """Steps have at most `max_rows` rows, those without a proposal included."""
         self._max_rows = max_rows
         self._costs = StepCosts()
-        self._pass_costs = StepCosts()  # of one pass of a model that drafts; steps without one count as 0 passes
+        self._draft_costs = StepCosts()  # by the number of passes of the model that drafts; without one, nothing
         self._resting = 0  # steps in which nothing is looked up
 
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
         """A step that only decodes, with so many passes of a model that drafts."""
+        self._draft_costs.add(0, 0.0)
         if not passes:
             self._costs.add(rows, seconds)
-            self._pass_costs.add(0, 0.0)
-        elif self._pass_costs.known(1) and not self._costs.known(rows):
-            self._costs.add(rows, seconds - passes * self._pass_costs.seconds(1))
+        elif self._draft_costs.known(passes) and not self._costs.known(rows):
+            self._costs.add(rows, seconds - self._draft_costs.seconds(passes))
         elif self._costs.larger(0):
-            self._pass_costs.add(1, (seconds - self._costs.seconds(rows)) / passes)
+            self._draft_costs.add(passes, seconds - self._costs.seconds(rows))
 
     def may_pay(self, rows: int) -> bool:
         """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is
@@ -111,7 +111,6 @@ class Policy:
         them, one for each of these sequences in a pass.
         """
         counts, passes = [0] * len(survival), 0
-        each = self._pass_costs.seconds(1) if self._pass_costs.known(1) else 0.0
         ranked = sorted(((chance, row) for row, own in enumerate(survival) for chance in own), reverse=True)
         tokens, best, best_gain = float(rows), 0, 1.0
         for extra, (chance, row) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
@@ -121,7 +120,7 @@ class Policy:
             more = rows + extra
             if more > _TILE and more % _TILE and not self._costs.known(more):
                 continue
-            gain = tokens / self._least_tokens(rows, more, passes * each)
+            gain = tokens / self._least_tokens(rows, more, self._draft_costs.seconds(passes))
             if gain > best_gain:
                 best, best_gain = extra, gain
         if best or not drafting:
