@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -322,10 +322,12 @@ def report_of(seconds: float, levels: int) -> Report:
     """Two requests of each level, of which the second takes twice as long; a long name, all that has a column."""
     loads = tuple(ClosedLoop(10**level) for level in range(levels))
     objectives = dict.fromkeys(("ttft", "tpot", "gap", "latency"), 1234567.5)
-    settings = BenchSettings(target="host.example:8033", levels=loads or (ClosedLoop(1),), slo=objectives, server_pid=1)
+    settings = BenchSettings(target="host.example:8033", levels=loads or (ClosedLoop(1),), slo=objectives)
+    settings = replace(settings, server_pid=1, metrics="/metrics")
     report = Report(settings, "a <model> & co")
     for load in loads:
         result = LevelResult(load, settings, server_cpu_seconds=1000.0)
+        result.counts.update(proposed_tokens=10**9, accepted_tokens=10**8, step_tokens_count=3, step_tokens_sum=10**9)
         for number in range(1, 123_457, 61_728):
             record = RequestRecord(0.0, 9, first_output_at=number * seconds, output_tokens=10**6, status="OK")
             record.last_output_at = record.ended_at = record.max_gap = 2 * number * seconds
@@ -339,7 +341,7 @@ def test_tables_fit_80_columns_at_any_latency(seconds: float) -> None:
     lines = format_table(report_of(seconds, 3)).splitlines()
     assert max(map(len, lines)) <= 80
     assert [word for line in lines for word in re.findall(r"- ([^ -].*?) -", line)] == [
-        "requests", "tokens/s", "server CPU", "ttft, ms", "tpot, ms", "gap, ms", "latency, ms"
+        "requests", "tokens/s", "server CPU", "tokens ahead", "ttft, ms", "tpot, ms", "gap, ms", "latency, ms"
     ]  # fmt: skip
 
 

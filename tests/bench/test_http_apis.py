@@ -18,6 +18,7 @@ from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.summary import request_times
 from tgis.bench.workload import BenchRequest
+from tgis.frontend.metric_families import MetricFamilies, SpeculationFamilies
 
 APIS = {"tgi": ["--api", "tgi"], "openai": ["--api", "openai"], "chat": ["--api", "openai", "--chat"]}
 PATHS = {"tgi": "/generate_stream", "openai": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -42,6 +43,8 @@ class Answers:
     count_headers: dict[str, str] = field(default_factory=dict)  # of whole answers, instead of the right ones
     asked: Book = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    families: MetricFamilies | None = None  # at /metrics
+    ahead: SpeculationFamilies | None = None  # of these; each look at them counts a step
 
     @property
     def generated(self) -> Book:
@@ -101,8 +104,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answers.headers.append(dict(self.headers))
+        if self.answers.families and self.path == "/metrics":
+            assert self.answers.ahead
+            for counter, count in zip(self.answers.ahead.counters, (6, 4, 2, 1), strict=True):
+                counter.inc(count)
+            self.answers.ahead.step_tokens.observe(4)
+            self.answers.ahead.step_tokens.observe(3)
+            return self._answer(200, b"".join(self.answers.families.scrape()))
         models = {"/info": {"model_id": "m"}, "/v1/models": {"data": [{"id": "m"}]}}
-        self._answer(self.answers.get_status, models[self.path])
+        return self._answer(self.answers.get_status, models[self.path])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -119,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"choices": [], "usage": _usage(body) if self.answers.usage else None})
 
     def _answer(self, status: int, body: Any, **headers: str) -> None:
-        data = json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
@@ -315,6 +325,20 @@ def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert level["client_cpu"] * level["duration_s"] == pytest.approx(seconds, rel=0.2)  # both are this process
     assert 0 < seconds < time.process_time() - before
     assert "server CPU" in text
+
+
+def test_tokens_that_the_server_computes_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    families = MetricFamilies()
+    answers = Answers(families=families, ahead=SpeculationFamilies(families))
+    with serving(answers) as target:
+        assert bench_at(target, "tgi", "--requests", "2", "--metrics", f"http://{target}/metrics") == 0
+        text, level = level_of(capsys)
+        assert [level[f"{name}_tokens"] for name in ("proposed", "accepted")] == [8, 5]
+        assert level["tokens_per_proposal"] == 3.5
+        assert "tokens ahead" in text
+        for url, told in ((target, "NonHttpUrlClientError"), (f"http://{target}/info?", "")):
+            assert bench_at(target, "tgi", "--requests", "1", "--metrics", url) == (1 if told else 0)
+            assert told in capsys.readouterr().err
 
 
 def test_no_such_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ class BenchSettings:
     warmup: int = 1  # requests before each level
     seed: int = 0
     server_pid: int | None = None  # of a process on this machine
+    metrics: str | None = None  # URL of the server's /metrics
     slo: Mapping[str, float] | None = None  # service level objectives: milliseconds, by name of `request_times`
     stream: bool = True
     ignore_eos: bool = True

@@ -2,8 +2,11 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+import aiohttp
 
 from tgis.bench.client import BenchSettings, Client, RequestRecord
 from tgis.bench.load import Budget, Level
@@ -18,6 +21,8 @@ from tgis.bench.workload import (
 )
 from tgis.errors import StartError
 
+_AHEAD = "tgi_speculation_"
+
 
 @dataclass(slots=True)
 class LevelResult:
@@ -29,9 +34,10 @@ class LevelResult:
     started: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
     server_cpu_seconds: float | None = None
+    counts: Counter[str] = field(default_factory=Counter)  # of the server, by what `_read_counts` calls them
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds)
+        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds, self.counts)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iter
         return sample.status == "OK"
 
     pid = result.settings.server_pid
+    counts = await _read_counts(result.settings)
     before, server_before = time.process_time(), 0.0 if pid is None else cpu_seconds(pid)
     try:
         await result.level.drive(send, budget)
@@ -92,6 +99,25 @@ async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iter
         result.cpu_seconds = time.process_time() - before
         if pid is not None:
             result.server_cpu_seconds = cpu_seconds(pid) - server_before
+    result.counts = await _read_counts(result.settings)
+    result.counts.subtract(counts)
+
+
+async def _read_counts(settings: BenchSettings) -> Counter[str]:
+    """What the server has counted of the tokens that it computes ahead, by the rest of the metric's name; nothing
+    without a URL. StartError if it does not tell.
+    """
+    found = Counter[str]()
+    if settings.metrics:
+        timeout = aiohttp.ClientTimeout(settings.setup_timeout)
+        try:
+            async with aiohttp.request("GET", settings.metrics, timeout=timeout, raise_for_status=True) as answer:
+                lines = (await answer.text()).splitlines()
+            for name, _, value in (line.rpartition(" ") for line in lines if line.startswith(_AHEAD)):
+                found[name.removeprefix(_AHEAD).partition("{")[0]] += round(float(value))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise StartError(f"--metrics {settings.metrics}: {type(error).__name__}: {error}") from error
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

@@ -30,6 +30,9 @@ def format_table(report: Report) -> str:
     throughput = [("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
     if settings.server_pid is not None:
         throughput.append(("server CPU", _columns({"us/token": "server_cpu_us_per_token"}, summaries)))
+    if settings.metrics is not None:
+        ahead = {"proposed": "proposed_tokens", "kept": "accepted_tokens", "per step": "tokens_per_proposal"}
+        throughput.append(("tokens ahead", _columns(ahead, summaries)))
     percentiles = {name: name for name in ("p50", "p90", "p99")}
     times = [
         (f"{name}, ms", _columns(percentiles, [getattr(summary, field) for summary in summaries]))

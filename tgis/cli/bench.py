@@ -112,6 +112,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="PID",
         help="measure the CPU time of this process, which is on this machine",
     )
+    load.add_argument(
+        "--metrics", metavar="URL", help="of /metrics of a tgis: tell how many tokens were computed ahead"
+    )
     load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts and arrival times")
 
 
