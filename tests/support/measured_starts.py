@@ -36,7 +36,8 @@ def start(changes: dict[str, Any]) -> dict[str, Any]:
     log.truncate(0)
     lines = describe_memory(options)
     info = load(options)
-    files = sum(file.stat().st_size for file in Path(options.model_path).glob("*.safetensors"))
+    paths = filter(None, (options.model_path, options.speculator_path))
+    files = [sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) for path in paths]
     return {"check": lines, "log": log.getvalue(), "info": info, "files": files}
 
 

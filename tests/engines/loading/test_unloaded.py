@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from batches import engine_options
 from measured_starts import ROWS
 from repository import run_python
+from safetensors.torch import save_file
 from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
 from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
@@ -46,14 +48,31 @@ def options_for(model: Path, **changes: Any) -> EngineOptions:
     return msgspec.structs.replace(engine_options(model, ROWS, threads=1), **SETTINGS | changes)
 
 
-STARTS: dict[str, tuple[Any, str]] = {
-    "llama": (LLAMA, "auto"),
-    "qwen2": (GROUPED, "auto"),
-    "falcon": (FALCON, "auto"),
-    "t5": (T5, "auto"),
-    "qwen2, KV int8": (GROUPED, "int8"),
-    "qwen2, KV fp8": (GROUPED, "fp8"),
+MLP = {"model_type": "mlp_speculator", "vocab_size": 12_000, "emb_dim": 512, "inner_dim": 256, "n_predict": 1}
+DRAFTER = LlamaConfig(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 256, "num_hidden_layers": 3})
+STARTS: dict[str, tuple[Any, str, Any]] = {  # a model, KV_CACHE_DTYPE, and what drafts
+    "llama": (LLAMA, "auto", None),
+    "qwen2": (GROUPED, "auto", None),
+    "falcon": (FALCON, "auto", None),
+    "t5": (T5, "auto", None),
+    "qwen2, KV int8": (GROUPED, "int8", DRAFTER),
+    "qwen2, KV fp8": (GROUPED, "fp8", None),
+    "qwen2, a draft model": (GROUPED, "auto", DRAFTER),
+    "qwen2, an MLP speculator": (GROUPED, "auto", MLP),
 }
+
+
+def make_drafter(config: Any, path: Path) -> str | None:
+    """The directory of a model, or of an MLP speculator."""
+    if isinstance(config, dict):
+        vocab_size, width, inner = config["vocab_size"], config["emb_dim"], config["inner_dim"]
+        sizes = {"emb": (vocab_size, inner), "proj": (inner, width), "ln": (inner,), "head": (vocab_size, inner)}
+        weights = {f"{name}.0.weight": torch.zeros(size) for name, size in sizes.items()}
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(weights | {"ln.0.bias": torch.zeros(inner)}, path / "model.safetensors")
+    elif config:
+        make_model_from_config(config, path)
+    return str(path) if config else None
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +82,11 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         {
             "model_path": str(make_model_from_config(config, tmp_path_factory.mktemp("model"))),
             "kv_cache_dtype": kv_cache_dtype,
+            "speculator_path": make_drafter(drafter, tmp_path_factory.mktemp("drafter")),
+            "speculation": "auto",
             **SETTINGS,
         }
-        for config, kv_cache_dtype in STARTS.values()
+        for config, kv_cache_dtype, drafter in STARTS.values()
     ]
     found = run_python("tests/support/measured_starts.py", json.dumps(changes))
     return dict(zip(STARTS, found, strict=True))
@@ -73,8 +94,8 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("name", STARTS)
 def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[str, Any]]) -> None:
-    (_, kv_cache_dtype), found = STARTS[name], starts[name]
-    (title, weights, kv_cache, step, together), text, info = found["check"], found["log"], found["info"]
+    (_, kv_cache_dtype, drafter), found = STARTS[name], starts[name]
+    (title, weights, *drafting, kv_cache, step, together), text, info = found["check"], found["log"], found["info"]
     measured = bytes_in(re.findall(r"measured in .*: (.*) beside", text)[0])
     if info["padded"]:
         ((reserved, each),) = re.findall(r"rows take (.*), and each token of context (.*): room", text)
@@ -85,11 +106,12 @@ def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[s
         assert f"KV cache, full: {info['token_capacity']} tokens" in kv_cache
         assert (f"GiB in all, in {kv_cache_dtype}" in text) == (kv_cache_dtype != "auto")
     assert title.startswith(f"{info['engine']} on cpu")
-    assert bytes_in(weights) == pytest.approx(found["files"], rel=0.05)
+    assert [bytes_in(line) for line in (weights, *drafting)] == pytest.approx(found["files"], rel=0.05)
+    assert [info["drafted_tokens"] > 0, len(drafting)] == [drafter is not None] * 2
     assert bytes_in(kv_cache) == pytest.approx(kv_bytes, rel=0.05)
     noise = FIRST_READ if info["encoder_decoder"] else 0
     assert bytes_in(step) == pytest.approx(measured, rel=0.05, abs=noise)
-    assert bytes_in(together) == pytest.approx(found["files"] + kv_bytes + measured, rel=0.05, abs=noise)
+    assert bytes_in(together) == pytest.approx(sum(found["files"]) + kv_bytes + measured, rel=0.05, abs=noise)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +132,31 @@ def test_a_check_refuses_what_a_start_would(
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     with pytest.raises(StartError, match=refusal):
         describe_memory(options_for(make_model("Llama", tmp_path), **changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "drafter", "share", "refusal"),
+    [
+        (LLAMA, LLAMA, 1.9, r"^no memory is left for a KV cache of .*, 0 bytes are free: lower"),
+        (LLAMA, GROUPED, 1.1, r"drafter is too big: loading its .* NUM_SHARD devices$"),
+        (GROUPED, MLP | {"emb_dim": 256}, 9, r"drafter is for hidden states of 256, and the model has 512$"),
+        (T5, LLAMA, 9, r"drafter: SPECULATOR_NAME is for decoder-only models, which T5\w+ is not$"),
+    ],
+)
+def test_what_drafts_must_go_together_with_the_model(
+    config: Any, drafter: Any, share: float, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so many times the memory that the weights of the model take."""
+    paths = tmp_path / "model", tmp_path / "drafter"
+    for path in paths:
+        path.mkdir()
+    options = options_for(make_model_from_config(config, paths[0]), speculator_path=make_drafter(drafter, paths[1]))
+    free = int(share * (paths[0] / "model.safetensors").stat().st_size)
+    for module in (available, capacity, model_size, unloaded):
+        monkeypatch.setattr(module, "available_memory", lambda _: free)
+    assert len(describe_memory(msgspec.structs.replace(options, speculation="off", kv_cache_bytes=1 << 19))) == 5
+    with pytest.raises(StartError, match=refusal):
+        describe_memory(msgspec.structs.replace(options, speculation="auto"))
 
 
 def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:

@@ -56,8 +56,9 @@ class UnloadedModel:
         step: int = _STEP_BYTES + hidden + max(sampling, logits * vocab_size * head.itemsize)
         return max(step, prompt_logits_bytes(logprobs, vocab_size, self.device.type))
 
-    def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int) -> list[str]:
-        """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others.
+    def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, drafter: int = 0) -> list[str]:
+        """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;
+        `drafter`: of the weights of a model that drafts.
 
         StartError without `room`, in tokens, for the longest request.
         """
@@ -65,13 +66,14 @@ class UnloadedModel:
         tokens, each, others = kv_cache
         rows = {
             "weights, as loaded": self.weights,
+            "weights of SPECULATOR_NAME": drafter,
             f"KV cache, full: {tokens} tokens of {format_bytes(each)}": tokens * each + others,
             "the largest step beside it, estimated": step,
         }
         memory = f"{format_bytes(available_memory(self.device))} of {format_bytes(total_memory(self.device))} are free"
         rows |= {f"together; {memory}, room for {room} tokens": sum(rows.values())}
         ranks = f", each of {self._options.num_shards} ranks" if self._options.num_shards > 1 else ""
-        lines = (f"{format_bytes(size):>10}  {what}" for what, size in rows.items())
+        lines = (f"{format_bytes(size):>10}  {what}" for what, size in rows.items() if size)
         return [f"{engine} on {self.device.type} needs{ranks}:", *lines]
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
-from tgis.engines.paged.mlp_speculator import MLPSpeculator
+from tgis.engines.loading.unloaded import UnloadedModel
+from tgis.engines.paged.mlp_speculator import MLPConfig, MLPSpeculator
 from tgis.engines.paged.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineOptions
@@ -37,19 +38,14 @@ def load_drafter(
     the logits that it is asked for. StartError if the two do not go together.
     """
     path, info = options.speculator_path or "", model_info(model)
-    if info.encoder_decoder:
-        raise StartError(f"{path}: SPECULATOR_NAME is for decoder-only models, which {info.model_class} is not")
-    with library_errors(path):
-        config = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
-        if config.get("model_type") == "mlp_speculator":
-            if not selects:
-                raise StartError(f"{path}: {info.model_class} computes all logits, and takes no MLP speculator")
-            rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
+    if config := _mlp_config(path, model):
+        if not selects:
+            raise StartError(f"{path}: {info.model_class} computes all logits, and takes no MLP speculator")
+        rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
+        with library_errors(path):
             return MLPSpeculator(Path(path), config, model, rows)
-    plain = {"quantize": "none", "quantize_logits": False, "quantize_activations": "auto", "kv_cache_dtype": "auto"}
-    plain |= {"compile": False, "speculator_path": None, "num_shards": 1}
     try:
-        engine = load(msgspec.structs.replace(options, model_path=path, adapter_store=None, **plain))
+        engine = load(_draft_options(options))
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error
     for name in ("input_vocab_size", "vocab_size"):
@@ -60,6 +56,32 @@ def load_drafter(
             f"MAX_SEQUENCE_LENGTH {options.max_sequence_length} exceeds the {positions} positions of {path}"
         )
     return DraftModel(engine, options.speculation_max_tokens)
+
+
+def unloaded_drafter(options: EngineOptions, model: PreTrainedModel) -> tuple[int, list[UnloadedModel]]:
+    """The bytes of weights that a start would load to draft for this model, and the model that has them, unless it is
+    an MLP speculator. StartError if it is too big, or known not to go together with the other one.
+    """
+    if config := _mlp_config(options.speculator_path or "", model):
+        return config.num_bytes(model.dtype), []
+    unloaded = UnloadedModel(_draft_options(options))
+    return unloaded.weights, [unloaded]
+
+
+def _mlp_config(path: str, model: PreTrainedModel) -> MLPConfig | None:
+    """The configuration of an MLP speculator; None: what drafts for the model is another one."""
+    if model.config.is_encoder_decoder:
+        raise StartError(f"{path}: SPECULATOR_NAME is for decoder-only models, which {type(model).__name__} is not")
+    with library_errors(path):
+        config = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+    return MLPConfig.of(Path(path), config, model) if config.get("model_type") == "mlp_speculator" else None
+
+
+def _draft_options(options: EngineOptions) -> EngineOptions:
+    """With which a draft model is loaded."""
+    plain = {"quantize": "none", "quantize_logits": False, "quantize_activations": "auto", "kv_cache_dtype": "auto"}
+    plain |= {"compile": False, "speculator_path": None, "num_shards": 1}
+    return msgspec.structs.replace(options, model_path=options.speculator_path, adapter_store=None, **plain)
 
 
 class DraftModel(Drafter):

@@ -46,7 +46,7 @@ from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
-from tgis.engines.paged.drafts import load_drafter
+from tgis.engines.paged.drafts import load_drafter, unloaded_drafter
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
 from tgis.engines.paged.proposals import Drafter, keep_what_follows, with_proposals
 from tgis.engines.paged.recorded_steps import RecordedSteps
@@ -90,12 +90,17 @@ def describe_memory(options: EngineOptions) -> list[str]:
         step = unloaded.step_bytes(max(tokens, options.max_sequence_length), logits=rows, logprobs=0, pairs=False)
     else:
         step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
-    each = sum(unloaded.caches[0]) // unloaded.kv_shards // repeats_of_keys(unloaded.config)
+    drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
+    each = 0
+    for model in (unloaded, *drafting):
+        if not model.caches:
+            return unknown_memory("tgis_native", options)
+        each += sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config)
     extra = EXTRA_BLOCKS if encodes else 0
-    budget = KVBudget(options, device, rows, to_load=unloaded.weights, extra_blocks=extra)
+    budget = KVBudget(options, device, rows, to_load=unloaded.weights + drafter, extra_blocks=extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, each, 0), step)
+    return unloaded.table("tgis_native", longest, (room, each, 0), step, drafter)
 
 
 class PagedEngine:
@@ -190,7 +195,7 @@ class PagedEngine:
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[self._device.type],
-            proposed_tokens=0 if lookahead else self._proposed_tokens(),
+            proposed_tokens=0 if lookahead else _proposed_tokens(self._options, self._device),
             drafted_tokens=self._drafter.max_tokens,
             max_positions=self._encoder.max_positions if self._encoder else max_positions(self._model),
             decoder_start_token_id=self._encoder.outputs.decoder_start_token_id if self._encoder else None,
@@ -201,16 +206,10 @@ class PagedEngine:
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
-        if not self._options.speculator_path or not self._proposed_tokens() or self._options.rank:
+        if not _drafts(self._options, self._device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
         return load_drafter(self._options, self._model, "logits_to_keep" in self._arguments, load)
-
-    def _proposed_tokens(self) -> int:
-        """The tokens that are verified for a sequence in one step."""
-        options = self._options
-        can = self._device.type == "cpu" and options.speculation != "off"
-        return options.speculation_max_tokens if can else 0
 
     @warm_up_errors()
     def warm_up(self) -> None:
@@ -483,6 +482,16 @@ def _load(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel
     if load_config(options).is_encoder_decoder:
         return load_model(options, device), frozenset()
     return load_causal_lm(options, device)
+
+
+def _proposed_tokens(options: EngineOptions, device: torch.device) -> int:
+    """The tokens that are verified for a sequence in one step."""
+    return options.speculation_max_tokens if device.type == "cpu" and options.speculation != "off" else 0
+
+
+def _drafts(options: EngineOptions, device: torch.device) -> bool:
+    """Whether a model drafts tokens on this rank."""
+    return bool(options.speculator_path and not options.rank and _proposed_tokens(options, device))
 
 
 def _token_history(seq: Sequence) -> list[int]:

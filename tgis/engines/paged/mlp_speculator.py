@@ -6,7 +6,7 @@ As published with fms-extras and vLLM: https://arxiv.org/abs/2404.19124. Only it
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from tgis.utils.logs import format_bytes
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
-class _Config(msgspec.Struct, frozen=True):
+class MLPConfig(msgspec.Struct, frozen=True):
     """The sizes in config.json."""
 
     vocab_size: _Size
@@ -34,6 +34,28 @@ class _Config(msgspec.Struct, frozen=True):
     inner_dim: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # 0: emb_dim
     tie_weights: bool = False  # all stages are one, but for the first projection
     scale_input: bool = False
+
+    @classmethod
+    def of(cls, path: Path, config: dict[str, Any], model: PreTrainedModel) -> Self:
+        """StartError unless it is that of a speculator for this model."""
+        try:
+            own = msgspec.convert(config, cls)
+        except msgspec.ValidationError as error:
+            raise StartError(f"{path}/config.json: {error}") from None
+        head = model.get_output_embeddings()
+        sizes = {"a vocabulary": (own.vocab_size, head.out_features), "hidden states": (own.emb_dim, head.in_features)}
+        for what, (has, needed) in sizes.items():
+            if has != needed:
+                raise StartError(f"{path} is for {what} of {has}, and the model has {needed}")
+        return own
+
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors by name; those that stages share are the same."""
+        return {name: shape for stage in range(self.n_predict) for name, shape in self.shapes(stage)}
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all tensors."""
+        return sum(map(math.prod, self.all_shapes().values())) * int(dtype.itemsize)
 
     def shapes(self, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors of a stage."""
@@ -49,25 +71,16 @@ class _Config(msgspec.Struct, frozen=True):
 class MLPSpeculator(Drafter):
     """Drafts the best tokens; of a sequence it keeps the hidden state of its newest token but one."""
 
-    def __init__(self, path: Path, config: dict[str, Any], model: PreTrainedModel, max_rows: int) -> None:
+    def __init__(self, path: Path, config: MLPConfig, model: PreTrainedModel, max_rows: int) -> None:
         """Draft for this model, in steps of up to `max_rows` rows. StartError unless the files are those of a
-        speculator for it that fits into memory.
+        speculator that fits into memory.
         """
-        try:
-            self._config = own = msgspec.convert(config, _Config)
-        except msgspec.ValidationError as error:
-            raise StartError(f"{path}/config.json: {error}") from None
-        head = model.get_output_embeddings()
-        sizes = {"a vocabulary": (own.vocab_size, head.out_features), "hidden states": (own.emb_dim, head.in_features)}
-        for what, (has, needed) in sizes.items():
-            if has != needed:
-                raise StartError(f"{path} is for {what} of {has}, and the model has {needed}")
-        self.max_tokens = own.n_predict
-        self._stages = _read(path, own, model.dtype)
+        self.max_tokens, self._config = config.n_predict, config
+        self._stages = _read(path, config, model.dtype)
         self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: tokens up to this one, and its hidden state
-        self._states = torch.zeros(max_rows, own.emb_dim, dtype=model.dtype)  # that gave the logits of the last pass
+        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # that gave the logits of the last pass
         self._rows: Tensor | None = None  # of these states, in the order of the logits; None: all
-        head.register_forward_pre_hook(self._copy)
+        model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> None:
         """Draft for all sequences whose newest hidden state is known."""
@@ -123,11 +136,9 @@ def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def _read(path: Path, config: _Config, dtype: torch.dtype) -> list[list[Tensor]]:
-    """The tensors of each stage; those that stages share are the same."""
-    stages = [dict(config.shapes(stage)) for stage in range(config.n_predict)]
-    shapes = {name: shape for stage in stages for name, shape in stage.items()}
-    needed, free = sum(map(math.prod, shapes.values())) * dtype.itemsize, available_memory(torch.device("cpu"))
+def _read(path: Path, config: MLPConfig, dtype: torch.dtype) -> list[list[Tensor]]:
+    """The tensors of each stage."""
+    shapes, needed, free = config.all_shapes(), config.num_bytes(dtype), available_memory(torch.device("cpu"))
     if needed > free:
         raise StartError(f"{path} is too big: it takes {format_bytes(needed)}, and {format_bytes(free)} are free")
     found: dict[str, Tensor] = {}
@@ -141,4 +152,4 @@ def _read(path: Path, config: _Config, dtype: torch.dtype) -> list[list[Tensor]]
                     found[name] = tensors.get_tensor(full).to(dtype)
     if missing := sorted(shapes.keys() - found):
         raise StartError(f"{path}: {len(missing)} tensors of an MLP speculator are missing, {missing[0]} for one")
-    return [[found[name] for name in stage] for stage in stages]
+    return [[found[name] for name, _ in config.shapes(stage)] for stage in range(config.n_predict)]
