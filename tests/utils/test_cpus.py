@@ -119,8 +119,8 @@ def machine(root: Path, nodes: dict[int, str], siblings: dict[str, range] | None
     for node, cpus in nodes.items():
         (path := root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
         (path / "cpulist").write_text(cpus + "\n")
-    for core, cpus in (siblings or {}).items():
-        for cpu in cpus:
+    for core, numbers in (siblings or {}).items():
+        for cpu in numbers:
             (path := root / f"sys/devices/system/cpu/cpu{cpu}/topology").mkdir(parents=True)
             (path / "thread_siblings_list").write_text(core + "\n")
     return root

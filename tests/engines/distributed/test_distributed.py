@@ -273,10 +273,15 @@ def test_a_rank_stays_on_its_node(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     """The second of each machine, of which there are two."""
     asked, bound = list[Any](), list[int]()
     share: dict[int, list[int]] = {1: [4, 5]}
-    monkeypatch.setattr(ranks, "share_of_nodes", lambda *args: asked.append(args) or share)
-    monkeypatch.setattr(ranks.os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
-    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda _, cpus: bound.extend(cpus))
-    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **__: None)
+
+    def share_of_nodes(*args: Any) -> dict[int, list[int]]:
+        asked.append(args)
+        return share
+
+    monkeypatch.setattr(ranks, "share_of_nodes", share_of_nodes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.extend(cpus))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     with caplog.at_level("INFO"):
         ranks.init_ranks(3, 4, torch.distributed.HashStore(), 2)
         assert (asked.pop(), bound) == ((1, 2, {0, 1, 4, 5}), [4, 5])

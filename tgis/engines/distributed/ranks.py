@@ -88,16 +88,16 @@ def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: in
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **common)
     else:
-        _bind_to_nodes(local_rank, ranks_per_node or num_shards)
+        _bind_to_nodes(rank, ranks_per_node or num_shards)
         dist.init_process_group("gloo", **common)
 
 
-def _bind_to_nodes(local_rank: int, ranks_per_node: int) -> None:
+def _bind_to_nodes(rank: int, ranks_per_node: int) -> None:
     """Keep this thread, and those that it starts, on this rank's share of the NUMA nodes: what they write first lies
     there. Nothing where there is one node.
     """
-    share = share_of_nodes(local_rank, ranks_per_node, os.sched_getaffinity(0))
+    share = share_of_nodes(rank % ranks_per_node, ranks_per_node, os.sched_getaffinity(0))
     if share:
         os.sched_setaffinity(0, itertools.chain(*share.values()))
         parts = (f"{len(cpus)} CPUs of NUMA node {node}" for node, cpus in share.items())
-        log.info("rank %s runs on %s", os.environ["RANK"], ", ".join(parts))
+        log.info("rank %d runs on %s", rank, ", ".join(parts))

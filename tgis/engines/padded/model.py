@@ -28,11 +28,11 @@ class PaddedModel(Protocol):
 
     info: LoadedModelInfo
     max_positions: int  # tokens that the input, and the output, of a sequence may have
-    embedding_size = 0  # of a soft prompt's tokens; 0 where there can be none
+    embedding_size: int = 0  # of a soft prompt's tokens; 0 where there can be none
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-    decoder_start_token_id: int | None = None  # that outputs of an encoder-decoder start with
+    decoder_start_token_id: Any = None  # int: what outputs of an encoder-decoder start with
     _caches: list[Any]  # of each attention: a PaddedKVCache or ONNX's PastKeyValues
 
     @property
