@@ -11,12 +11,26 @@ import torch
 import transformers
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA
+from gguf_files import permuted, write_directory, write_gguf
+from quantized_formats import (
+    BITSANDBYTES,
+    CHANNELS,
+    FORMATS,
+    TOKENS,
+    Quantize,
+    compressed_tensors,
+    gptq,
+    in_4_bits,
+    in_bytes,
+    quantized_copy,
+    with_input_scale,
+)
 from rank_processes import on_ranks
-from tiny_models import ARCHITECTURES, make_config, make_model_from_config, make_wide_config, run_steps
+from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_config, make_wide_config, run_steps
 
 from tgis.engines import load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
-from tgis.engines.loading.shard_plans import check_plan
+from tgis.engines.loading.shard_plans import check_groups, check_plan
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
@@ -29,10 +43,22 @@ FAMILIES = (
     *("Bart", "M2M100", "Marian", "Marian, two vocabularies", "MT5", "T5", "T5, flan", "UMT5"),
 )
 FAST = {("Falcon, 40b", 4, "tgis_native"), ("T5", 2, "tgis_native"), ("Bloom", 2, "hf_transformers")}
+WIDE = {"hidden_size": 64, "d_model": 64, "head_dim": 16, "intermediate_size": 128, "d_kv": 16, "d_ff": 128}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2
 CANCELLED = {1: 3, 3: 5}  # after so many tokens
 SHARED = "shared_memory"
+LAYOUTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # with groups of at most 32 inputs
+    **FORMATS,
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [20, 16]}, in_bytes(20, 16, "weight_scale_inv")),
+    "bitsandbytes, nf4": (BITSANDBYTES, in_4_bits("nf4", 32, nested=True)),
+}
+FAST_LAYOUT = "Llama", "gptq, act-order", 2, "tgis_native"
+OF_32 = ("bitsandbytes, nf4", "bitsandbytes, fp4")  # of which four ranks would cut some
+ROUNDED = {
+    "static": (CHANNELS | {"strategy": "tensor"}, with_input_scale),
+    "dynamic": (TOKENS, in_bytes(1, None, "weight_scale", e4m3=False)),
+}
 DETAILS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
 Found = dict[int, tuple[list[int], list[float]]]  # tokens and logprobs, those of the input first
 
@@ -60,6 +86,73 @@ def test_ranks_share_what_cpu_kernels_compute(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["Llama", "T5"])
 def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
     compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native", 0.05, kv_cache_dtype="int8")
+
+
+def quantized_cases() -> list[Any]:
+    layouts = [(layout, count) for layout in LAYOUTS for count in (2, 4) if count == 2 or layout not in OF_32]
+    every = [("Llama", layout, count, "tgis_native") for layout, count in layouts]
+    for name in ("T5", "Mpt", "Falcon, 40b", "Phi3", "Qwen2Moe"):
+        for layout in ("awq", "gptq, act-order"):
+            every += [(name, layout, 2, engine) for engine in ("tgis_native", "hf_transformers")]
+    return [pytest.param(*case, marks=[] if case == FAST_LAYOUT else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "layout", "count", "engine"), quantized_cases())
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_ranks_share_quantized_weights(name: str, layout: str, count: int, engine: str, tmp_path: Path) -> None:
+    directory = make_quantizable(name, tmp_path)
+    described, quantize = LAYOUTS[layout]
+    quantized_copy(directory, {"gate$": None, "": quantize}, described)
+    compare(directory, count, engine)
+
+
+def make_quantizable(name: str, directory: Path) -> Path:
+    """A model with heads of 16 and a multiple of 64 inputs for each layer."""
+    config = make_config(name)
+    config.update({size: number for size, number in WIDE.items() if size in config.to_dict()})
+    config.pad_token_id = VOCAB_SIZE - 1  # of the last rank
+    return make_model_from_config(config, directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ROUNDED)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_ranks_round_their_activations(activations: str, tmp_path: Path) -> None:
+    directory = make_quantizable("Llama", tmp_path)
+    inputs, quantize = ROUNDED[activations]
+    described = compressed_tensors("int-quantized", CHANNELS, input_activations=inputs)
+    quantized_copy(directory, quantize, described)
+    compare(directory, 2, "tgis_native", 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "tolerance"), [("int4", 1e-4), ("int8", 0.2)])
+def test_ranks_quantize_their_parts(bits: str, tolerance: float, tmp_path: Path) -> None:
+    how = {"quantize": bits, "quantize_logits": True, "quantize_activations": "none"}
+    compare(make_quantizable("Llama", tmp_path), 2, "tgis_native", tolerance, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_ranks_share_a_vocabulary_in_codes(tied: bool, tmp_path: Path) -> None:
+    config = make_wide_config("Llama")
+    config.intermediate_size, config.tie_word_embeddings = 128, tied
+    write_directory(tmp_path, config)
+    write_gguf(tmp_path / "model.gguf", config, "llama", "Q4_0", permuted(4, 2))
+    compare(tmp_path, 2, "tgis_native")
+
+
+def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
+    directory = make_model_from_config(make_config("Llama"), tmp_path)
+    with torch.no_grad():
+        quantized_copy(directory, gptq(4, 16, 1), FORMATS["gptq"][0])
+    error = r"^NUM_SHARD=2 cuts groups of 16 of the 48 inputs of model.layers.1.mlp.down_proj; these would do: 1$"
+    with pytest.raises(StartError, match=error):
+        on_ranks(2, generate, directory, 2, "tgis_native", {})
+    groups = {"o_proj": (32, 16), "down_proj": (48, 8), "whole": (5, 1)}
+    check_groups(groups, make_config("Llama"), 2)
+    with pytest.raises(StartError, match=r"^NUM_SHARD=4 cuts groups of 16 of the 32 inputs of o_proj; .* do: 1, 2$"):
+        check_groups(groups, make_config("Llama"), 4)
 
 
 @pytest.mark.skipif(CPU_ISA == "none", reason="bits depend on the batch")

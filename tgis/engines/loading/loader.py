@@ -166,12 +166,16 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
-    sharding = _sharding(size, config, options, device, dtype)
+    checkpoint = quantization.checkpoint if quantization else None
+    sharding = _sharding(size, config, options, device, dtype, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        if quantization and quantization.checkpoint and size:
-            model = _with_placeholders(type(size[0]), options, config, dtype, quantization.checkpoint)
+        if checkpoint and size:
+            model = _with_placeholders(type(size[0]), options, config, dtype, checkpoint, sharding)
         else:
             model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
+        if sharding:
+            sharding.cut(model)
+            sharding.connect(model)
         model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
         if quantization and size:
@@ -199,15 +203,17 @@ def _sharding(
     options: EngineOptions,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    is_quantized: bool,
 ) -> Sharding | None:
     """How this rank shares the model with others, if there are any."""
     if options.num_shards == 1:
         return None
     if getattr(config, "quantization_config", None) is not None:
         raise StartError(
-            f"NUM_SHARD={options.num_shards}: {options.model_path} has quantized weights, which ranks do not share"
+            f"NUM_SHARD={options.num_shards}: {options.model_path} has weights in MXFP4, which only one rank widens"
         )
-    return Sharding(size[0], _collectives(options, device, dtype)) if size else None
+    return Sharding(size[0], _collectives(options, device, dtype), is_quantized=is_quantized) if size else None
 
 
 def _optimize(
@@ -300,9 +306,6 @@ def _from_pretrained(
         log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
-    if sharding:
-        sharding.cut(model)
-        sharding.connect(model)
     return model
 
 
@@ -312,9 +315,10 @@ def _with_placeholders(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     checkpoint: QuantizedCheckpoint,
+    sharding: Sharding | None,
 ) -> PreTrainedModel:
     """The model whose quantized layers tell where their weights are."""
-    model = _from_pretrained(model_class, options, config, dtype, state_dict=checkpoint.state_dict(dtype))
+    model = _from_pretrained(model_class, options, config, dtype, sharding, state_dict=checkpoint.state_dict(dtype))
     if (Path(options.model_path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
     checkpoint.attach(model)

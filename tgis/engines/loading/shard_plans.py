@@ -4,7 +4,7 @@ Transformers has plans for most decoders. The table here has those of the others
 the vocabulary's layers are found in the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
@@ -59,18 +59,40 @@ def check_plan(config: PreTrainedConfig, num_shards: int) -> None:
     text = config.get_text_config(decoder=True)
     if not text.base_model_tp_plan and text.model_type not in _OURS:
         raise StartError(f"NUM_SHARD={num_shards}: there is no tensor-parallel plan for {text.model_type}")
-    heads = [getattr(text, name) for name in _HEADS if getattr(text, name, None)]
-    kv_heads = num_kv_heads(text)
-
-    def fits(shards: int) -> bool:
-        return all(count % shards == 0 for count in heads) and (kv_heads % shards == 0 or shards % kv_heads == 0)
-
-    if not fits(num_shards):
-        others = ", ".join(str(shards) for shards in range(1, max(heads) + 1) if fits(shards))
+    fitting = fitting_shards(text)
+    if num_shards not in fitting:
         raise StartError(
-            f"NUM_SHARD={num_shards} does not divide the model's {max(heads)} attention and {kv_heads} key-value heads;"
-            f" these would do: {others}"
+            f"NUM_SHARD={num_shards} does not divide the model's {max(_heads(text))} attention and"
+            f" {num_kv_heads(text)} key-value heads; these would do: {', '.join(map(str, fitting))}"
         )
+
+
+def fitting_shards(config: PreTrainedConfig) -> list[int]:
+    """The numbers of ranks that can share the heads of a model."""
+    heads, kv_heads = _heads(config), num_kv_heads(config)
+    dividing = [shards for shards in range(1, max(heads) + 1) if all(count % shards == 0 for count in heads)]
+    return [shards for shards in dividing if kv_heads % shards == 0 or shards % kv_heads == 0]
+
+
+def check_groups(groups: Mapping[str, tuple[int, int]], config: PreTrainedConfig, num_shards: int) -> None:
+    """StartError if some rank's inputs of a layer would begin within a group: by name the inputs of all ranks, and how
+    many of them a group has.
+    """
+
+    def cut(shards: int) -> list[str]:
+        return [name for name, (inputs, size) in groups.items() if shards > 1 and -(-inputs // shards) % size]
+
+    for name in cut(num_shards)[:1]:
+        inputs, size = groups[name]
+        others = ", ".join(str(shards) for shards in fitting_shards(config) if not cut(shards))
+        raise StartError(
+            f"NUM_SHARD={num_shards} cuts groups of {size} of the {inputs} inputs of {name}; these would do: {others}"
+        )
+
+
+def _heads(config: PreTrainedConfig) -> list[int]:
+    text = config.get_text_config(decoder=True)
+    return [getattr(text, name) for name in _HEADS if getattr(text, name, None)]
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:

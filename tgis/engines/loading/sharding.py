@@ -24,16 +24,19 @@ from tgis.engines.loading.shard_plans import (
     IN_BLOCKS,
     KEYS_AND_VALUES,
     Plan,
+    check_groups,
     has_own_counts,
     num_kv_heads,
     plan_of,
 )
 from tgis.errors import StartError
 
-_GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+_GATHERED_INPUT = "colwise_of_gathered_input"  # all inputs of some outputs
+_GATHERED = frozenset({"colwise_gather_output", "colwise_rep", _GATHERED_INPUT})
 _SPLIT_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
 _ROWWISE = frozenset({"rowwise", *_SPLIT_INPUT})
 _ADDED = frozenset({"moe_tp_experts", "all_reduce", *_ROWWISE})
+_ROWS = frozenset({"embedding_rowwise", *_GATHERED})  # as many on each rank
 _PARTS = frozenset({"packed_colwise", "packed_rowwise", "embedding_rowwise"})  # of parameters
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"})
 _WORDS = frozenset({"colwise", BY_GROUPS, BY_HEADS, IN_BLOCKS, *_GATHERED, *_ADDED, *_PARTS, *_WHOLE})
@@ -90,12 +93,17 @@ class TorchCollectives:
 class Sharding:
     """How a model is shared among the ranks."""
 
-    def __init__(self, model: PreTrainedModel, collectives: TorchCollectives | CpuCollectives) -> None:
-        """From a model on the meta device. StartError if its plan has words that are not known here."""
+    def __init__(
+        self, model: PreTrainedModel, collectives: TorchCollectives | CpuCollectives, *, is_quantized: bool = False
+    ) -> None:
+        """From a model on the meta device, whose files may be quantized. StartError if its plan has words that are not
+        known here.
+        """
         self.collectives = collectives
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         self._plan: Plan = plan_of(model)
         self._counts = has_own_counts(model)
+        self._is_quantized = is_quantized
         self._heads: int = model.config.get_text_config(decoder=True).num_attention_heads
         self._kv_heads = num_kv_heads(model.config)
         self._shapes = {
@@ -116,15 +124,18 @@ class Sharding:
     def cut(self, model: PreTrainedModel) -> None:
         """Leave plain layers with this rank's part."""
         _undo_transformers(model)
+        self._keep_groups(model)
+        parts: dict[nn.Parameter, nn.Parameter] = {}  # some weights are those of several layers
         for name, module, word in [*self._layers(model)]:
             if name in self._cut:
-                self._cut_layer(module, name, word)
+                self._cut_layer(module, name, word, parts)
             self._adapt(module, word)
-            if word in _GATHERED or word == "embedding_rowwise":
+            if word in _ROWS:
                 _lengthen(module, -(-_size(module) // self._count))
             if word == "embedding_rowwise":
                 kind = type(module)
                 module.first, module.all_reduce = self._rank * len(module.weight), self.collectives.all_reduce
+                module.padding_idx = None  # which PyTorch would not find in a part
                 module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
             if word in _ADDED and self._rank:
                 self._forget_bias(module)
@@ -139,6 +150,8 @@ class Sharding:
         for _, module, word in self._layers(model):
             if word in _SPLIT_INPUT:
                 self._hooks.append(module.register_forward_pre_hook(self._split_input))
+            if word == _GATHERED_INPUT:
+                self._hooks.append(module.register_forward_pre_hook(self._gather_input))
             if word in _ADDED:
                 self._hooks.append(module.register_forward_hook(self._add_up))
             if word in _GATHERED:
@@ -154,9 +167,7 @@ class Sharding:
         if word in _ROWWISE:
             return down[:, self._own_outputs(name, word, down.shape[1])], up
         if word in ("colwise", BY_GROUPS, IN_BLOCKS, *_GATHERED):
-            rows = self._own_outputs(name, word, up.shape[1])
-            longest = -(-up.shape[1] // self._count) if word in _GATHERED else len(rows)
-            return down, pad(up[:, rows], (0, longest - len(rows)))
+            return down, up[:, self._own_outputs(name, word, up.shape[1])]
         return down, up
 
     def _layers(self, model: nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -167,21 +178,46 @@ class Sharding:
 
     def _is_cut_here(self, model: nn.Module, name: str, word: str) -> bool:
         by_kv_heads = word == BY_GROUPS or _is_key_or_value(name, word)
-        is_transposed = isinstance(model.get_submodule(name), Conv1D)
-        return is_transposed or word in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
+        if isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding, Conv1D) if self._is_quantized else Conv1D):
+            return word not in _WHOLE
+        return word in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
 
-    def _cut_layer(self, module: Any, name: str, word: str) -> None:
+    def _keep_groups(self, model: PreTrainedModel) -> None:
+        """Share the outputs of quantized layers in which groups have inputs of several ranks (act-order). StartError if
+        other groups would be cut.
+        """
+        layers = {  # one of each kind
+            replace_layer_number_by_wildcard(name): (module.quantized, word)
+            for name, module, word in self._layers(model)
+            if word in _ROWWISE and hasattr(module, "quantized")
+        }
+        groups: dict[str, tuple[int, int]] = {}
+        for pattern, (layer, word) in layers.items():
+            weight = layer.checked()
+            if weight.order is None:
+                groups[layer.name] = layer.shape[1], weight.step
+            else:
+                self._plan[pattern] = "colwise_gather_output" if word in _SPLIT_INPUT else _GATHERED_INPUT
+        check_groups(groups, model.config, self._count)
+
+    def _cut_layer(self, module: Any, name: str, word: str, parts: dict[nn.Parameter, nn.Parameter]) -> None:
         is_input = word in _ROWWISE or word == BY_HEADS
-        columns = is_input != isinstance(module, Conv1D)
-        size = module.weight.shape[int(columns)]
-        own = self._own_outputs(name, word, size).to(module.weight.device)
-        module.weight = nn.Parameter(module.weight.index_select(int(columns), own), requires_grad=False)
-        if not is_input and module.bias is not None:
+        weight, dim = module.weight, int(is_input != isinstance(module, Conv1D))
+        own = self._own_outputs(name, word, weight.shape[dim]).to(weight.device)
+        if weight not in parts:  # a placeholder takes no memory
+            part = weight.index_select(dim, own) if any(weight.stride()) else weight.narrow(dim, 0, len(own))
+            parts[weight] = nn.Parameter(part, requires_grad=False)
+        module.weight = parts[weight]
+        if hasattr(module, "quantized"):
+            module.quantized = module.quantized.part(own, dim)
+        if not is_input and getattr(module, "bias", None) is not None:
             module.bias = nn.Parameter(module.bias[own], requires_grad=False)
 
     def _own_outputs(self, name: str, word: str, size: int) -> Tensor:
         """The indices of this rank's outputs, or inputs, of a layer."""
         every, rank, count = torch.arange(size), self._rank, self._count
+        if word in _ROWS:  # what is gathered beyond the last is left out
+            return (every[: -(-size // count)] + rank * -(-size // count)).clamp(max=size - 1)
         if word == IN_BLOCKS:
             return every.view(3, count, -1)[:, rank].flatten()
         if word != BY_GROUPS and not _is_key_or_value(name, word):
@@ -244,6 +280,10 @@ class Sharding:
         first = self._rank * -(-args[0].shape[-1] // self._count)
         return (args[0][..., first : first + module.in_features],)
 
+    def _gather_input(self, module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        x, longest = args[0], -(-module.in_features // self._count)
+        return (self.collectives.all_gather(pad(x, (0, longest - x.shape[-1])))[..., : module.in_features],)
+
     def _add_up(self, _module: Any, _args: Any, output: Tensor) -> Tensor:
         return self.collectives.all_reduce(output.contiguous())
 
@@ -285,7 +325,8 @@ def _size(module: Any) -> int:
 def _lengthen(module: nn.Module, rows: int) -> None:
     """Give the layer as many outputs as that of the first rank has."""
     for parameter in module.parameters(recurse=False):
-        parameter.data = pad(parameter.data, (0, 0) * (parameter.dim() - 1) + (0, rows - len(parameter)))
+        if len(parameter) < rows:
+            parameter.data = pad(parameter.data, (0, 0) * (parameter.dim() - 1) + (0, rows - len(parameter)))
 
 
 def _embed_own(module: Any, ids: Tensor) -> Tensor:

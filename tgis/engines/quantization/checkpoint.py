@@ -45,6 +45,12 @@ class QuantizedLayer:
             raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
         return weight
 
+    def part(self, own: Tensor, dim: int) -> "QuantizedLayer":
+        """The layer with some of its outputs (dim 0) or inputs (dim 1)."""
+        outputs, inputs = (len(own) if i == dim else size for i, size in enumerate(self.shape))
+        num_bytes = self.num_bytes * len(own) // self.shape[dim]
+        return replace(self, shape=(outputs, inputs), num_bytes=num_bytes, read=lambda: self.checked().part(own, dim))
+
 
 def concatenate_layers(layers: list[QuantizedLayer]) -> QuantizedLayer | None:
     """One layer with the outputs of several; None where they cannot be one."""
@@ -90,6 +96,7 @@ class QuantizedCheckpoint:
             if isinstance(module, nn.Linear) and module.weight.data_ptr() in self._placeholders:
                 _, module.quantized = self._placeholders[module.weight.data_ptr()]
                 missing.discard(module.quantized.name)
+        self._placeholders.clear()  # ranks keep parts of embeddings
         if missing:
             kind = type(model).__name__
             raise StartError(f"{min(missing)} is quantized, but is no linear layer of {kind} (of {len(missing)} such)")

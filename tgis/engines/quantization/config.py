@@ -104,10 +104,9 @@ def resolve_quantization(
     if method is None and asked not in _BITS:
         instead = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
         raise StartError(f"QUANTIZE={asked}, but the weights are plain: {instead}")
-    if (device.type != "cpu" and not ON_CUDA) or options.num_shards > 1:
-        where = device.type if device.type != "cpu" else "several ranks (NUM_SHARD)"
+    if device.type != "cpu" and not ON_CUDA:
         weights = f"QUANTIZE={asked} works" if method is None else f"weights quantized by {method!r:.40} work"
-        raise StartError(f"{weights} on one CPU only, not on {where}")
+        raise StartError(f"{weights} on CPUs only, not on {device.type}")
     logits, activations = options.quantize_logits, options.quantize_activations
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)

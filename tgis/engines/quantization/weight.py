@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tgis.errors import StartError
+
 GROUP = 32  # inputs; of activations as well
 INT4, INT8 = torch.arange(16.0), torch.arange(-128.0, 128.0)  # tables of codes
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -59,6 +61,11 @@ class QuantizedWeight:
         return 4 if len(self.table) == len(INT4) else 8
 
     @property
+    def step(self) -> int:
+        """Parts begin at multiples of this number of columns."""
+        return self.group_size or 1 if self.scale.shape[1] > 1 else 1
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """All but the outputs, for comparison."""
         order = None if self.order is None else self.order.numpy().tobytes()
@@ -90,6 +97,15 @@ class QuantizedWeight:
         """The part for some outputs."""
         offset = None if self.offset is None else self.offset[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
+
+    def part(self, own: Tensor, dim: int) -> "QuantizedWeight":
+        """The part for some outputs (dim 0), or for consecutive inputs (dim 1), which begin with a group."""
+        groups = own if dim == 0 else (own // (self.group_size or self.codes.shape[1])).unique()
+        if dim == 1 and (self.order is not None or own[0] % self.step):
+            raise StartError(f"the inputs from {own[0]} on begin within a group of {self.group_size}")
+        offset = None if self.offset is None else self.offset.index_select(dim, groups)
+        scale = self.scale.index_select(dim, groups)
+        return replace(self, codes=self.codes.index_select(dim, own), scale=scale, offset=offset)
 
     def _for_columns(self, numbers: Tensor, inputs: int) -> Tensor:
         return numbers.float().repeat_interleave(self.group_size or inputs, 1)[:, :inputs]
