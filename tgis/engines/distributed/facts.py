@@ -16,7 +16,7 @@ _OF_A_NODE = {
     *("strict", "adapter_store", "rank", "node_rank", "master_addr", "master_port"),
     *("cluster_secret_path", "cluster_interface"),
 }
-_WHOLE_FILES = "config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json"
+_WHOLE_FILES = "config.json", "quant*_config.json", "tokenizer.json", "tokenizer_config.json", "*.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # as in safetensors
 _MAX_SHOWN = 3
 
@@ -33,7 +33,8 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
     for file in sorted(file for pattern in _WHOLE_FILES for file in path.glob(pattern)):
         with file.open("rb") as content:
             facts[file.name] = hashlib.file_digest(content, "sha256").hexdigest()[:16]
-    return facts | {file.name: _header_digest(file) for file in sorted(path.glob("*.safetensors"))}
+    weights = sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")])
+    return facts | {file.name: _header_digest(file) for file in weights}
 
 
 def difference(theirs: dict[str, str], node: int, ours: dict[str, str]) -> str:
@@ -47,6 +48,7 @@ def difference(theirs: dict[str, str], node: int, ours: dict[str, str]) -> str:
 
 
 def _header_digest(path: Path) -> str:
+    """A digest of the header of safetensors, or of the first 100 MiB of another file, and its size."""
     with path.open("rb") as file:
         start = file.read(8)
         header = file.read(min(int.from_bytes(start, "little"), _MAX_HEADER_BYTES))
