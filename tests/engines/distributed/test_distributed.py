@@ -1,14 +1,16 @@
 """A model over two processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
 
 import copy
+import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import grpc
 import msgspec
@@ -21,18 +23,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlp_speculators import random_mlp, save_mlp
 from proposers import Adversary, ForcedDrafts, proposing
+from step_failures import Failing, check, requests
+from step_failures import run as run_with_failures
 from tiny_models import make_model_from_config, run_steps
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.distributed.follower import _compute_steps as follow_steps
 from tgis.engines.distributed.mirror import MirroredSequences, SentSequences, StepInput
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.batch import BatchBuilder
-from tgis.errors import StartError
+from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineOptions, Shutdown
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
@@ -259,6 +266,66 @@ def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
             seq.tokens.append(1 << 17)
             seq.block_table.append(1 << 20)
         assert len(msgspec.msgpack.encode(sent.step_input(StepPlan.compute_all(seqs)))) < 2048
+
+
+def test_steps_that_all_ranks_can_give_up_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails after the model, or all ranks fail alike; if they would wait for rank 0, all end."""
+    monkeypatch.setattr("tgis.engines.distributed.engine._CRASH_DETECTION_SECONDS", 1.0)
+    monkeypatch.setattr("tgis.engines.distributed.engine._EXIT_SECONDS", 0.1)
+    no_memory = torch.OutOfMemoryError("none left")
+    with sharded(small_llama(tmp_path)) as engine:
+        rank_0, paged = engine._engine, {"padded": False, "block_size": 16, "prefill_tokens": 100}
+        assert isinstance(rank_0, PagedEngine)
+        bounds = limits(engine.info.token_capacity, **paged)
+        expected = run_with_failures(engine, requests(), bounds)
+        sampler = rank_0._sampler
+        for error, calls in ((no_memory, {1}), (no_memory, {6}), (RuntimeError("broken"), {2, 9})):
+            with mock.patch.object(sampler, "sample", Failing(sampler.sample, error, calls)):
+                check(run_with_failures(engine, requests(), bounds), expected)
+        with mock.patch.object(engine, "step", broken(engine, {2, 7})):
+            check(run_with_failures(engine, requests(), bounds), expected)
+        forward = Failing(rank_0._run_model, no_memory, {1})
+        with mock.patch.object(rank_0, "_run_model", forward), pytest.raises(AssertionError, match="out of memory"):
+            run_with_failures(engine, requests(), bounds)
+
+
+def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepResult]:
+    """Steps of which some have a sequence without blocks."""
+    step, numbers = engine.step, itertools.count()
+
+    def broken_step(plan: StepPlan) -> StepResult:
+        table = plan.seqs[0].block_table
+        try:
+            if next(numbers) in calls:
+                plan.seqs[0].block_table = []
+            return step(plan)
+        finally:
+            plan.seqs[0].block_table = table
+
+    return broken_step
+
+
+STEP = StepInput([], [])
+
+
+@pytest.mark.parametrize(
+    ("messages", "answers"),
+    [
+        ([[STEP, ranks.GiveUp(), STEP], [ranks.GiveUp()], [ranks.GiveUp(), Shutdown()]], 3),
+        ([[STEP], []], None),
+        ([[STEP], [STEP, ranks.GiveUp()]], None),
+    ],
+)
+def test_a_rank_gives_a_step_up_only_together_with_rank_0(messages: list[list[Any]], answers: int | None) -> None:
+    channel, engine = mock.Mock(), mock.Mock()
+    channel.receive.side_effect = messages
+    engine.info.device, engine.step.side_effect = "cpu", OutOfMemory("none left")
+    if answers is None:
+        with pytest.raises(OutOfMemory):
+            follow_steps(channel, engine)
+    else:
+        follow_steps(channel, engine)
+    assert channel.send.mock_calls == [mock.call(ranks.GiveUp())] * (answers or 0)
 
 
 def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -27,7 +28,7 @@ from tgis.engines.distributed.secure_socket import SecureSocket
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
-from tgis.errors import TgisError
+from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
 
@@ -110,12 +111,18 @@ class ShardedEngine:
             self._engine.warm_up()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Run one step on all ranks; any failure ends them all."""
+        """Run one step on all ranks; an error after which a rank waits for another one ends them all."""
         if plan.drafts and isinstance(self._engine, PagedEngine):
             self._engine.draft(plan)
         with self._collective("a step"):
             self._send(self._sent.step_input(plan))
+        try:
             return self._engine.step(plan)
+        except Exception:
+            with self._collective("a step"):
+                if not self._all_gave_up():
+                    raise
+            raise
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Release sequences; the other ranks hear of it with the next step."""
@@ -146,6 +153,13 @@ class ShardedEngine:
         for follower in self._followers:
             follower.send(frame)
 
+    def _all_gave_up(self) -> bool:
+        """Whether all other ranks have failed where this one has, or have computed the step."""
+        ranks.finish_collectives()
+        self._send(ranks.GiveUp())
+        until = time.monotonic() + _CRASH_DETECTION_SECONDS
+        return all(follower.gave_up(until - time.monotonic()) for follower in self._followers)
+
     def _fail(self, reason: str) -> NoReturn:
         """End all ranks; those of other nodes are told why."""
         for follower in self._followers:
@@ -157,7 +171,7 @@ class ShardedEngine:
         """A block in which ranks wait for each other: one that fails leaves the others stuck."""
         try:
             yield
-        except TgisError as error:
+        except StartError as error:
             self._fail(str(error))
         except Exception as error:
             log.exception("rank 0 failed in %s", what)
@@ -195,6 +209,7 @@ class Follower:
         self._forward = forward
         self._sending = threading.Lock()
         self._shutting_down = False
+        self._gave_up = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"rank {rank}")
         self._watcher.start()
 
@@ -209,6 +224,12 @@ class Follower:
             with suppress(OSError):
                 self._link.settimeout(_LAST_WORD_SECONDS)
                 self._link.sendall(encode_frame(Fatal(reason)))
+
+    def gave_up(self, seconds: float) -> bool:
+        """Whether it answers in time that it has given up a step, or computed it."""
+        answered = self._gave_up.wait(seconds)
+        self._gave_up.clear()
+        return answered
 
     def wait_for_crash(self, seconds: float) -> None:
         """Give the watcher time to notice that the process died, and to end this one."""
@@ -228,13 +249,15 @@ class Follower:
         self._link.close()
 
     def _watch(self) -> None:
-        """Read until end of file: heartbeats, and the reason of a failure."""
+        """Read until end of file: heartbeats, answers, and the reason of a failure."""
         last, gone = "", "has closed its connection"
         try:
-            for message in receive_messages(self._link, Heartbeat | Fatal):
+            for message in receive_messages(self._link, Heartbeat | ranks.GiveUp | Fatal):
                 match message:
                     case Heartbeat():
                         self._forward(message)
+                    case ranks.GiveUp():
+                        self._gave_up.set()
                     case Fatal(text):
                         last = text
         except OSError as error:

@@ -91,9 +91,13 @@ def _load_and_compute(
 
 
 def _compute_steps(rank_0: Channel, engine: Engine) -> None:
+    """A step that fails is given up if rank 0 has failed in it, too: other ranks would wait for this one."""
     seqs = MirroredSequences(torch.device(engine.info.device))
+    failure: Exception | None = None
     while True:
-        for message in rank_0.receive():
+        for message in rank_0.receive(timeout=_CRASH_SECONDS if failure else None) or [None]:
+            if failure and not isinstance(message, ranks.GiveUp):
+                raise failure
             match message:
                 case Shutdown():
                     return
@@ -101,9 +105,16 @@ def _compute_steps(rank_0: Channel, engine: Engine) -> None:
                     engine.release(seqs.pop())
                     engine.clear_cache()
                     return_unused_memory()
+                case ranks.GiveUp():
+                    failure = None
+                    ranks.finish_collectives()
+                    rank_0.send(message)
                 case StepInput():
                     engine.release(seqs.pop(message.released))
-                    engine.step(seqs.plan(message))
+                    try:
+                        engine.step(seqs.plan(message))
+                    except Exception as error:  # noqa: BLE001 - raised if rank 0 goes on
+                        failure = error
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
     """No sequence is held: forget the KV cache, and give unused memory back."""
 
 
-RankMessage = EngineOptions | StepInput | ClearCache | Shutdown | Fatal
+class GiveUp(msgspec.Struct, frozen=True, tag="give_up"):
+    """From rank 0: it has failed in a step. The answer of another one: it waits for nobody in that step."""
+
+
+RankMessage = EngineOptions | StepInput | ClearCache | GiveUp | Shutdown | Fatal
 
 
 def check_shardable(config: PreTrainedConfig, num_shards: int, on_this_node: int | None = None) -> None:
@@ -74,6 +78,12 @@ def _interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def finish_collectives() -> None:
+    """Wait for those that are queued on the device; for ever, if not all ranks take part in them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: int | None = None) -> None:
