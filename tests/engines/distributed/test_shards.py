@@ -30,7 +30,9 @@ from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_
 
 from tgis.engines import load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
+from tgis.engines.kernels.cpu.recording import ResizablePass
 from tgis.engines.loading.shard_plans import check_groups, check_plan
+from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
@@ -59,6 +61,7 @@ ROUNDED = {
     "static": (CHANNELS | {"strategy": "tensor"}, with_input_scale),
     "dynamic": (TOKENS, in_bytes(1, None, "weight_scale", e4m3=False)),
 }
+SAME_BITS = [("Llama", "float32"), ("Bloom", "bfloat16"), ("GPT2", "float32"), ("Qwen3", "bfloat16")]
 DETAILS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True)
 Found = dict[int, tuple[list[int], list[float]]]  # tokens and logprobs, those of the input first
 
@@ -156,14 +159,22 @@ def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CPU_ISA == "none", reason="bits depend on the batch")
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_bits_do_not_depend_on_neighbours_and_chunks(dtype: str, tmp_path: Path) -> None:
-    directory = make_model_from_config(make_wide_config("Llama"), tmp_path)
-    together, alone = (
-        on_ranks(2, generate, share_memory(directory), 2, "tgis_native", {"dtype": dtype}, False, *sizes)
-        for sizes in ((4, 40), (1, 7))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("Llama", "bfloat16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SAME_BITS)],
+)
+def test_bits_do_not_depend_on_neighbours_chunks_and_recording(name: str, dtype: str, tmp_path: Path) -> None:
+    directory = make_model_from_config(make_wide_config(name), tmp_path)
+    together, alone, eager = (
+        on_ranks(
+            2, generate_and_count, *case, share_memory(directory), 2, "tgis_native", {"dtype": dtype}, False, *sizes
+        )
+        for *case, sizes in ((True, (4, 40)), (True, (1, 7)), (False, (4, 40)))
     )
-    assert repr(together) == repr(alone)  # nan is in it
+    for (found, prefills), (same, more), (computed, none) in zip(together, alone, eager, strict=True):
+        assert repr(found) == repr(same) == repr(computed)  # nan is in it
+        assert 1 < prefills < more, (prefills, more)
+        assert none == 0
 
 
 def share_memory(directory: Path) -> Path:
@@ -219,6 +230,22 @@ def generate(
             found[number][1].extend(fact.logprob for fact in facts)
     assert all(len(found[number][0]) <= count for number, count in CANCELLED.items())
     return found
+
+
+def generate_and_count(recording: bool, *args: Any) -> tuple[Found, int]:
+    """What is generated, and how many steps with prompts have been replayed."""
+    replays = list[tuple[int, ...]]()
+    replay = ResizablePass.__call__
+
+    def counted(prefill: ResizablePass, sizes: tuple[int, ...]) -> None:
+        replays.append(sizes)
+        replay(prefill, sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResizablePass, "__call__", counted)
+        if not recording:
+            patch.setattr(RecordedSteps, "run", lambda *_: None)
+        return generate(*args), len(replays)
 
 
 def requests() -> list[Request]:

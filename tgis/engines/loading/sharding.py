@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
@@ -133,10 +133,7 @@ class Sharding:
             if word in _ROWS:
                 _lengthen(module, -(-_size(module) // self._count))
             if word == "embedding_rowwise":
-                kind = type(module)
-                module.first, module.all_reduce = self._rank * len(module.weight), self.collectives.all_reduce
-                module.padding_idx = None  # which PyTorch would not find in a part
-                module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
+                self._mask_foreign(module)
             if word in _ADDED and self._rank:
                 self._forget_bias(module)
         for parent in _attention_modules(self._plan, model):
@@ -178,9 +175,11 @@ class Sharding:
 
     def _is_cut_here(self, model: nn.Module, name: str, word: str) -> bool:
         by_kv_heads = word == BY_GROUPS or _is_key_or_value(name, word)
-        if isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding, Conv1D) if self._is_quantized else Conv1D):
+        module = model.get_submodule(name)
+        if isinstance(module, (nn.Linear, nn.Embedding, Conv1D) if self._is_quantized else Conv1D):
             return word not in _WHOLE
-        return word in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
+        is_ragged = word in _ROWS and _size(module) % self._count > 0  # which transformers 5.17 refuses
+        return is_ragged or word in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
 
     def _keep_groups(self, model: PreTrainedModel) -> None:
         """Share the outputs of quantized layers in which groups have inputs of several ranks (act-order). StartError if
@@ -239,6 +238,17 @@ class Sharding:
             module.out_features, module.in_features = module.weight.shape
         elif word == BY_HEADS:
             module.embedding_dim = module.weight.shape[1]
+
+    def _mask_foreign(self, module: Any) -> None:
+        """Let an embedding give zeros for ids of other ranks."""
+        kind, rows = type(module), len(module.weight)
+        own = torch.arange(module.num_embeddings)[:, None] - self._rank * rows
+        is_own = (own >= 0) & (own < rows)
+        module.register_buffer("own_rows", own * is_own, persistent=False)
+        module.is_own = nn.Parameter(is_own.to(module.weight.dtype), requires_grad=False)  # converted as the weight is
+        module.padding_idx = None  # which PyTorch would not find in a part
+        module.all_reduce = self.collectives.all_reduce
+        module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
 
     def _forget_bias(self, module: nn.Module) -> None:
         """The first rank adds it."""
@@ -330,10 +340,8 @@ def _lengthen(module: nn.Module, rows: int) -> None:
 
 
 def _embed_own(module: Any, ids: Tensor) -> Tensor:
-    """The embeddings of ids, of which this rank may have none."""
-    own = ids - module.first
-    foreign = (own < 0) | (own >= len(module.weight))
+    """The embeddings of ids, of which this rank may have none. Tables say so, since look-ups can be recorded."""
     kind: Any = type(module).__base__
-    found = kind.forward(module, own.masked_fill(foreign, 0))
-    embedded: Tensor = module.all_reduce(found.masked_fill(foreign[..., None], 0))
+    found = kind.forward(module, embedding(ids, module.own_rows)[..., 0]) * embedding(ids, module.is_own)
+    embedded: Tensor = module.all_reduce(found)
     return embedded
