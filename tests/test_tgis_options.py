@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ TINY = {  # sizes decide nothing about a start
     "d_kv": 8,
     "vocab_size": 257,
 }
+SMALL_HEADS = {"hidden_size": 896, "n_layer": 2, "d_model": 256, "d_kv": 16, "d_ff": 512}  # of BLOOM and UL2
+SMALL_HEADS |= {"num_layers": 2, "num_decoder_layers": 2}
+MOST_BYTES = 8 << 30  # of eight ranks; they have 5.2 GiB, most of it libraries
 
 
 def read_options() -> dict[str, dict[str, str]]:
@@ -61,21 +65,21 @@ OVERLAYS = yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text())["overlay
 OPTIONS_TABLE, OVERLAYS_TABLE = read_table("Options at the start"), read_table("Deployments of TGIS")
 
 
-def make_tiny_model(directory: Path, settings: dict[str, Any]) -> Path:
-    """A model whose config.json is `settings`, but for the sizes."""
+def make_model(directory: Path, settings: dict[str, Any], sizes: dict[str, int]) -> Path:
+    """A model whose config.json is `settings`, but for these sizes."""
     make_fake_model(directory)
-    settings = settings | {name: size for name, size in TINY.items() if name in settings}
+    settings = settings | {name: size for name, size in sizes.items() if name in settings}
     (directory / "config.json").write_text(json.dumps(settings))
     config = AutoConfig.from_pretrained(directory)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    family.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    family.from_config(config, dtype=torch.float16).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(settings))
     return directory
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY)
+    return make_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,18 @@ def values(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     for name, content in files.items():
         (directory / name).write_bytes(content)
     return {name: str(directory / name) for name in files} | {"MODEL": str(llama), "DIRECTORY": str(directory)}
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [pid, *(each for task in tasks for child in task.read_text().split() for each in process_tree(int(child)))]
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had, with all pages that it shares."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 Engines = dict[bytes, tuple[Engine, list[str]]]
@@ -151,6 +167,16 @@ def test_the_table_has_every_overlay() -> None:
     assert OVERLAYS_TABLE.keys() == OVERLAYS.keys()
 
 
+def make_cached_model(cache: Path, name: str, sizes: dict[str, int]) -> dict[str, str]:
+    """The environment of an overlay, with a model of these sizes in the hub cache."""
+    environ = {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
+    entry = cache / f"models--{environ['MODEL_NAME'].replace('/', '--')}"
+    make_model(entry / "snapshots" / "commit", OVERLAYS[name]["config"], sizes)
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("commit")
+    return environ | {"TRANSFORMERS_CACHE": str(cache)}
+
+
 def overlay(name: str) -> Any:
     """Slow where several ranks start."""
     return pytest.param(name, marks=[pytest.mark.slow] if OVERLAYS[name]["env"].get("NUM_GPUS", 1) > 1 else [])
@@ -159,16 +185,28 @@ def overlay(name: str) -> Any:
 @pytest.mark.parametrize("name", [*map(overlay, OVERLAYS)])
 def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     """Found in the hub cache, as in TGIS; the model is a tiny one of the same config.json."""
-    settings, environ = OVERLAYS[name]["config"], {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
-    entry = tmp_path / f"models--{environ['MODEL_NAME'].replace('/', '--')}"
-    make_tiny_model(entry / "snapshots" / "commit", settings)
-    (entry / "refs").mkdir()
-    (entry / "refs" / "main").write_text("commit")
-    result, engine = start(environ | {"TRANSFORMERS_CACHE": str(tmp_path)})
+    result, engine = start(make_cached_model(tmp_path, name, TINY))
     if engine is not None:
         engine.warm_up()  # generates tokens
         engine.close()
     assert result == OVERLAYS_TABLE[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if OVERLAYS[name]["env"]["NUM_GPUS"] > 1])
+def test_an_overlay_of_several_ranks_as_a_server(name: str, tmp_path: Path) -> None:
+    """With all of the model's heads, which are small, and its vocabulary."""
+    with tempfile.TemporaryDirectory() as cache:  # of half a gigabyte, which pytest would keep
+        environ = make_cached_model(Path(cache), name, SMALL_HEADS)
+        check_server(tmp_path, environ)
+
+
+def check_server(directory: Path, environ: dict[str, Any]) -> None:
+    with running_server(directory, directory, 300, **environ, ESTIMATE_MEMORY="auto") as server:
+        with server.stub() as stub:
+            (answer,) = stub.Generate(unary_request("hello", 3, min_new_tokens=3), timeout=60).responses
+            assert answer.generated_token_count == 3
+        assert sum(map(peak_bytes, process_tree(server.process.pid))) < MOST_BYTES
 
 
 def test_only_weights_in_no_codes_are_refused() -> None:
