@@ -24,6 +24,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
     failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
+    replaced: list[int] = field(default_factory=list)  # request ids: a step in flight computes with another token
 
     @classmethod
     def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":

@@ -117,12 +117,14 @@ class ShardedEngine:
         with self._collective("a step"):
             self._send(self._sent.step_input(plan))
         try:
-            return self._engine.step(plan)
+            result = self._engine.step(plan)
         except Exception:
             with self._collective("a step"):
                 if not self._all_gave_up():
                     raise
             raise
+        self._sent.replaced = result.replaced
+        return result
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Release sequences; the other ranks hear of it with the next step."""

@@ -4,6 +4,7 @@ Rank 0 has the sequences of the batcher, the others mirror them: tokens, blocks,
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -39,6 +40,7 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
 
     seqs: list[SeqUpdate]
     released: list[int]
+    replaced: list[int]  # what the last result says
 
 
 class SentSequences:
@@ -47,6 +49,7 @@ class SentSequences:
     def __init__(self) -> None:
         self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}  # with its tokens, its table and blocks in it
         self._released: list[int] = []
+        self.replaced: list[int] = []  # what the last result says
 
     def step_input(self, plan: StepPlan) -> StepInput:
         """The message for a plan."""
@@ -55,7 +58,8 @@ class SentSequences:
             for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         ]
         released, self._released = self._released, []
-        return StepInput(updates, released)
+        replaced, self.replaced = self.replaced, []
+        return StepInput(updates, released, replaced)
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; the next message says so."""
@@ -73,12 +77,13 @@ class SentSequences:
         return update
 
     def _with_request(self, update: SeqUpdate, seq: Sequence) -> SeqUpdate:
-        """Add what does not change: not who asked, nor how tokens are chosen, which is up to the first rank."""
+        """Add what does not change: not who asked, nor how tokens are chosen, which is up to the first rank, but
+        whether by a grammar, since no step is launched ahead then.
+        """
         request = msgspec.structs.replace(
             seq.request,
             sampling_params=SamplingParams(),
             logprob_options=LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens),
-            grammar=None,
             client=b"",
             cache_salt=b"",
             deadline=None,
@@ -112,7 +117,7 @@ class MirroredSequences:
     def plan(self, step: StepInput) -> StepPlan:
         """The plan that was sent; what it does not release is updated."""
         counts = [update.num_scheduled_tokens for update in step.seqs]
-        plan = StepPlan.of([self._updated(update) for update in step.seqs], counts)
+        plan = replace(StepPlan.of([self._updated(update) for update in step.seqs], counts), replaced=step.replaced)
         plan.proposals.update((update.id, update.proposed) for update in step.seqs if update.proposed)
         return plan
 

@@ -69,6 +69,13 @@ def _of_ranks(value: int, reduce: dist.ReduceOp.RedOpType) -> int:
     return int(values.item())
 
 
+def first_of_ranks(x: Tensor) -> Tensor:
+    """The `x` of the first rank, in its place; contiguous. All ranks must call this."""
+    if dist.is_initialized():
+        dist.broadcast(x, 0)
+    return x
+
+
 def reduces_in_kernels(model: PreTrainedModel) -> bool:
     """Whether calls that reduce can be recorded, if there are any."""
     return model.sharding is None or isinstance(model.sharding.collectives, CpuCollectives)

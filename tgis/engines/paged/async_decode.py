@@ -4,9 +4,12 @@ A step in flight computes sequences that will need another token unless the one 
 from one step to the next without leaving the device. The next plan reuses the result, except for sequences that are
 gone by then or whose token was replaced on the host. All steps run in one stream of the device: a sequence that is
 given a freed block writes to it after the step in flight has, and reads only what it has written itself.
+
+Several ranks launch the same steps: each decides from the same plans, releases and replaced tokens. The tokens of the
+first rank go from device to device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.grammar_masks import has_grammar
+from tgis.engines.loading.sharding import first_of_ranks
 from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 
@@ -60,6 +63,7 @@ class AsyncDecoder:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Reuse the step in flight, launch the rest of the plan and the next step, and only then wait for tokens."""
+        self._discard(plan.replaced)
         reused = {seq.id for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)}
         steps = [self._in_flight] if self._in_flight and reused else []
         self._in_flight, self._expected_lengths = None, {}
@@ -69,10 +73,14 @@ class AsyncDecoder:
         self._launch_ahead(plan, steps)
         return self._collect(plan, steps)
 
-    def release(self, seqs: Iterable[Sequence]) -> None:
-        """Do not reuse the step in flight for these sequences."""
-        for seq in seqs:
-            self._expected_lengths.pop(seq.id, None)
+    def reset(self) -> None:
+        """Forget what dummy steps, of which ranks hear nothing from each other, have found. No step is in flight."""
+        self._cooldown = 0
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Do not reuse the step in flight for the sequences of these requests."""
+        for each in ids:
+            self._expected_lengths.pop(each, None)
         if not self._expected_lengths:
             self._in_flight = None
 
@@ -87,7 +95,7 @@ class AsyncDecoder:
             return
         # A sequence that was in flight and is not reused is in both steps: the later one counts.
         indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.sampled.seqs)}
-        token_ids = torch.cat([step.sampled.token_ids() for step in steps])
+        token_ids = first_of_ranks(torch.cat([step.sampled.token_ids() for step in steps]))
         self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
         self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
 
@@ -97,7 +105,7 @@ class AsyncDecoder:
         a second step for it would cost more than is gained.
         """
         seqs = [seq for seq in plan.sampled if seq.num_remaining_tokens > 1]
-        ready = all(self._has_free_slot(seq) and not has_grammar(seq) for seq in seqs)
+        ready = all(self._has_free_slot(seq) and seq.request.grammar is None for seq in seqs)
         return seqs if ready and len(plan.sampled) == len(plan.seqs) else []
 
     def _has_free_slot(self, seq: Sequence) -> bool:
@@ -107,16 +115,19 @@ class AsyncDecoder:
 
     def _collect(self, plan: StepPlan, steps: list[InFlightStep]) -> StepResult:
         last_steps = {seq.id: step for step in steps for seq in step.sampled.seqs}
-        results = []
+        results, replaced = [], list[int]()
         for step in steps:
             result, changed = step.wait(self.prompt_logprobs)
             results.append((step.sampled.seqs, result))
-            self._discard([seq for seq in changed if last_steps[seq.id] is step and seq in plan.sampled])
-        return StepResult.gather(plan.sampled, results)
+            replaced += [seq.id for seq in changed if last_steps[seq.id] is step and seq in plan.sampled]
+        self._discard(replaced)
+        gathered = StepResult.gather(plan.sampled, results)
+        gathered.replaced = replaced
+        return gathered
 
-    def _discard(self, changed: list[Sequence]) -> None:
+    def _discard(self, replaced: Collection[int]) -> None:
         """Do not reuse the step in flight for sequences whose token was replaced after its launch."""
-        if changed:
-            self.release(changed)
+        if replaced:
+            self.release(replaced)
             self.sampler.invalidate()
             self._cooldown = _COOLDOWN_STEPS

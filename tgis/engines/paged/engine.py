@@ -115,7 +115,7 @@ class PagedEngine:
     ) -> None:
         """Unsupported if the model's attention cannot be replaced.
 
-        With `async_decode`, by default on CUDA with a single rank, steps are launched before they are planned.
+        With `async_decode`, by default on CUDA, steps are launched before they are planned.
         """
         torch.set_grad_enabled(False)
         self._options = options
@@ -142,7 +142,7 @@ class PagedEngine:
         self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history, ops)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
-            async_decode = self._device.type == "cuda" and options.num_shards == 1 and not self._encoder
+            async_decode = self._device.type == "cuda" and not self._encoder
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
         self._compiled: CompiledLayers | None = None
@@ -215,6 +215,7 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache; compile and capture what can be."""
         self._allocate_cache()
+        self._decoder.reset()
         started = time.monotonic()
         eager_logits = self._dummy_logits()
         self._warm_sampler(eager_logits)
@@ -395,7 +396,7 @@ class PagedEngine:
 
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
-        self._decoder.release(seqs)
+        self._decoder.release(seq.id for seq in seqs)
         self._drafter.release(seqs)
 
     @property
