@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from tgis.engines.paged import compile as compiling
 from tgis.engines.paged.cuda_graphs import Replay
 
+_COLLECTIVES = "c10d"  # namespace of operators that change tensors, which their schemas do not say
+
 
 def record(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     """As a CUDA graph does: a replay runs no Python, reads and writes the same tensors, and repeats every operator."""
@@ -28,7 +30,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[misc]
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def replay(self) -> None:
         for operator, args, kwargs, outputs in self._calls:
-            results = _tensors(operator(*args, **kwargs))
+            results = _tensors(_run(operator, args, kwargs))
             for output, result in zip(outputs, results, strict=True) if outputs else ():
                 output.copy_(result)
 
@@ -41,12 +43,20 @@ class _Tape(TorchDispatchMode):  # type: ignore[misc]
         if operator.namespace == compiling._NAMESPACE:  # of which the kernels are captured
             with self:
                 return getattr(compiling, f"_{operator._schema.name.split('::')[1]}")(*args, **kwargs)
-        found = operator(*args, **kwargs)
+        found = _run(operator, args, kwargs)
         memory = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
         is_view = all(each.untyped_storage().data_ptr() in memory for each in _tensors(found))
-        if operator._schema.is_mutable or not is_view:
-            self._calls.append((operator, args, kwargs, [] if operator._schema.is_mutable else _tensors(found)))
+        in_place = operator._schema.is_mutable or operator.namespace == _COLLECTIVES
+        if in_place or not is_view:
+            self._calls.append((operator, args, kwargs, [] if in_place else _tensors(found)))
         return found
+
+
+def _run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = operator(*args, **kwargs)
+    if operator.namespace == _COLLECTIVES:
+        found[-1].wait()
+    return found
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -32,8 +32,6 @@ def load_engine(
     `on_heartbeat` with the heartbeats of these ranks.
     """
     if options.num_shards > 1:
-        if options.compile:
-            warn(options, "PT2_COMPILE has no effect with NUM_SHARD above 1")
         sharded = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
         engine: Engine = sharded
         reason: str = sharded.reason

@@ -21,6 +21,7 @@ from tgis.engines.paged import capacity
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
+from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
 
 ROWS, WIDTH, LONG, SCRATCH = 37, 6, 44, 999
@@ -166,7 +167,7 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
         return torch.zeros(1)
 
     made = DecodeGraphs(lambda _: run(), 4, WIDTH, SCRATCH)
-    with pytest.raises(RuntimeError, match="synchronizing"):
+    with pytest.raises(Unsupported, match="synchronizing"):
         made.capture(cuda_capture(), torch.device("cpu"))
     assert modes == ["default", "error", "default"]
     assert not may_wait.locked()

@@ -254,7 +254,7 @@ class Sharding:
         module.register_buffer("own_rows", own * is_own, persistent=False)
         module.is_own = nn.Parameter(is_own.to(module.weight.dtype), requires_grad=False)  # converted as the weight is
         module.padding_idx = None  # which PyTorch would not find in a part
-        module.all_reduce = self.collectives.all_reduce
+        module.sharding = self
         module.__class__ = type(kind.__name__, (kind,), {"forward": _embed_own})
 
     def _forget_bias(self, module: nn.Module) -> None:
@@ -350,5 +350,5 @@ def _embed_own(module: Any, ids: Tensor) -> Tensor:
     """The embeddings of ids, of which this rank may have none. Tables say so, since look-ups can be recorded."""
     kind: Any = type(module).__base__
     found = kind.forward(module, embedding(ids, module.own_rows)[..., 0]) * embedding(ids, module.is_own)
-    embedded: Tensor = module.all_reduce(found)
+    embedded: Tensor = module.sharding.collectives.all_reduce(found)
     return embedded

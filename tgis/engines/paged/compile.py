@@ -2,17 +2,20 @@
 
 Layers of the same kind share a graph, which is compiled once: it does not depend on the layer's index, and gets the
 layer's KV cache as inputs. Attention is a custom operator, since compilers do not know paged caches, and so is the
-change by LoRA adapters, which come and go; passes with adapters have their own graphs. Steps that would need a graph
-beyond those made at startup run eagerly: no request waits for a compiler.
+change by LoRA adapters, which come and go; passes with adapters have their own graphs. What ranks add up and gather
+are operators, too: graphs can be made without. Steps that would need a graph beyond those made at startup run eagerly:
+no request waits for a compiler.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +30,8 @@ _ATTEND = (
     " Tensor? sinks, Tensor? bias, int? bias_origin) -> Tensor"
 )
 _MAX_GRAPHS = 16  # for four kinds of layers, with one token or several, with adapters or without
+_REDUCE = "all_reduce(Tensor(a!) x) -> ()"
+_GATHER = "all_gather(Tensor x, int ranks) -> Tensor"
 _CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"
 _running: ContextVar["CompiledLayers"] = ContextVar("the layers of the engine whose step runs")
 
@@ -44,6 +49,9 @@ class CompiledLayers:
         self._layers = _decoder_layers(model)
         self.attention, self.lora = attention, lora
         self._eager_operator = attention.operator
+        self._sharding = getattr(model, "sharding", None)
+        self.collectives: Any = self._sharding and self._sharding.collectives
+        self.communicates = True
         self._stance = "force_eager"
         self.num_eager_steps = 0  # for lack of a compiled graph
         self.lora_is_eager = False  # whether passes with adapters run eagerly
@@ -59,6 +67,8 @@ class CompiledLayers:
             for index, module in enumerate(self.lora.modules):
                 module.register_buffer("lora_layer", torch.tensor([index]), persistent=False)
             self.lora.hook_all(_call_lora)
+        if self._sharding:
+            self._sharding.collectives = _CompiledCollectives()
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         for layer in self._layers:
             layer.compile(dynamic=True)
@@ -66,7 +76,8 @@ class CompiledLayers:
 
     def freeze(self) -> None:
         """Stop compiling: steps without a graph run eagerly from now on."""
-        self._stance = "fail_on_recompile"
+        # Ranks wait for each other in every layer: none may begin the step again.
+        self._stance = "eager_on_recompile" if self._sharding else "fail_on_recompile"
 
     def disable(self) -> None:
         """Run eagerly, as before `enable`."""
@@ -75,7 +86,18 @@ class CompiledLayers:
             self.lora.unhook_all()
         for layer in self._layers:
             layer._compiled_call_impl = None
+        if self._sharding:
+            self._sharding.collectives = self.collectives
         self._stance = "force_eager"
+
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Passes inside the block give anything: ranks do not wait for each other."""
+        self.communicates = False
+        try:
+            yield
+        finally:
+            self.communicates = True
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Run a pass of the model."""
@@ -113,6 +135,21 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise RuntimeError(f"{type(model).__name__} has no list of its {count} layers")
 
 
+class _CompiledCollectives:
+    """The collectives of the engine whose step runs, in graphs."""
+
+    def __init__(self) -> None:
+        self._num_ranks = dist.get_world_size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        torch.ops.tgis_paged.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered: Tensor = torch.ops.tgis_paged.all_gather(x, self._num_ranks)
+        return gathered
+
+
 @cache
 def _library() -> torch.library.Library:
     """The custom operators for all engines of the process; they exist as long as the library does."""
@@ -120,6 +157,8 @@ def _library() -> torch.library.Library:
     for name, schema, run, fake in (
         ("attend", _ATTEND, _attend, _fake_attend),
         ("lora", _CHANGE, _lora, _fake_lora),
+        ("all_reduce", _REDUCE, _all_reduce, lambda _: None),
+        ("all_gather", _GATHER, _all_gather, _fake_all_gather),
     ):
         library.define(schema)
         library.impl(name, run, "CompositeExplicitAutograd")
@@ -155,3 +194,18 @@ def _lora(layer: Tensor, x: Tensor, output: Tensor) -> Tensor:
     assert lora is not None
     (index,) = layer.tolist()  # on the host
     return lora.changed_output(index, x, output)
+
+
+def _all_reduce(x: Tensor) -> None:
+    if _running.get().communicates:
+        _running.get().collectives.all_reduce(x)
+
+
+def _fake_all_gather(x: Tensor, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], ranks * x.shape[-1])
+
+
+def _all_gather(x: Tensor, ranks: int) -> Tensor:
+    layers = _running.get()
+    gathered: Tensor = layers.collectives.all_gather(x) if layers.communicates else _fake_all_gather(x, ranks)
+    return gathered

@@ -17,9 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
-from tgis.engines.paged.self_check import verify_steps
+from tgis.engines.paged.self_check import on_all_ranks, verify_steps
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
 from tgis.utils.logs import log_progress
@@ -95,7 +94,7 @@ class DecodeGraphs:
         self._capture_graph: Capture | None = None  # None: steps with adapters run eagerly
 
     def capture(self, capture_graph: Capture, device: torch.device) -> None:
-        """Capture all sizes, the largest first, so that the others reuse its memory; RuntimeError if the model cannot
+        """Capture all sizes, the largest first, so that the others reuse its memory; Unsupported if the model cannot
         be captured.
         """
         inputs = self._inputs = StaticInputs(
@@ -107,7 +106,8 @@ class DecodeGraphs:
         with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
             for size in reversed(sizes):
                 inputs.pad(0, size, self._scratch_slot)
-                self._captured[size, None] = capture_graph(partial(self._logits, inputs, size, None))
+                run = partial(self._logits, inputs, size, None)
+                self._captured[size, None] = on_all_ranks(partial(capture_graph, run))
                 self._output = self._captured[max(sizes), None][1]
         log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
         self._capture_sizes = sizes
@@ -143,9 +143,9 @@ class DecodeGraphs:
         if found is None and may_capture and self._capture_graph and self._inputs:
             run = partial(self._logits, self._inputs, size, adapters)
             try:
-                found = _verified(run, self._capture_graph)
-            except (RuntimeError, Unsupported) as error:
-                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", fallback_reason(error))
+                found = on_all_ranks(partial(_verified, run, self._capture_graph))
+            except Unsupported as error:
+                log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", error)
                 self._capture_graph = None
             else:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult, warn
-from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.kernels.kv_codes import codes_of
 from tgis.engines.loading.loader import (
     input_vocab_size,
@@ -53,6 +52,7 @@ from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
     dummy_sequence,
+    on_all_ranks,
     verify_attention,
     verify_encoder_decoder,
     verify_steps,
@@ -225,9 +225,9 @@ class PagedEngine:
         if wanted and (self._encoder or self._codes):
             what = "encoder-decoders are" if self._encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
             warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
-        elif (on_cuda if wanted is None else wanted) and self._options.num_shards == 1:
+        elif on_cuda if wanted is None else wanted:
             self._compile(eager_logits)
-        if on_cuda and self._options.num_shards == 1:
+        if on_cuda:
             self._capture_graphs(cuda_capture(), eager_logits)
         if not self._compiled:
             self._record_steps(eager_logits)
@@ -312,7 +312,7 @@ class PagedEngine:
 
     def _compile(self, eager_logits: torch.Tensor) -> None:
         """Compile the model's layers; where that fails, steps run eagerly."""
-        if not can_compile(self._model):
+        if not least_of_ranks(int(can_compile(self._model))):
             warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
             return
         started = time.monotonic()
@@ -321,12 +321,13 @@ class PagedEngine:
         if self._options.adapter_store:
             adapter = dummy_adapter(self._lora.targets, self._model.dtype, self._device)
         try:
-            changed_logits = self._dummy_logits(adapter)
-            self._compiled = CompiledLayers(self._model, self._attention, self._lora if adapter else None)
-            self._compiled.enable()
-            verify_steps("compiled", self._dummy_logits(), eager_logits, self._model.dtype)
-        except (RuntimeError, Unsupported) as error:
-            text = f"PT2_COMPILE has no effect: {fallback_reason(error)}"
+            changed_logits = on_all_ranks(partial(self._dummy_logits, adapter))
+            lora = self._lora if adapter else None
+            self._compiled = on_all_ranks(lambda: CompiledLayers(self._model, self._attention, lora))
+            on_all_ranks(self._compiled.enable)
+            self._compile_graphs(self._compiled, eager_logits)
+        except Unsupported as error:
+            text = f"PT2_COMPILE has no effect: {error}"
             if self._compiled:
                 self._compiled.disable()
             if self._options.compile:
@@ -344,10 +345,18 @@ class PagedEngine:
     def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
         """Compile the graphs of passes with LoRA adapters."""
         try:
-            verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype)
-        except (RuntimeError, Unsupported) as error:
-            log.warning("passes with LoRA adapters are not compiled: %s", fallback_reason(error))
+            self._compile_graphs(compiled, eager_logits, adapter)
+        except Unsupported as error:
+            log.warning("passes with LoRA adapters are not compiled: %s", error)
             compiled.lora_is_eager = True
+
+    def _compile_graphs(
+        self, compiled: CompiledLayers, eager_logits: torch.Tensor, adapter: LoraAdapter | None = None
+    ) -> None:
+        """Compile the graphs of passes with an adapter, or without; Unsupported unless they give these logits."""
+        with compiled.without_communication():  # a rank whose compiler fails leaves no other one waiting
+            on_all_ranks(partial(self._dummy_logits, adapter))
+        on_all_ranks(lambda: verify_steps("compiled", self._dummy_logits(adapter), eager_logits, self._model.dtype))
 
     def _capture_graphs(self, capture: Capture, eager_logits: torch.Tensor) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
@@ -361,9 +370,9 @@ class PagedEngine:
         try:
             with torch.inference_mode():
                 graphs.capture(capture, self._device)
-            verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype)
-        except (RuntimeError, Unsupported) as error:
-            log.warning("decode steps run without CUDA graphs: %s", fallback_reason(error))
+            on_all_ranks(lambda: verify_steps("captured", self._dummy_logits(), eager_logits, self._model.dtype))
+        except Unsupported as error:
+            log.warning("decode steps run without CUDA graphs: %s", error)
             self._graphs = None
 
     def draft(self, plan: StepPlan) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.loading.loader import input_vocab_size
+from tgis.engines.loading.sharding import least_of_ranks
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hook_errors, hooked_modules, install_hooks
 from tgis.engines.paged.batch import FlatBatch
@@ -35,6 +37,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
 _HALF_LAYER_TOLERANCE, _HALF_LOGITS_TOLERANCE = 0.02, 0.3
 _RECORDED = "tgis_recorded"  # attention function
 ComputeLogits = Callable[[StepPlan], tuple[Tensor, dict[int, slice]]]  # and the slices for prompt logprobs, by id
+_Result = TypeVar("_Result")
 _WINDOW_LAYER_TYPES = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
 
 
@@ -145,6 +148,18 @@ def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) ->
     full_precision = dtype in _TOLERANCE  # in which parts of the models are computed in float32 nevertheless
     tolerance = _TOLERANCE[torch.float32] if full_precision else _HALF_LOGITS_TOLERANCE
     _compare(found, eager, tolerance, f"{kind} steps do not give the logits of eager ones")
+
+
+def on_all_ranks(run: Callable[[], _Result]) -> _Result:
+    """What a run gives; Unsupported if it fails on this rank or another one. All ranks must call this."""
+    results, reason = list[_Result](), "it fails on another rank"
+    try:
+        results.append(run())
+    except (RuntimeError, Unsupported) as error:
+        reason = fallback_reason(error)
+    if not least_of_ranks(len(results)):
+        raise Unsupported(reason)
+    return results[0]
 
 
 def dummy_sequence(

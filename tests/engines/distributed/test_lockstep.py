@@ -1,0 +1,212 @@
+"""Two ranks in this machine that launch steps ahead, compile and capture: they do the same, and give what one gives."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from batches import engine_options, limits
+from fake_cuda_graphs import record
+from grammar_walks import compiled, token_table
+from random_requests import KINDS, WISHES
+from rank_processes import on_ranks
+from tiny_models import EOS, VOCAB_SIZE, make_model
+from torch import Tensor
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.distributed import ranks
+from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.distributed.follower import _compute_steps
+from tgis.engines.distributed.mirror import SentSequences
+from tgis.engines.paged import async_decode
+from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.self_check import dummy_adapter
+from tgis.engines.sampling import logits_processors, logprobs
+from tgis.engines.sampling import sampler as sampling
+from tgis.ipc.lookups import AdapterStoreOptions, GrammarKind
+from tgis.ipc.messages import Shutdown
+from tgis.ipc.request import Request, SamplingParams
+
+SIZE, ROWS, BLOCKS, NEW_TOKENS = 4, 5, 26, 30
+NUMBERED, ADAPTED = {3, 17}, {4, 5, 11}  # requests with a grammar, with a LoRA adapter
+Texts = dict[int, list[int]]
+
+
+class Launches:
+    """Rows of each launch of an engine, in order: planned, or ahead of the plan."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.seen: list[tuple[str, list[int]]] = []
+        steps = engine._decoder
+        launch, launch_next = steps.launch, steps.launch_next
+        assert launch_next is not None
+
+        def planned(plan: StepPlan) -> Any:
+            self.seen.append(("planned", [seq.id for seq in plan.seqs]))
+            return launch(plan)
+
+        def ahead(seqs: list[Sequence], *others: Any) -> Any:
+            self.seen.append(("ahead", [seq.id for seq in seqs]))
+            return launch_next(seqs, *others)
+
+        steps.launch, steps.launch_next = planned, ahead
+
+
+class Messages:
+    """Messages of rank 0 on their way to the other rank."""
+
+    def receive(self) -> list[Any]:
+        found: list[Any] = [None]
+        dist.broadcast_object_list(found)
+        return [msgspec.msgpack.decode(found[0], type=ranks.RankMessage)]
+
+    def send(self, message: Any) -> None:
+        dist.broadcast_object_list([msgspec.msgpack.encode(message)])
+
+
+def requests() -> list[Request]:
+    rng, made = random.Random(5), []
+    for number in range(24):
+        tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+        params = msgspec.structs.replace(KINDS[number % len(KINDS)], seed=number, stop_token_ids=())
+        if number in NUMBERED:
+            params = SamplingParams()
+        made.append(Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES)))
+    return made
+
+
+def serve(engine: Any, adapter: Any) -> Texts:
+    """Requests that join at some steps, and are cancelled at some; there are so few blocks that some are preempted."""
+    paged: dict[str, Any] = {"padded": False, "block_size": SIZE, "lookahead": 1, "prefix_cache": True}
+    batcher = Batcher(limits(BLOCKS * SIZE, max_batch_size=ROWS, prefill_tokens=9, **paged), [EOS])
+    table = token_table([b"%d" % (number % 10) for number in range(1, VOCAB_SIZE)])
+    rng, waiting, done = random.Random(2), requests(), dict[int, list[int]]()
+    while waiting or not batcher.idle:
+        if waiting and (batcher.idle or rng.random() < 0.6):
+            number = waiting[0].id
+            request = msgspec.structs.replace(waiting.pop(0), grammar=1 if number in NUMBERED else None)
+            (seq,) = batcher.submit([request], 0.0)
+            seq.grammar = compiled(GrammarKind.REGEX, "[0-9]{3,9}", table) if number in NUMBERED else None
+            seq.adapter = adapter if number in ADAPTED else None
+        if rng.random() < 0.04 and batcher.running:
+            batcher.cancel([rng.choice(batcher.running).id])
+        plan = batcher.plan(0.0)
+        engine.release(plan.to_release)
+        if plan.seqs:
+            result = engine.step(plan)
+            assert not result.failed
+            done |= {seq.id: seq.tokens[seq.prompt_length :] for seq in batcher.commit(plan, result.tokens, 0.0)}
+    assert batcher.take_counters().preemptions > 2
+    assert len(done) < 24
+    return done
+
+
+@contextmanager
+def short_lists() -> Iterator[None]:
+    """Lists of best tokens so short that what the device takes for a row's token is often not the one."""
+    with (
+        mock.patch.multiple(logprobs, _MIN_CANDIDATES=2, _MAX_CANDIDATES=2, _TIE_MARGIN=0, _RETRY_GROWTH=2),
+        mock.patch.object(logits_processors, "_MAX_TOPK", 9),
+        mock.patch.object(sampling, "_TOP_P_CANDIDATES", 2),
+        mock.patch.object(async_decode, "_COOLDOWN_STEPS", 1),
+    ):
+        yield
+
+
+def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
+    """On the second rank only."""
+
+    def run(*args: Any) -> Any:
+        found = call(*args)
+        if dist.get_rank():
+            raise RuntimeError("not on this rank")
+        return found
+
+    return run
+
+
+def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]], dict[str, Any]]:
+    """What a rank gives: texts, if it is the first or only one, its launches, and what it has made at the start."""
+    ranked = dist.is_initialized()
+    options = engine_options(model, ROWS, threads=1)
+    store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
+    changes: dict[str, Any] = {"dtype": "float64", "num_shards": 2 if ranked else 1, "adapter_store": store}
+    changes["compile"] = "compile" in mode
+    backend: Any = "inductor" if "inductor" in mode else "eager"
+    if mode == "compile, not everywhere":
+        backend = fail_here(lambda graph, _: graph)
+    with (
+        mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
+        short_lists() if mode == "short lists" else nullcontext(),
+    ):
+        engine = PagedEngine(msgspec.structs.replace(options, **changes), async_decode=True, block_size=SIZE)
+        engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
+        engine.warm_up()
+        if "capture" in mode:
+            capture: Callable[[Callable[[], Tensor]], Any] = record
+            if "not everywhere" in mode:
+                capture = fail_here(record)
+            engine._capture_graphs(capture, engine._dummy_logits())
+        launches = Launches(engine)
+        adapter = dummy_adapter(engine._lora.targets, torch.float64, torch.device("cpu"))
+        texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
+    compiles = engine._compiled is not None and engine._compiled._stance == "eager_on_recompile"
+    made = {"graphs": engine._graphs is not None, "compiled": compiles}
+    return texts, launches.seen, made
+
+
+def run_rank(engine: PagedEngine, adapter: Any) -> Texts:
+    messages: Any = Messages()
+    if dist.get_rank():
+        _compute_steps(messages, engine)
+        return {}
+    first = object.__new__(ShardedEngine)
+    first._engine, first._sent = engine, SentSequences()
+    first._send = messages.send  # type: ignore[method-assign]
+    texts = serve(first, adapter)
+    messages.send(Shutdown())
+    return texts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("Llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Texts:
+    return as_engine(model, "as it is")[0]
+
+
+FAST = (
+    ("short lists", "", 2),
+    ("compile and capture", "compiled graphs", 2),
+    ("capture, not everywhere", "", 2),
+)
+SLOW = (
+    ("as it is", "", 2),
+    ("compile", "compiled", 2),
+    ("compile by inductor", "compiled", 2),
+    ("compile, not everywhere", "", 2),
+    ("capture", "graphs", 2),
+    ("compile and capture", "compiled graphs", 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "made", "count"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
+    (texts, launches, own), *others = on_ranks(count, as_engine, model, mode)
+    assert texts == expected
+    assert [kind for kind, _ in launches].count("ahead") > (5 if mode == "short lists" else 20)
+    assert own == {"graphs": "graphs" in made, "compiled": "compiled" in made}
+    assert others == [({}, launches, own)] * (count - 1)

@@ -1,0 +1,57 @@
+"""On a real GPU: a rank of one compiles, captures and launches steps ahead as an engine without ranks does."""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from batches import engine_options, limits
+from tiny_models import generate_all, greedy_requests, make_model
+
+from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.loading import loader
+from tgis.engines.loading.sharding import Sharding, TorchCollectives
+from tgis.engines.paged.engine import PagedEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # of libraries: versions differ on GPU machines
+    pytest.mark.timeout(300),  # compilers run
+]
+
+
+def test_a_rank_keeps_graphs_compiled_layers_and_steps_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over NCCL: its layers reduce, and its tokens are broadcast."""
+    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, threads=2), engine="tgis_native")
+    requests = greedy_requests(12, 20, random.Random(1))
+    bounds = limits(200, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7, lookahead=1)
+    expected = generate_all(PagedEngine(options), bounds, requests, random.Random(1))
+    monkeypatch.setattr(loader, "_sharding", lambda size, *_: Sharding(size[0], TorchCollectives()))
+    ranks = ShardedEngine(options, pytest.fail, print)
+    try:
+        engine = ranks._engine
+        assert isinstance(engine, PagedEngine)
+        assert engine._model.sharding
+        ahead, launch_next = list[int](), engine._decoder.launch_next
+        assert launch_next
+
+        def launch(seqs: Any, *others: Any) -> Any:
+            ahead.append(len(seqs))
+            return launch_next(seqs, *others)
+
+        engine._decoder.launch_next = launch
+        assert generate_all(ranks, bounds, requests, random.Random(1)) == expected
+        assert engine._compiled is not None
+        assert engine._compiled.num_eager_steps == 0
+        assert engine._graphs is not None
+        assert len(ahead) > 20
+    finally:
+        ranks.close()
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []  # nothing runs eagerly
