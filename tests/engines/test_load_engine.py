@@ -206,11 +206,6 @@ def test_computed_positions_do_not(models: dict[str, Path], engine: str) -> None
     load(models["Llama"], engine=engine, max_sequence_length=129)
 
 
-def test_shards_are_not_compiled(models: dict[str, Path]) -> None:
-    with pytest.raises(StartError, match="STRICT_OPTIONS: PT2_COMPILE has no effect with NUM_SHARD above 1"):
-        load(models["Llama"], num_shards=2, compile=True, strict=True)
-
-
 def test_an_engine_without_adapters_says_so(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     load(models["Llama"], engine="fake", adapter_store=STORE)
     (said,) = caplog.messages
