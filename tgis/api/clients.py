@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol, Self
 
@@ -43,28 +44,18 @@ class Waiter(Protocol):
         """End it with an error; with None at once, since the client does not read."""
 
 
+@dataclass(slots=True, eq=False)
 class Waiting:
     """What waits for clients in one way, and how long and how many may."""
 
-    def __init__(
-        self,
-        late: str,
-        seconds: float,
-        crowd: str,
-        limit: int,
-        *,
-        crowd_seconds: float = SLOW_SECONDS,
-        told: bool = True,
-    ) -> None:
-        """After `seconds` each is ended. Of those that have waited for `crowd_seconds`, only `limit` may go on."""
-        self._late = ClientTimeout(f"{late} {seconds:g} s")
-        self._seconds = seconds
-        self._crowd = Overloaded(crowd)
-        self._limit = limit
-        self._crowd_seconds = crowd_seconds
-        self._told = told
-        self._since: dict[Waiter, float] = {}  # the oldest first
-        self.awake = asyncio.Event()  # set when anything begins to wait
+    late: str  # what is told after `seconds`, when each is ended
+    seconds: float
+    crowd: str  # what is told those that are too many
+    limit: int  # of those that have waited for `crowd_seconds`; the others are ended
+    crowd_seconds: float = SLOW_SECONDS
+    told: bool = True
+    awake: asyncio.Event = field(default_factory=asyncio.Event)  # set when anything begins to wait
+    _since: dict[Waiter, float] = field(default_factory=dict)  # the oldest first
 
     def add(self, waiter: Waiter) -> None:
         self._since[waiter] = time.monotonic()
@@ -97,16 +88,16 @@ class Waiting:
 
     def sweep(self) -> None:
         """End those that have waited too long, and those that are too many."""
-        if late := self.longer_than(self._seconds):
-            self._end(late, self._late)
-        crowd = self.longer_than(self._crowd_seconds)
-        if len(crowd) > self._limit:
-            self._end(_too_many(crowd, self._limit), self._crowd)
+        if late := self.longer_than(self.seconds):
+            self._end(late, ClientTimeout(f"{self.late} {self.seconds:g} s"))
+        crowd = self.longer_than(self.crowd_seconds)
+        if len(crowd) > self.limit:
+            self._end(_too_many(crowd, self.limit), Overloaded(self.crowd))
 
     def _end(self, waiters: list[Waiter], error: RequestError) -> None:
         for waiter in waiters:
             self.remove(waiter)
-            waiter.end(error if self._told else None)
+            waiter.end(error if self.told else None)
         log.info("ended %d calls: %s", len(waiters), error.detail)
 
 
