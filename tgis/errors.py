@@ -1,4 +1,4 @@
-"""The exceptions of tgis. Only api/grpc/servicer.py maps RequestErrors to gRPC status codes.
+"""The exceptions of tgis. Only api/grpc/status.py maps RequestErrors to gRPC status codes.
 
 TgisError
 ├── StartError               the process cannot serve: one line on stderr, exit code 1
