@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; servers wo
 hypothesis.settings.register_profile("no-clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("no-clock")
 
-pytest.register_assert_rewrite("equality", "sampling_oracle")
+pytest.register_assert_rewrite("sampling_oracle")
 
 gc.disable()  # until everything is imported: nearly all that torch and transformers make stays
 
@@ -43,10 +43,6 @@ gc.disable()  # until everything is imported: nearly all that torch and transfor
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--oracle-recompute", action="store_true", help="compute the oracle's answers anew")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """The engine hf_optimum_ort: graphs generate what transformers generates in changing batches; bad files are named."""
 
+import asyncio
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -7,16 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import golden_runner
 import msgspec
 import onnx
-import oracle
 import pytest
 import torch
 from batches import engine_options, limits
-from equality import EVERYTHING, Comparison, generate, random_requests, send_all
+from golden_cases import cases, servers
 from harness import running_server
 from onnx_exports import beside, exported, halves, without_past
-from oracle import MAX_NEW_TOKENS
 from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
@@ -60,25 +60,19 @@ def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
     return engine._model
 
 
-SLOWLY_SERVED = "detransliterator", "smollm2", "titles"
-SERVED = ["glassllm", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY_SERVED)]
+GOLDEN_FILES = {"basics", "bos", "decoder", "details", "encoder", "limits", "penalties", "sampling", "stops", "unicode"}
+SERVED = ["glassllm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2", "titles"))]
 
 
-@pytest.mark.timeout(900)  # exports of large models, and perhaps the oracle
+@pytest.mark.timeout(900)  # exports of large models
 @pytest.mark.parametrize("name", SERVED)
-def test_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path, request: Any) -> None:
-    """Every prompt alone, with all details; then many overlapping ones, some of them cancelled."""
-    answers = list(oracle.answers(name, model, cache_dir, request.config.getoption("--oracle-recompute")).values())
-    most = MAX_NEW_TOKENS[name]
-    graphs = exported(model, cache_dir)
-    with (
-        running_server(tmp_path, graphs, DEPLOYMENT_FRAMEWORK="hf_optimum_ort") as server,
-        server.stub() as stub,
-    ):
-        for answer in answers:
-            (got,) = generate(stub, [answer], most, EVERYTHING)
-            Comparison(answer, most, EVERYTHING).check(got)
-        print(f"ended at a near tie: {send_all(stub, random_requests(answers, 11, 0.5, (1, most)))} of 48")
+def test_golden_cases_are_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path) -> None:
+    asked = [case for case in cases() if case.server == name and case.file in GOLDEN_FILES and case.needs_oracle]
+    options = servers()[name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
+    with running_server(tmp_path, exported(model, cache_dir), **options) as server:
+        found = asyncio.run(golden_runner.run(server.target, asked, seed=11))
+    assert {case: problems for case, problems in found.items() if problems} == {}
+    assert len(found) > 20
 
 
 def wanted(count: int = 24) -> list[Request]:
