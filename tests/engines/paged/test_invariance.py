@@ -84,11 +84,14 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arit
     "W8A8 by token": (compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS), with_input_scale),
     "W8A8 static": (compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC), with_input_scale),
 }
-CASES += [("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS)]
-CASES += [("GPT2", "float32", "avx2", "int8"), ("Llama", "float32", "auto", "gptq, act-order")]
-CASES += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static")]
-CASES += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
-CASES += [("Marian", "float32", "auto", "KV fp8"), ("Llama", "float32", "avx2", "KV fp8")]
+# kernels/test_quantized.py tries the kernels of all others in milliseconds
+EACH_KERNEL = ("int8", "int4", "KV int8", "KV fp8", "gptq, act-order", "nf4", "E4M3 in blocks", "W8A8 by token")
+CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in EACH_KERNEL), ("Marian", "float32", "auto", "KV fp8")]
+SLOW = [("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in EACH_KERNEL]
+SLOW += [("GPT2", "float32", "avx2", "int8"), ("Llama", "float32", "auto", "gptq, act-order")]
+SLOW += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static", "KV fp8")]
+SLOW += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=", ".join)
