@@ -225,52 +225,6 @@ def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Lau
         subject.check(row)
 
 
-def test_changed_tokens_pause_asynchronous_decoding(
-    subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of four sample from a flat distribution, for which the device lists two candidates at first."""
-    monkeypatch.setattr(ours, "_TOP_P_CANDIDATES", 2)
-    for name, value in {"_MIN_CANDIDATES": 2, "_MAX_CANDIDATES": 2, "_TIE_MARGIN": 0}.items():
-        monkeypatch.setattr(logprobs, name, value)
-    calm, rng = SamplingParams(), random.Random(2)
-    samplings = [SamplingParams(temperature=5.0, top_p=0.99, seed=n) if n % 2 else calm for n in range(4)]
-    rows = [
-        Sequence(request(rng, n, 60, sampling_params=own, logprob_options=LogprobOptions()), 0.0)
-        for n, own in enumerate(samplings)
-    ]
-    for number, row in enumerate(rows):
-        row.block_table = list(range(number * 20, number * 20 + 20))
-    for _ in range(60):
-        plan = StepPlan.compute_all(rows)
-        commit(plan, subject.step(plan))
-    changed = _num_changed_tokens(subject, rows)
-    pauses = [changed[step : step + async_decode._COOLDOWN_STEPS] for step in range(60)]
-    assert 0 < changed[0] < 4, "otherwise this test shows less: choose other seeds"
-    assert all(map(any, pauses)), "otherwise a pause ends: choose other seeds"
-    assert (launches.planned, launches.in_flight) == ([4, changed[0], *[4] * 58], [4])
-    for row in rows:
-        subject.check(row)
-    subject.engine.release(rows)
-    row = Sequence(request(rng, 9, 60, sampling_params=calm, logprob_options=LogprobOptions()), 0.0)
-    row.block_table = list(range(20))
-    for _ in range(20):
-        plan = StepPlan.compute_all([row])
-        commit(plan, subject.step(plan))
-    assert launches.planned[60:] == [1] * 17
-    assert launches.in_flight[1:] == [1] * 4
-    subject.check(row)
-
-
-def _num_changed_tokens(subject: Subject, rows: list[Sequence]) -> list[int]:
-    """By step, for how many sequences a draw from the two best tokens alone gives another one."""
-    changed = []
-    for row in rows:
-        best = subject.model(torch.tensor([row.tokens])).logits[0, row.prompt_length - 1 : -1].topk(2).indices
-        changed.append((best != torch.tensor(row.tokens[row.prompt_length :])[:, None]).all(-1))
-    found: list[int] = torch.stack(changed).sum(0).tolist()
-    return found
-
-
 @dataclass
 class Run:
     """Steps of a batcher, as the worker takes them."""
