@@ -223,7 +223,7 @@ OPENAI: dict[str, Kind] = {
     "vanished": lambda to: to.post_and_vanish(COMPLETIONS, completion("a", LONG)),
     "vanished stream": lambda to: to.post_and_vanish(COMPLETIONS, completion("a", LONG, n=2, stream=True), reads=True),
     "vanished chat": lambda to: to.post_and_vanish(CHAT, chat("a", LONG, stream=True), reads=True),
-    "refused parameters": lambda to: to.post(COMPLETIONS, completion("a", LONG + 1)),
+    "refused parameters": lambda to: to.post(COMPLETIONS, completion("a", frequency_penalty=3.0)),
     "wrong type": lambda to: to.post(COMPLETIONS, completion(1)),
     "refused by the template": lambda to: to.post(CHAT, chat("refused")),
     "no schema": lambda to: to.post(CHAT, chat("a", tools=[{"type": "function", "function": {"name": "f"}}])),

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def partial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = {"DEADLINE_PARTIAL": True, "LIMIT_BY_ADDRESS": True, "MAX_CONCURRENT_REQUESTS_PER_CLIENT": 2}
-    with running_fake(tmp_path_factory.mktemp("partial"), {"step_seconds": 1.0}, **options) as running:
+    with running_fake(tmp_path_factory.mktemp("partial"), {"step_seconds": 0.5}, **options) as running:
         yield running
 
 
@@ -66,12 +66,12 @@ def test_an_idle_server_sleeps_and_wakes(server: Server) -> None:
 def test_an_answer_comes_shortly_before_its_deadline(partial_server: Server) -> None:
     with partial_server.stub() as stub:
         request = unary_request("ab", 500)
-        (whole,) = stub.Generate(request, timeout=6).responses  # two steps before: a busy machine has 2 s
+        (whole,) = stub.Generate(request, timeout=3).responses  # two steps before: a busy machine has 1 s
         assert whole.stop_reason == pb.TIME_LIMIT
         assert 0 < whole.generated_token_count <= 6
         assert whole.text == ("ab" * 50)[: whole.generated_token_count]
         with pytest.raises(grpc.RpcError) as caught:  # streams have sent their text
-            list(stub.GenerateStream(as_stream_request(request), timeout=0.5))
+            list(stub.GenerateStream(as_stream_request(request), timeout=0.3))
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         (whole,) = stub.Generate(unary_request("ab", 2)).responses  # without a deadline
     assert (whole.text, whole.stop_reason) == ("ab", pb.MAX_TOKENS)
@@ -300,23 +300,23 @@ def test_overload_is_checked_before_validation_and_says_when_to_retry(stub: Stub
 
 
 def test_a_poisoned_request_fails_alone(stub: Stub) -> None:
-    others = [stub.Generate.future(unary_request("abcdefg" * (n + 1), 100)) for n in range(5)]
+    others = [stub.Generate.future(unary_request("abcdefg" * (n + 1), 40)) for n in range(5)]
     poisoned = failure(lambda: stub.Generate(unary_request("!")))  # "!" is token 0
     assert poisoned.code() is grpc.StatusCode.INTERNAL
     for n, other in enumerate(others):
-        assert other.result().responses[0].text == ("abcdefg" * 100)[:100], n
+        assert other.result().responses[0].text == ("abcdefg" * 6)[:40], n
 
 
 def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) -> None:
     cancelled, generated = 'tgi_request_failure{err="cancelled"}', "tgi_batch_generated_tokens_total"
     server.wait_for_metric("tgi_batch_current_size 0.0")  # what other tests have cancelled is counted
-    before = {name: server.metric(name) for name in (cancelled, generated)}
+    before = server.metrics(cancelled, generated)
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "!", "def")])
     request.params.stopping.max_new_tokens = MAX_NEW
     assert failure(lambda: stub.Generate(request)).code() is grpc.StatusCode.INTERNAL
     server.wait_for_metric("tgi_batch_current_size 0.0")
-    assert server.metric(cancelled) - before[cancelled] == 2
-    assert server.metric(generated) - before[generated] < 2 * MAX_NEW
+    failed, tokens = (new - old for new, old in zip(server.metrics(cancelled, generated), before, strict=True))
+    assert (failed, tokens < 2 * MAX_NEW) == (2, True)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -338,14 +338,14 @@ def test_a_cancelled_call_frees_its_rows(server: Server, stub: Stub, streamed: b
 
 
 def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
-    calls = [stub.Generate.future(unary_request("load " * 10, 100)) for _ in range(MAX_INPUTS - 5)]
+    calls = [stub.Generate.future(unary_request("load " * 10, 40)) for _ in range(MAX_INPUTS - 5)]
     times = []
     for _ in range(20):
         started = time.monotonic()
         assert server.get("/health") == (200, "")
         times.append(time.monotonic() - started)
     assert sorted(times)[len(times) // 2] < 0.1
-    assert all(len(each.result().responses[0].text) == 100 for each in calls)
+    assert all(len(each.result().responses[0].text) == 40 for each in calls)
 
 
 def failure(action: Callable[[], object]) -> Any:

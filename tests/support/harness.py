@@ -98,10 +98,13 @@ class Server:
             return error.code, error.read().decode()
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels."""
-        return float(
-            next(line.split()[1] for line in self.get("/metrics")[1].splitlines() if line.startswith(f"{name} "))
-        )
+        """The value of a metric, by its name and labels."""
+        return self.metrics(name)[0]
+
+    def metrics(self, *names: str) -> list[float]:
+        """Values from one scrape; the next may have to wait a quarter of a second."""
+        values = dict(line.rsplit(" ", 1) for line in self.get("/metrics")[1].splitlines())
+        return [float(values[name]) for name in names]
 
     def wait_for_metric(self, sample: str, seconds: float = 20) -> None:
         """Until /metrics has this line."""
