@@ -16,19 +16,6 @@ from http_port import serving_while_loading
 
 pytestmark = needs_chromium
 
-# Keeps the most timers of two seconds that have waited at a time.
-COUNT_TIMERS = """
-const set = setTimeout, clear = clearTimeout, pending = new Set();
-window.most = 0;
-window.setTimeout = (call, ms, ...given) => {
-  const id = set(() => { pending.delete(id); call(...given); }, ms);
-  if (ms === 2000) most = Math.max(most, pending.add(id).size);
-  return id;
-};
-window.clearTimeout = (id) => { pending.delete(id); clear(id); };
-0
-"""
-
 SHARES = ["60.7 %", "22.3 %", "8.21 %", "3.02 %", "1.11 %"]  # e^-0.5, e^-1.5, ...: candidates of the fake engine
 TOKEN = "secret-token"
 
@@ -266,18 +253,6 @@ async def test_a_chat_survives_a_reload_and_can_be_changed(chromium: int, server
 
 
 @run_async
-async def test_an_answer_stays_if_it_cannot_be_made_anew(chromium: int, server: Server) -> None:
-    async with opened(chromium, server, tokens=False) as page:
-        await page.fill("[name=max_tokens]", "2")
-        await ask(page, "hello")
-        await answered(page, "cut at the limit")
-        await answer_with(page, "async () => { throw new TypeError() }")
-        await page.click("[name=regenerate]")
-        await page.until("!document.getElementById('error').hidden")
-        assert await chat(page) == ["hello", "he"]
-
-
-@run_async
 async def test_a_refusal_is_shown_beside_its_field_and_the_question_kept(chromium: int, server: Server) -> None:
     async with opened(chromium, server) as page:
         await page.fill("[name=temperature]", "-1")
@@ -305,55 +280,6 @@ async def test_a_field_out_of_sight_that_is_wrong_is_shown(chromium: int, server
         await page.tap("#send")
         await page.until("document.querySelector('#parameters').open")
         assert await page.value("document.querySelectorAll('article').length") == 0
-
-
-@run_async
-async def test_clear_stops_no_answer_of_the_other_log(chromium: int, server: Server) -> None:
-    async with opened(chromium, server) as page:
-        await page.fill("[name=max_tokens]", "300")
-        await ask(page, "hello ")
-        await page.until("document.querySelector('.token')")
-        await page.click(".modes label:last-of-type")
-        await page.click("#clear")
-        await answered(page, "cut at the limit")
-
-
-@run_async
-async def test_a_question_that_was_cleared_does_not_come_back(chromium: int, server: Server) -> None:
-    async with opened(chromium, server) as page:
-        await answer_with(page, "({ signal }) => new Promise((_, no) => signal.onabort = () => no(signal.reason))")
-        await ask(page, "hello")
-        await page.until("document.querySelector('article.running')")
-        await page.click("#clear")
-        await page.until("document.getElementById('send').textContent === 'Send'")
-        assert await page.value("document.querySelectorAll('article').length") == 0
-        assert await page.value("document.querySelector('#text').value") == ""
-
-
-@run_async
-async def test_text_of_unknown_tokens_has_no_card(chromium: int, server: Server) -> None:
-    async with opened(chromium, server) as page:
-        chunk = json.dumps({"choices": [{"delta": {"content": "plain"}, "finish_reason": "stop"}]})
-        events = f"data: {chunk}\n\ndata: [DONE]\n\n"
-        await answer_with(page, f"async () => new Response({json.dumps(events)})")
-        await ask(page, "hello")
-        await answered(page, "complete")
-        assert await page.value("document.querySelector('.answer').textContent") == "plain"
-        await page.value("document.querySelector('.answer').focus()")
-        await page.press("ArrowRight")
-        assert not await page.value("document.querySelector('#card').matches(':popover-open')")
-
-
-@run_async
-async def test_only_the_latest_connection_asks_for_the_batch(chromium: int, server: Server) -> None:
-    async with opened(chromium, server) as page:
-        await page.until("document.getElementById('batch').textContent.includes('running')")
-        await page.value(COUNT_TIMERS)
-        change = "document.querySelector('[name=token]').dispatchEvent(new Event('change'))"
-        await page.value(";".join([change] * 4))
-        await page.until("most")
-        await page.value("(async () => { for (let n = 0; n < 9; n++) await fetch('v1/models'); })()")
-        assert await page.value("most") == 1
 
 
 @run_async

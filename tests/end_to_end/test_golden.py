@@ -10,16 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import golden_protocol
 import golden_runner
 import pytest
-from golden_cases import Case, Json, cases, expected_answers, servers
-from golden_compare import differences
+from golden_cases import Case, cases, expected_answers, servers
 from golden_model import write_prompts
 from harness import running_server
 from repository import REPOSITORY
-
-from tgis.pb import generation_pb2 as pb
 
 SEED = 20
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -90,77 +86,3 @@ def test_the_cases_that_the_documentation_names_exist() -> None:
     assert named <= {case.id for case in cases()}
     for file, _, test in (name.partition("::") for name in re.findall(r"`(tests/[^`]+)`", table)):
         assert f"def {test}" in (REPOSITORY / file).read_text(), test
-
-
-def _stream(**changes: Json) -> list[pb.GenerationResponse]:
-    """A valid sampled stream, with changes to the fields of messages by number."""
-    tokens = [{"text": "a"}]
-    messages: list[Json] = [
-        {"text": "in", "input_token_count": 1, "seed": 7},
-        {"input_tokens": [{"text": "in", "logprob": float("nan")}], "input_token_count": 1},
-        {"generated_token_count": 1, "text": "a", "tokens": tokens},
-        {"generated_token_count": 2, "tokens": tokens},
-        {"generated_token_count": 3, "text": "aa", "tokens": tokens, "stop_reason": pb.MAX_TOKENS, "seed": 7},
-    ]
-    return [pb.GenerationResponse(**message | changes.get(f"_{at}", {})) for at, message in enumerate(messages)]
-
-
-STREAM = pb.SingleGenerationRequest(
-    request=pb.GenerationRequest(text="in"),
-    params=pb.Parameters(response=pb.ResponseOptions(input_text=True, input_tokens=True, generated_tokens=True)),
-)
-
-
-def test_a_valid_stream_has_no_violations() -> None:
-    assert golden_protocol.violations(STREAM, _stream()) == []
-    joined = golden_protocol.join_stream(_stream())
-    assert (joined.text, joined.generated_token_count, len(joined.tokens)) == ("inaaa", 3, 3)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"_0": {"seed": 0}},
-        {"_0": {"text": ""}},
-        {"_0": {"input_token_count": 0}},
-        {"_0": {"generated_token_count": 1}},
-        {"_1": {"text": "a"}},
-        {"_1": {"input_token_count": 2}},
-        {"_1": {"seed": 7}},
-        {"_2": {"input_token_count": 1}},
-        {"_2": {"seed": 7}},
-        {"_2": {"tokens": []}},
-        {"_2": {"stop_reason": pb.MAX_TOKENS}},
-        {"_3": {"generated_token_count": 1}},
-        {"_3": {"tokens": [{"text": "a"}, {"text": "a"}]}},
-        {"_4": {"stop_reason": pb.NOT_FINISHED}},
-        {"_4": {"seed": 0}},
-        {"_4": {"generated_token_count": 2}},
-    ],
-    ids=str,
-)
-def test_violations_of_the_protocol_are_found(changes: dict[str, Json]) -> None:
-    assert golden_protocol.violations(STREAM, _stream(**changes))
-
-
-@pytest.mark.parametrize(
-    ("expected", "got", "found"),
-    [
-        ({"a": [1.0]}, {"a": [1.0004]}, []),
-        ({"a": [1.0]}, {"a": [1.0006]}, [".a[0]: expected 1.0, got 1.0006"]),
-        ({"a": 1}, {"a": True}, [".a: expected 1, got True"]),
-        ({"a": 1}, {}, [".a: expected 1, got none"]),
-        ({}, {"a": 1}, [".a: expected none, got 1"]),
-        ({"a": [1]}, {"a": [1, 2]}, [".a: 1 expected, 2 came"]),
-        ({"a": "NaN"}, {"a": "NaN"}, []),
-        ({"a": -1.0}, {"a": "NaN"}, [".a: expected -1.0, got 'NaN'"]),
-    ],
-)
-def test_differences_are_found(expected: Json, got: Json, found: list[str]) -> None:
-    assert differences(expected, got) == found
-
-
-def test_partly_compares_only_expected_fields() -> None:
-    got = {"a": [{"b": 1, "c": 2}], "d": 3}
-    assert differences({"a": [{"b": 1}]}, got, partly=True) == []
-    assert differences({"a": [{"b": 2}]}, got, partly=True) == [".a[0].b: expected 2, got 1"]
