@@ -74,8 +74,8 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
 ) -> None:
     """All adapters and soft prompts at once, beside inputs without one; unary and streamed."""
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
-    texts = {tuple(tokenizer(text).input_ids): text for text in tuning.TUNING_PLANS["glassllm-lora"].inputs}
-    loras, prompts = (one.trained.continuations for one in tuned)
+    texts = {tuple(tokenizer(text).input_ids): text for text in tuning.INPUTS}
+    loras, prompts = (one.continuations for one in tuned)
     copies = itertools.cycle(range(COPIES))
     wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in 4 * loras]
     wanted += [(one, f"soft/{one.prompt}") for one in prompts if one.prompt]

@@ -60,8 +60,8 @@ def test_all_that_fits_where_more_or_nothing_is_asked_for(server: Server, max_ne
 
 def test_lora_modules_are_adapter_ids(server: Server, tuned: Tuned, glassllm_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
-    text = tuning.TUNING_PLANS["glassllm-lora"].inputs[0]
-    expected = {one.prompt: one for one in tuned.trained.continuations if one.tokens == tokenizer(text).input_ids}
+    text = tuning.INPUTS[0]
+    expected = {one.prompt: one for one in tuned.continuations if one.tokens == tokenizer(text).input_ids}
     request = unary_request(text, tuning.MAX_NEW_TOKENS)
     request.params.response.generated_tokens = True
     with server.stub() as stub:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, NEAR_TIE, VOCAB_SIZE, check_best, run_steps
+from tiny_models import EOS, VOCAB_SIZE, check_best, run_steps
 from tuning import Continuation
 
 from tgis.batcher.capacity import BatchLimits
@@ -105,11 +105,6 @@ def find_adapter(store: AdapterStore, continuation: Continuation) -> LoadedAdapt
     prompt = store.find(continuation.prompt).adapter
     assert isinstance(prompt, LoadedAdapter)
     return prompt
-
-
-def without_near_ties(continuations: list[Continuation]) -> list[Continuation]:
-    assert all(min(one.gaps) > NEAR_TIE for one in continuations), "let tuning.py train something else"
-    return continuations
 
 
 def check_mixed(setup: EngineSetup, models: list[Any], adapters: list[LoadedAdapter | None]) -> int:

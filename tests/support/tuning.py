@@ -1,6 +1,6 @@
 """Soft prompts and LoRA adapters trained with PEFT, and what PEFT then generates: expected values of tests.
 
-Float32, CPU, greedy, batch of one, without tgis. Computed by one child process per model (this file as a script) and
+Float32, CPU, greedy, batch of one, without tgis. Computed by one child process (this file as a script) and
 kept in the test cache under a key of everything that they depend on, this file included.
 """
 
@@ -15,6 +15,7 @@ import msgspec
 from compute_once import compute_once
 
 MAX_NEW_TOKENS = 24
+NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,12 @@ class Training:
 class TuningPlan:
     """What is trained for a model, by prompt or adapter id."""
 
-    task_type: str  # of PEFT
-    inputs: list[str]
     trainings: dict[str, Training]
     steps: int
     rate: float = 0.1
 
 
-_STORY = [
+INPUTS = [
     "Once upon a time",
     "The Hatter",
     "“What a curious feeling!” said Alice; “I must be shutting up like a telescope.” And so",
@@ -47,20 +46,12 @@ _STORY = [
     "He said, “It is",
     "Bruno was silent, for",
 ]
-_NOTES = [
-    "Fixed the login page that showed an error for users with long names",
-    "we need to update the documentation of the billing service before friday",
-    "Add a test",
-    "The database migration failed twice last night, so I wrote a script that retries it",
-]
 _QUEEN = " the Queen of Hearts, and the Queen of Hearts, and the"
 _KING = " no, no! said the King. no, no! said the King. no, no!"
 _ALICE = "?” said Alice. “Why?” said Alice. “Why?” said Alice."
 
 TUNING_PLANS = {
     "glassllm": TuningPlan(
-        task_type="CAUSAL_LM",
-        inputs=_STORY,
         trainings={
             "queen": Training("PROMPT_TUNING", 8, "safetensors", _QUEEN),
             "nested/king": Training("PROMPT_TUNING", 5, "bin", _KING),
@@ -68,18 +59,7 @@ TUNING_PLANS = {
         },
         steps=60,
     ),
-    "titles": TuningPlan(
-        task_type="SEQ_2_SEQ_LM",
-        inputs=_NOTES,
-        trainings={
-            "report": Training("PROMPT_TUNING", 6, "safetensors", "Weekly report of the team"),
-            "question": Training("P_TUNING", 3, "bin", "What should be done about this?"),
-        },
-        steps=12,
-    ),
     "glassllm-lora": TuningPlan(
-        task_type="CAUSAL_LM",
-        inputs=_STORY,
         trainings={
             "queen": Training("LORA", 8, "safetensors", _QUEEN, {"target_modules": "all-linear", "lora_alpha": 16}),
             "nested/king": Training(
@@ -117,16 +97,6 @@ TUNING_PLANS = {
         steps=15,
         rate=0.02,
     ),
-    "titles-lora": TuningPlan(
-        task_type="SEQ_2_SEQ_LM",
-        inputs=_NOTES,
-        trainings={
-            "report": Training("LORA", 8, "safetensors", "Weekly report of the team", {"target_modules": "all-linear"}),
-            "question": Training("LORA", 2, "bin", "What should be done about this?", {"lora_alpha": 16}),
-        },
-        steps=4,
-        rate=0.01,
-    ),
 }
 
 
@@ -136,14 +106,6 @@ class Continuation(msgspec.Struct, frozen=True):
     prompt: str  # or adapter; "" for none
     tokens: list[int]  # of the input
     generated: list[int]
-    gaps: list[float]  # between the two best logits of each step
-
-
-class Trained(msgspec.Struct, frozen=True):
-    """What the trainings resulted in."""
-
-    losses: dict[str, tuple[float, float]]  # before and after, by id
-    continuations: list[Continuation]  # of all inputs, with each prompt and with none
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +113,14 @@ class Tuned:
     """A store with what was trained, and what PEFT generates with it."""
 
     store: Path
-    trained: Trained
+    continuations: list[Continuation]  # of all inputs, with each prompt and with none
 
 
 def tuned(name: str, model: Path, cache: Path) -> Tuned:
-    """The results of the plan of that name for a model; trained once, with the other plan of that model."""
-    family = name.removesuffix("-lora")
-    directory = compute_once(cache / "oracle" / f"tuned-{family}-{_key(model)[:16]}", __file__, family, model) / name
-    return Tuned(directory / "store", msgspec.json.decode((directory / "trained.json").read_bytes(), type=Trained))
+    """The results of the plan of that name; trained once, with the other plan."""
+    directory = compute_once(cache / "oracle" / f"tuned-{_key(model)[:16]}", __file__, model) / name
+    continuations = msgspec.json.decode((directory / "continuations.json").read_bytes(), type=list[Continuation])
+    return Tuned(directory / "store", continuations)
 
 
 def _key(model: Path) -> str:
@@ -169,31 +131,31 @@ def _key(model: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def train(plan: TuningPlan, model_dir: Path, store: Path) -> Trained:
+def train(plan: TuningPlan, model_dir: Path, store: Path) -> list[Continuation]:
     """Train every prompt or adapter into `store`, and let PEFT generate with each and with none."""
     import torch
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    inputs = [tokenizer(text).input_ids for text in plan.inputs]
-    family = AutoModelForSeq2SeqLM if plan.task_type == "SEQ_2_SEQ_LM" else AutoModelForCausalLM
-    bare = family.from_pretrained(model_dir, dtype=torch.float32).eval()
-    losses, found = {}, [_continued(bare, "", ids) for ids in inputs]
+    inputs = [tokenizer(text).input_ids for text in INPUTS]
+    bare = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    found = [_continued(bare, "", ids) for ids in inputs]
     for name, training in plan.trainings.items():
         torch.manual_seed(0)
-        base = family.from_pretrained(model_dir, dtype=torch.float32)
-        model = get_peft_model(base, _config(plan.task_type, training))
-        losses[name] = _optimise(model, inputs[:3], tokenizer(training.text).input_ids, plan)
+        base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        model = get_peft_model(base, _config(training))
+        _optimise(model, inputs[:3], tokenizer(training.text).input_ids, plan)
         model.eval().save_pretrained(store / name, safe_serialization=training.file == "safetensors")
         found += [_continued(model, name, ids) for ids in inputs]
-    return Trained(losses, found)
+    return found
 
 
-def _config(task: str, training: Training) -> Any:
+def _config(training: Training) -> Any:
     from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig
 
+    task = "CAUSAL_LM"
     if training.kind == "P_TUNING":
         return PromptEncoderConfig(task_type=task, num_virtual_tokens=training.length, encoder_hidden_size=64)
     if training.kind == "LORA":
@@ -201,28 +163,15 @@ def _config(task: str, training: Training) -> Any:
     return PromptTuningConfig(task_type=task, num_virtual_tokens=training.length)
 
 
-def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], plan: TuningPlan) -> tuple[float, float]:
-    """The loss before and after."""
+def _optimise(model: Any, inputs: list[list[int]], wanted: list[int], plan: TuningPlan) -> None:
     import torch
 
     optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=plan.rate)
-    losses = []
+    both = [torch.tensor([ids + wanted]) for ids in inputs]
     for _ in range(plan.steps):
-        loss = sum(_loss(model, ids, wanted, plan.task_type) for ids in inputs) / len(inputs)
         optimiser.zero_grad()
-        loss.backward()
+        (sum(model(input_ids=ids, labels=ids).loss for ids in both) / len(both)).backward()
         optimiser.step()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
-
-
-def _loss(model: Any, ids: list[int], wanted: list[int], task: str) -> Any:
-    import torch
-
-    if task == "SEQ_2_SEQ_LM":
-        return model(input_ids=torch.tensor([ids]), labels=torch.tensor([wanted])).loss
-    both = torch.tensor([ids + wanted])
-    return model(input_ids=both, labels=both).loss
 
 
 def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
@@ -236,26 +185,19 @@ def _continued(model: Any, prompt: str, ids: list[int]) -> Continuation:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    logits = torch.cat(out.logits)
-    given = {"input_ids": out.sequences}
-    if model.config.is_encoder_decoder:
-        given = {"input_ids": torch.tensor([ids]), "decoder_input_ids": out.sequences}
-    with torch.no_grad():
-        forward = model(**given).logits[0, -len(logits) - 1 : -1]
-    torch.testing.assert_close(forward, logits, atol=1e-3, rtol=0)
-    best = logits.topk(2).values
-    return Continuation(prompt, ids, out.sequences[0, -len(logits) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+    best = torch.cat(out.logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > NEAR_TIE, "train something else: another CPU may choose other tokens"
+    return Continuation(prompt, ids, out.sequences[0, -len(best) :].tolist())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train soft prompts or adapters, and let PEFT generate with them.")
-    parser.add_argument("family", choices=("glassllm", "titles"))
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    for name in (arguments.family, f"{arguments.family}-lora"):
-        trained = train(TUNING_PLANS[name], arguments.model, arguments.out / name / "store")
-        (arguments.out / name / "trained.json").write_bytes(msgspec.json.encode(trained))
+    for name, plan in TUNING_PLANS.items():
+        continuations = train(plan, arguments.model, arguments.out / name / "store")
+        (arguments.out / name / "continuations.json").write_bytes(msgspec.json.encode(continuations))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterStore
 
-LESSONS = tuning.TUNING_PLANS["glassllm-lora"].trainings
-
 
 @pytest.fixture(scope="module")
 def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
@@ -52,13 +50,6 @@ def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
 @pytest.fixture(scope="module")
 def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
     return store_for(setup, tuned.store)
-
-
-def test_training_changes_what_is_generated(tuned: Tuned) -> None:
-    assert all(after < 0.5 * before for before, after in tuned.trained.losses.values())
-    for inputs in range(len(tuning.TUNING_PLANS["glassllm-lora"].inputs)):
-        alike = tuned.trained.continuations[inputs :: len(tuning.TUNING_PLANS["glassllm-lora"].inputs)]
-        assert len(alike) == len({tuple(one.generated) for one in alike}) == len(LESSONS) + 1
 
 
 def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
@@ -167,7 +158,7 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequence(
     """Its products are infinite for all sequences, and masked for all but its own."""
     good: Any = store.find("queen").adapter
     layers = {name: LoraLayerWeights(layer.lora_a * 1e38, layer.lora_b) for name, layer in good.layers.items()}
-    wanted = [one for one in tuned.trained.continuations if one.prompt in ("queen", "")]
+    wanted = [one for one in tuned.continuations if one.prompt in ("queen", "")]
     jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
     bad = Sequence(AdapterRequest([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
     bad.adapter = LoraAdapter(99, layers)

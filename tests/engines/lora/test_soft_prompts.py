@@ -51,17 +51,6 @@ def store(glassllm_dir: Path, tuned: Tuned) -> AdapterStore:
     return AdapterStore(str(tuned.store), 1 << 20, TargetModel(128, 64, torch.float32, torch.device("cpu")))
 
 
-def test_training_changes_what_is_generated(tuned: Tuned) -> None:
-    assert all(after < 0.8 * before for before, after in tuned.trained.losses.values())
-    bare = {tuple(one.tokens): one.generated for one in tuned.trained.continuations if not one.prompt}
-    assert len(bare) == len(tuning.TUNING_PLANS["glassllm"].inputs)
-    for name in tuning.TUNING_PLANS["glassllm"].trainings:
-        changed = [
-            one.generated != bare[tuple(one.tokens)] for one in tuned.trained.continuations if one.prompt == name
-        ]
-        assert sum(changed) >= 5
-
-
 @pytest.mark.slow  # both ranks load everything
 def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no adapter store: each step brings the embeddings that it needs."""
@@ -70,7 +59,7 @@ def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: Adapt
     try:
         engine.warm_up()
         assert engine.info.lora_targets == {}  # nor LoRA adapters, of which it would need more
-        wanted = tuned.trained.continuations
+        wanted = tuned.continuations
         jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
         generated, _ = generate_all(EngineSetup(engine, BOUNDS["paged"]), jobs)
     finally:
