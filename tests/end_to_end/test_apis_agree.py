@@ -72,7 +72,7 @@ class Padded:
     start: str | None = None  # what the decoder of an encoder-decoder begins with
 
 
-@pytest.fixture(scope="module", params=["hf_transformers", "hf_optimum_ort"])
+@pytest.fixture(scope="module", params=["hf_transformers", pytest.param("hf_optimum_ort", marks=pytest.mark.slow)])
 def padded(
     request: pytest.FixtureRequest, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Padded]:
