@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizer_families as zoo
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_families import Families
 from tokenizers import Tokenizer as Backend
@@ -65,6 +65,7 @@ def some_ids(backend: Backend, tokenizer: Tokenizer) -> st.SearchStrategy[list[i
 
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 @pytest.mark.parametrize("family", zoo.FAMILIES)
+@settings(max_examples=40)  # for each of many families
 @given(data=st.data())
 def test_incremental_text_of_any_ids_equals_whole_decoding(
     families: Families, family: str, encoder_decoder: bool, data: st.DataObject

@@ -85,20 +85,21 @@ def test_each_input_is_observed(server: Server, stub: Stub) -> None:
     names = [f"{name}_{kind}" for name in names for kind in ("count", "sum")] + [
         "tgi_request_validation_duration_count"
     ]
-    before = {name: server.metric(name) for name in names}
+    before = server.metrics(*names)
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in ("abc", "defghi")])
     request.params.stopping.max_new_tokens = 4
     request.params.truncate_input_tokens = 5
     stub.Generate(request, metadata=metadata("observed"))
-    assert [server.metric(name) - before[name] for name in names] == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
+    grown = [new - old for new, old in zip(server.metrics(*names), before, strict=True)]
+    assert grown == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
 
 
 def test_calls_to_tokenize_are_observed(server: Server, stub: Stub) -> None:
     names = [f"tgi_tokenize_request_{name}" for name in ("count", "input_count", "tokens_count", "tokens_sum")]
     names.append("tgi_tokenize_request_duration_count")
-    before = {name: server.metric(name) for name in names}
+    before = server.metrics(*names)
     stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in ("abc", "de")]))
-    assert [server.metric(name) - before[name] for name in names] == [1, 2, 1, 5, 1]
+    assert [new - old for new, old in zip(server.metrics(*names), before, strict=True)] == [1, 2, 1, 5, 1]
 
 
 def test_the_correlation_id_is_in_the_trailing_metadata(server: Server, stub: Stub) -> None:

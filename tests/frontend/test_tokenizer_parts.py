@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizer_families as zoo
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_families import Families
 from tokenizers import Regex, pre_tokenizers
@@ -58,6 +58,7 @@ def made(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.mark.parametrize("family", CUT)
+@settings(max_examples=40)  # for each of many families
 @given(text=st.lists(st.sampled_from(WORDS) | st.text("ab ", max_size=9), max_size=40).map("".join))
 @example("one two three four five six")
 @example("1 2 3 4 5 6 7 8 9 0 12 345 6789 0 a 1 b")
