@@ -31,10 +31,6 @@ class Queue(FairQueue):
         return taken
 
 
-def test_connections_take_turns() -> None:
-    assert Queue("a1", "a2", "a3", "b1", "b2", "c1").served() == ["a1", "b1", "c1", "a2", "b2", "a3"]
-
-
 def test_a_call_does_not_wait_for_the_backlog_of_another_connection() -> None:
     queue = Queue(*(f"a{number}" for number in range(50)))
     assert queue.take() == "a0"
@@ -111,34 +107,9 @@ def test_a_message_that_is_late_keeps_no_other_from_its_turn() -> None:
     assert queue.take() == f"a{MAX_ARRIVING}"
 
 
-def test_few_messages_arrive_at_a_time() -> None:
-    queue = FairQueue(MAX_CALLS)
-    for number in range(MAX_ARRIVING + 2):
-        queue.add(str(number), number)
-    assert [queue.take() for _ in range(MAX_ARRIVING + 1)] == [*range(MAX_ARRIVING), None]
-    queue.arrived("3")
-    assert [queue.take(), queue.take()] == [MAX_ARRIVING, None]
-
-
 def test_the_oldest_calls_of_a_connection_with_more_than_it_may_have_are_dropped() -> None:
     queue = Queue(*(f"a{number}" for number in range(MAX_CALLS + 2)))
     assert queue.served() == [f"a{number}" for number in range(2, MAX_CALLS + 2)]
-
-
-def test_it_tells_when_a_call_may_start() -> None:
-    queue, told = Queue(), list[str]()
-    queue.on_ready = lambda: told.append("ready")
-    queue.add("a", "a1")
-    assert told == ["ready"]
-    queue.take()
-    queue.arrived("a")
-    assert told == ["ready"] * 2
-
-
-def test_dropped_calls_do_not_start() -> None:
-    queue = Queue("a1", "b1")
-    queue.clear()
-    assert (queue.take(), len(queue)) == (None, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
