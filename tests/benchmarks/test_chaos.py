@@ -1,4 +1,4 @@
-"""The parts of the chaos soak: what the faults do, and who may notice; and two minutes of it in `make test-all`."""
+"""The parts of the chaos soak: what the faults do; and two minutes of it in `make test-all`."""
 
 import errno
 import json
@@ -14,26 +14,11 @@ import pytest
 from harness import run_async, running_server
 from repository import REPOSITORY
 
-from benchmarks.chaos import fault_log
 from benchmarks.chaos.attacks import ATTACKS, attack_until
-from benchmarks.chaos.fault_log import FaultLog, Notice
-from benchmarks.chaos.files import AdapterFiles
 from benchmarks.chaos.http2 import Target, connect, reached
 from benchmarks.chaos.http_attacks import HTTP_ATTACKS
 from benchmarks.chaos.shim import Control, Shim
-from benchmarks.chaos.usage import Life, Usage
 from demo.fake_model import make_fake_model
-
-
-def test_only_who_may_notice_a_fault_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, before = FaultLog(), time.monotonic()
-    assert not log.noticeable(Notice.HEALTH, before)
-    with log.record("pause", frozenset({Notice.HEALTH})), log.record("another", frozenset()):
-        assert log.noticeable(Notice.HEALTH, before)
-        assert not log.noticeable(Notice.CALLS, before)
-    assert log.noticeable(Notice.HEALTH, before)  # it was during the call
-    assert not log.noticeable(Notice.HEALTH, time.monotonic() + 2 * fault_log._AFTERMATH_SECONDS)
-    assert log.counts == {"pause": 1, "another": 1}
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -53,28 +38,6 @@ def test_the_clock_is_stepped_and_the_disk_of_the_log_is_full(tmp_path: Path) ->
     assert (python(write).returncode, python(write).stdout) == (0, "a")
     shim.set(Control.LOG_FULL, 1)
     assert (python(write).returncode, python(write).stdout) == (errno.ENOSPC, "")
-
-
-def test_versions_of_an_adapter_during_a_call(tmp_path: Path, glassllm_dir: Path) -> None:
-    files = AdapterFiles(tmp_path, glassllm_dir)
-    assert files.versions_since(0.0) == {"a"}
-    files.use("b")
-    began = time.monotonic()
-    assert files.versions_since(began) == {"b"}
-    files.damage(random.Random(0))
-    files.use("a")
-    assert files.versions_since(began) == {"b", "c", "a"}
-    assert files.versions_since(time.monotonic()) == {"a"}
-
-
-def test_leaks_and_growing_memory_are_found() -> None:
-    assert Usage(100, 40).exceeds(Usage(10, 40))
-    assert Usage(10, 100).exceeds(Usage(10, 40))
-    assert not Usage(12, 42).exceeds(Usage(10, 40))
-    samples = {"level": [(minute, 100 << 20) for minute in range(20)]}
-    samples["grows"] = [(minute, (100 + 2 * minute) << 20) for minute in range(20)]
-    life = Life(server=None, memory=samples)  # type: ignore[arg-type]  # it asks no process
-    assert list(life.growth()) == ["the memory of the grows grows by 2.0 MiB a minute"]
 
 
 @run_async

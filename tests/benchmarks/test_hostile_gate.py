@@ -54,13 +54,6 @@ def test_nothing_may_fail_in_any_round(name: str, fault: dict[str, object], told
     assert told in broken
 
 
-def test_memory_counts_in_attacked_rounds() -> None:
-    large = replace(CONTROL, peak_memory=701.0)
-    (broken,) = broken_bounds([a_round(large)])
-    assert "701 MiB" in broken
-    assert broken_bounds([a_round(CONTROL, large)]) == []
-
-
 def test_rounds_alternate_and_the_exit_code_tells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

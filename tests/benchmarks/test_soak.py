@@ -13,7 +13,7 @@ from repository import REPOSITORY
 from scraped_metrics import make_metrics
 
 from benchmarks.soak import reconcile
-from benchmarks.soak.cases import Answer, assemble_answer, difference
+from benchmarks.soak.cases import Answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
 from tgis.api.clients import Account, Clients
@@ -57,29 +57,6 @@ EXPECTED = Answer(
 )
 def test_equal_answers_and_prefixes_are_right_and_no_others(got: Answer, right: bool) -> None:
     assert (difference(EXPECTED, got) == "") == right
-
-
-def message(count: int, text: str, *tokens: str, end: Any = pb.NOT_FINISHED) -> pb.GenerationResponse:
-    infos = [pb.TokenInfo(text=token) for token in tokens]
-    return pb.GenerationResponse(generated_token_count=count, text=text, tokens=infos, stop_reason=end)
-
-
-def test_a_stream_is_merged_into_an_answer() -> None:
-    stream = [message(0, ""), message(1, "a", "A"), message(3, "bc", "B", "C"), message(4, "d", "D", end=pb.MAX_TOKENS)]
-    assert assemble_answer(stream) == Answer("abcd", ["A", "B", "C", "D"], pb.MAX_TOKENS, ["", "a", "a", "abc", "abcd"])
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        [message(1, "a", "A", end=pb.MAX_TOKENS), message(2, "b", "B")],
-        [message(2, "a", "A")],
-        [message(1, "a", "A"), message(1, "b", "B", end=pb.MAX_TOKENS)],
-    ],
-)
-def test_a_stream_that_violates_the_protocol_is_an_error(stream: list[pb.GenerationResponse]) -> None:
-    with pytest.raises(ValueError, match=r"messages|tokens"):
-        assemble_answer(stream)
 
 
 STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_requeued=0, first_scheduled={})

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from repository import REPOSITORY
 
 
+@pytest.mark.slow
 def test_a_small_stream_is_traced() -> None:
     command = [sys.executable, "-m", "benchmarks.stream_trace", "-v"]
     done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
