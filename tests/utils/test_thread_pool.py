@@ -1,21 +1,15 @@
 """Pools whose threads all run from the beginning, and what uses them when no other thread can be started."""
 
-import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from grammar_walks import byte_table
 
-from demo.fake_model import make_fake_model
 from tgis.engine_core.core import EngineCore
-from tgis.frontend.tokenizer import Tokenizer, Wanted
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
-from tgis.prompts.resolver import AdapterResolver, StoreResult
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.utils.thread_pool import started_pool
 
@@ -54,17 +48,6 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
         started_pool(3, "test")
 
 
-def test_adapters_are_found_without_another_thread(no_more_threads: Callable[[], None]) -> None:
-    answers = queue.SimpleQueue[LookedUp]()
-    adapter: Any = SimpleNamespace(length=7, decoder_length=0, version=1, rank=0)
-    resolver = AdapterResolver(lambda _id: StoreResult(adapter, loaded=True), answers.put)
-    no_more_threads()
-    resolver.look_up(LookUp(1, "a"))
-    found = answers.get(timeout=10).adapter
-    assert found is not None
-    assert found.length == 7
-
-
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[LookedUp]()
     compiler = GrammarCompiler(byte_table(), answers.put, started_pool)
@@ -77,14 +60,3 @@ def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threa
     assert matcher.allowed_ids(tokens) == [ord("b") + 1]
     compiler.close()
     masks.close()
-
-
-def test_texts_are_tokenized_without_another_thread(tmp_path: Path, no_more_threads: Callable[[], None]) -> None:
-    tokenizer = Tokenizer.load(make_fake_model(tmp_path / "model"), workers=2)
-    no_more_threads()
-
-    async def run() -> list[Any]:
-        return await asyncio.gather(*(tokenizer.encode(["a" * 1000], Wanted()) for _ in range(5)))
-
-    assert [one.num_tokens for (one,) in asyncio.run(run())] == [1000] * 5
-    tokenizer.close()
