@@ -57,8 +57,7 @@ DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n
 Outcome = tuple[list[int], list[TokenLogprobs]]
 
 CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto"), ("GPT2", "bfloat16", "auto")]
-CASES += [("BLOOM", "bfloat16", "auto"), ("MPT", "float32", "auto"), ("Falcon RW", "float32", "auto")]
-CASES += [("T5", "bfloat16", "auto"), ("Marian", "float32", "auto")]
+CASES += [("BLOOM", "bfloat16", "auto"), ("T5", "bfloat16", "auto")]
 CASES += [
     pytest.param((name, dtype, "auto"), marks=pytest.mark.slow)
     for name in CONFIGS
