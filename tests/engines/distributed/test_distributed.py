@@ -305,7 +305,7 @@ def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepR
     return broken_step
 
 
-STEP = StepInput([], [])
+STEP = StepInput([], [], [])
 
 
 @pytest.mark.parametrize(
