@@ -63,7 +63,7 @@ class Launches:
 class Messages:
     """Messages of rank 0 on their way to the other rank."""
 
-    def receive(self) -> list[Any]:
+    def receive(self, timeout: float | None = None) -> list[Any]:
         found: list[Any] = [None]
         dist.broadcast_object_list(found)
         return [msgspec.msgpack.decode(found[0], type=ranks.RankMessage)]
