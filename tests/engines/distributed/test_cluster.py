@@ -127,6 +127,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(model: Path, tmp_pat
         (lambda model: {"dtype": "float16"}, "dtype is float16 on node 1, float32 on node 0"),
         (lambda model: altered(model, "config.json", b"}", b" }"), "config.json is "),
         (lambda model: altered(model, "model.safetensors", b"{}", b"{ "), "model.safetensors is "),
+        (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is "),
         (
             lambda model: altered(model, "tokenizer.json", b"", b"{}"),
             "tokenizer.json is 44136fa355b3678a on node 1, missing",
