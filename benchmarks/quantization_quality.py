@@ -56,7 +56,7 @@ def log_probabilities(model: Path, options: dict[str, Any], tokens: list[list[in
     for ids in tokens:
         seq = dummy_sequence(ids, engine.info.block_size, prompt_logprobs=True)
         for count in CHUNKS:
-            logits, slices = engine.compute_logits(StepPlan([seq], [count], [], has_prefill=True))
+            logits, slices = engine.runner.compute_logits(StepPlan([seq], [count], [], has_prefill=True))
             found.append(logits[slices[seq.id]].float().log_softmax(-1))
             seq.num_computed_tokens += count
     return torch.cat(found)

@@ -107,7 +107,7 @@ class Subject:
                 self.masks.prepare((seq.grammar, seq.tokens[seq.prompt_length :]) for seq in going_on)
 
     def _submit(self, batcher: Batcher, request: Request, pattern: str | None, rng: random.Random) -> None:
-        (seq,) = batcher.submit([request], 0.0)
+        (seq,) = batcher.submit([msgspec.structs.replace(request, grammar=None if pattern is None else 1)], 0.0)
         if pattern is not None:
             seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), self.table)
             seq.grammar.in_thread = self.masks is not None
@@ -246,10 +246,10 @@ def test_steps_run_ahead_between_those_with_grammars(
         return count, output
 
     if captured:
-        graphs = DecodeGraphs(engine._forward, ROWS, 64, engine.info.token_capacity)
+        graphs = DecodeGraphs(engine.runner._forward, ROWS, 64, engine.info.token_capacity)
         with torch.inference_mode():
-            graphs.capture(counted, engine._device)
-        monkeypatch.setattr(engine, "_graphs", graphs)
+            graphs.capture(counted, engine.runner.device)
+        monkeypatch.setattr(engine.runner, "graphs", graphs)
     ahead = mock.Mock(wraps=engine._decoder.launch_next)
     monkeypatch.setattr(engine._decoder, "launch_next", ahead)
     _check_all(subject, random.Random(3), share=0.2)

@@ -43,7 +43,7 @@ def main() -> None:
     ):
         tokens, engine = generated(Path(sys.argv[1]))
     sampling: Any = engine._sampler._ops
-    tried = dict(engine._attention._self_test._passed)
+    tried = dict(engine.runner.attention._self_test._passed)
     for operation in (sampling.best_tokens, sampling.draw, sampling.draw_filtered):
         (self_test,) = operation.args
         tried |= self_test._passed

@@ -284,8 +284,8 @@ def test_steps_that_all_ranks_can_give_up_are_tried_again(tmp_path: Path, monkey
                 check(run_with_failures(engine, requests(), bounds), expected)
         with mock.patch.object(engine, "step", broken(engine, {2, 7})):
             check(run_with_failures(engine, requests(), bounds), expected)
-        forward = Failing(rank_0._run_model, no_memory, {1})
-        with mock.patch.object(rank_0, "_run_model", forward), pytest.raises(AssertionError, match="out of memory"):
+        forward = Failing(rank_0.runner.run, no_memory, {1})
+        with mock.patch.object(rank_0.runner, "run", forward), pytest.raises(AssertionError, match="out of memory"):
             run_with_failures(engine, requests(), bounds)
 
 

@@ -154,12 +154,12 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
             capture: Callable[[Callable[[], Tensor]], Any] = record
             if "not everywhere" in mode:
                 capture = fail_here(record)
-            engine._capture_graphs(capture, engine._dummy_logits())
+            engine.runner.capture_graphs(capture, engine.runner.dummy_logits(), engine.info)
         launches = Launches(engine)
-        adapter = dummy_adapter(engine._lora.targets, torch.float64, torch.device("cpu"))
+        adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
         texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
-    compiles = engine._compiled is not None and engine._compiled._stance == "eager_on_recompile"
-    made = {"graphs": engine._graphs is not None, "compiled": compiles}
+    compiles = engine.runner.compiled is not None and engine.runner.compiled._stance == "eager_on_recompile"
+    made = {"graphs": engine.runner.graphs is not None, "compiled": compiles}
     return texts, launches.seen, made
 
 

@@ -37,7 +37,7 @@ def test_a_rank_keeps_graphs_compiled_layers_and_steps_in_flight(
     try:
         engine = ranks._engine
         assert isinstance(engine, PagedEngine)
-        assert engine._model.sharding
+        assert engine.runner.model.sharding
         ahead, launch_next = list[int](), engine._decoder.launch_next
         assert launch_next
 
@@ -47,9 +47,9 @@ def test_a_rank_keeps_graphs_compiled_layers_and_steps_in_flight(
 
         engine._decoder.launch_next = launch
         assert generate_all(ranks, bounds, requests, random.Random(1)) == expected
-        assert engine._compiled is not None
-        assert engine._compiled.num_eager_steps == 0
-        assert engine._graphs is not None
+        assert engine.runner.compiled is not None
+        assert engine.runner.compiled.num_eager_steps == 0
+        assert engine.runner.graphs is not None
         assert len(ahead) > 20
     finally:
         ranks.close()

@@ -63,7 +63,8 @@ def row(number: int, length: int, first_block: int) -> Sequence:
 
 def last_logits(engine: PagedEngine, *rows: Sequence) -> torch.Tensor:
     """[rows, V]"""
-    logits, _ = engine.compute_logits(StepPlan([*rows], [len(r.tokens) for r in rows], [*rows], has_prefill=True))
+    plan = StepPlan([*rows], [len(r.tokens) for r in rows], [*rows], has_prefill=True)
+    logits, _ = engine.runner.compute_logits(plan)
     return logits.clone()
 
 
@@ -113,7 +114,7 @@ def test_angles_as_one_complex_tensor_are_computed(tmp_path: Path, name: str, si
     kernels_of(CPU_ISA)
     config = getattr(transformers, f"{name}Config")(**TOKEN_IDS | MORE_ARCHITECTURES[name] | sizes)
     engine = load(make_model_from_config(config, tmp_path), longest=128)
-    assert isinstance(engine._graphs, RecordedSteps)
+    assert isinstance(engine.runner.graphs, RecordedSteps)
     assert_logits_of(tmp_path, engine)
 
 

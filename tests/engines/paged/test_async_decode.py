@@ -162,9 +162,9 @@ def test_any_plan_may_follow_any_other(
 ) -> None:
     """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
     if captured:
-        graphs = DecodeGraphs(subject.engine._forward, ROWS, 64, subject.engine.info.token_capacity)
-        graphs.capture(record, subject.engine._device)
-        monkeypatch.setattr(subject.engine, "_graphs", graphs)
+        graphs = DecodeGraphs(subject.engine.runner._forward, ROWS, 64, subject.engine.info.token_capacity)
+        graphs.capture(record, subject.engine.runner.device)
+        monkeypatch.setattr(subject.engine.runner, "graphs", graphs)
     changed = mock.Mock(wraps=subject.engine._sampler.invalidate)
     tokens = back = 0
     with (
@@ -272,7 +272,7 @@ def test_sequences_with_invalid_logits_fail_alone(
     subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In flight or not; the token that they would have fed to the next step reaches nobody."""
-    logits, poison = subject.engine._run_model, range(40, 50)
+    logits, poison = subject.engine.runner.run, range(40, 50)
 
     def poisoned(batch: Any) -> torch.Tensor:
         found = logits(batch)
@@ -280,7 +280,7 @@ def test_sequences_with_invalid_logits_fail_alone(
         found[(newest >= poison.start) & (newest < poison.stop)] = float("nan")
         return found
 
-    monkeypatch.setattr(subject.engine, "_run_model", poisoned)
+    monkeypatch.setattr(subject.engine.runner, "run", poisoned)
     rng = random.Random(3)
     requests = [request(rng, number, logprob_options=LogprobOptions()) for number in range(40)]
     run = run_of(subject, 100, requests, prefill_tokens=64)

@@ -34,10 +34,10 @@ def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernel
     isa = options.cpu_isa if kernels == "auto" else kernels
     engine = PagedEngine(msgspec.structs.replace(options, max_sequence_length=len(tokens), cpu_isa=isa))
     engine.warm_up()
-    assert engine._attention.runs_cpu_kernel == (kernels == "auto")
+    assert engine.runner.attention.runs_cpu_kernel == (kernels == "auto")
     seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
     for count in CHUNKS:
-        computed, slices = engine.compute_logits(StepPlan([seq], [count], [], has_prefill=True))
+        computed, slices = engine.runner.compute_logits(StepPlan([seq], [count], [], has_prefill=True))
         logits.append(computed[slices[seq.id]].clone())
         seq.num_computed_tokens += count
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

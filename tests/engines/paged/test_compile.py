@@ -15,10 +15,10 @@ from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
-from tgis.engines.paged import capacity
-from tgis.engines.paged import engine as engine_module
+from tgis.engines.paged import capacity, model_runner
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.model_runner import ModelRunner
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
@@ -68,8 +68,8 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     assert "compiled in" in caplog.text
     assert at_startup == [graphs()]
     assert graphs() - before == 2  # for all layers: of one token, and of several
-    assert engine._compiled is not None
-    assert engine._compiled.num_eager_steps == 0
+    assert engine.runner.compiled is not None
+    assert engine.runner.compiled.num_eager_steps == 0
 
 
 @pytest.mark.slow  # it traces 12 graphs
@@ -82,7 +82,7 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
     changed = options(make_model("Gemma3Text", tmp_path))
     store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
     engine = PagedEngine(msgspec.structs.replace(changed, adapter_store=store))
-    for index, layer in enumerate(engine._model.model.layers):
+    for index, layer in enumerate(engine.runner.model.model.layers):
         layer.self_attn.sliding_window = 8 * (index + 1)
     before = graphs()
     engine.warm_up()
@@ -101,7 +101,7 @@ def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention = PagedEngine(options(model))._attention
+    attention = PagedEngine(options(model)).runner.attention
     layers = CompiledLayers(AutoModelForCausalLM.from_pretrained(model), attention)
     stances: list[str] = []
 
@@ -168,12 +168,12 @@ def test_gpus_compile_by_default(
     wanted: bool | None, device: str, expected: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(engine_module, "cuda_capture", lambda: None)
+    monkeypatch.setattr(model_runner, "cuda_capture", lambda: None)
     monkeypatch.setattr(capacity, "available_memory", lambda _: 1 << 30)
-    monkeypatch.setattr(PagedEngine, "_compile", lambda *_: called.append("compile"))
-    monkeypatch.setattr(PagedEngine, "_capture_graphs", lambda *_: called.append("capture"))
+    monkeypatch.setattr(ModelRunner, "_compile", lambda *_: called.append("compile"))
+    monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *_: called.append("capture"))
     engine = PagedEngine(msgspec.structs.replace(options(model), compile=wanted, kv_cache_bytes=1 << 20))
-    engine._device = torch.device(device)
+    engine.runner.device = torch.device(device)
     engine.warm_up()
     assert called == expected
 

@@ -187,27 +187,27 @@ def test_captured_steps_must_agree_with_eager_ones(engine: PagedEngine, caplog: 
         output = run().clone()
         return lambda: None, output  # nothing is computed
 
-    engine._graphs = None
-    eager_logits = engine._dummy_logits()
-    engine._capture_graphs(record, eager_logits)
-    assert engine._graphs is not None
+    engine.runner.graphs = None
+    eager_logits = engine.runner.dummy_logits()
+    engine.runner.capture_graphs(record, eager_logits, engine.info)
+    assert engine.runner.graphs is not None
     assert not caplog.records
-    engine._capture_graphs(wrong, eager_logits)
-    assert engine._graphs is None
+    engine.runner.capture_graphs(wrong, eager_logits, engine.info)
+    assert engine.runner.graphs is None
     assert "decode steps run without CUDA graphs: captured steps do not give the logits of eager ones" in caplog.text
 
 
 def test_only_a_device_that_still_works_runs_without_graphs(
     engine: PagedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    eager_logits = engine._dummy_logits()
+    eager_logits = engine.runner.dummy_logits()
     refused = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing\nand more")
-    engine._capture_graphs(mock.Mock(side_effect=refused), eager_logits)
-    assert engine._graphs is None
+    engine.runner.capture_graphs(mock.Mock(side_effect=refused), eager_logits, engine.info)
+    assert engine.runner.graphs is None
     assert "run without CUDA graphs: CUDA error: operation not permitted when stream is capturing" in caplog.text
     for fatal in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: unknown error")):
         with pytest.raises(type(fatal)):
-            engine._capture_graphs(mock.Mock(side_effect=fatal), eager_logits)
+            engine.runner.capture_graphs(mock.Mock(side_effect=fatal), eager_logits, engine.info)
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 8, 9, 63, 64, 65, 256])

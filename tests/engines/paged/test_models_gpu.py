@@ -132,7 +132,7 @@ def logits_of_chunks(engine: PagedEngine, tokens: list[int]) -> Tensor:
     seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
     for count in CHUNKS:
         prefill = count > 1
-        computed, slices = engine.compute_logits(
+        computed, slices = engine.runner.compute_logits(
             StepPlan([seq], [count], [] if prefill else [seq], has_prefill=prefill)
         )
         logits.append(computed[slices[seq.id]] if prefill else computed[:1])

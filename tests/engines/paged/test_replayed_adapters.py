@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.paged import engine as engine_module
+from tgis.engines.paged import model_runner
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
@@ -85,7 +85,7 @@ def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[RecordedPass, Tensor]:
         replay, output = make(recorder, run)
-        has_adapters = engine._attention.batch is not None and engine._attention.batch.adapters is not None
+        has_adapters = engine.runner.attention.batch is not None and engine.runner.attention.batch.adapters is not None
         replay.parts.append(lambda: replays.update([has_adapters]))
         return replay, output
 
@@ -100,7 +100,7 @@ def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedEngine, Counter[str]]:
     """An engine whose bank has four columns at least, and how many steps with adapters are captured and replayed."""
-    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
     return capture(make_engine(model, "float64"))
 
 
@@ -109,7 +109,7 @@ def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
 
     def counted(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         replay, output = record(run)
-        batch = engine._attention.batch
+        batch = engine.runner.attention.batch
         if batch is None or batch.adapters is None:
             return replay, output
         counts["captured"] += 1
@@ -120,8 +120,8 @@ def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
 
         return count, output
 
-    engine._capture_graphs(counted, engine._dummy_logits())
-    assert engine._graphs is not None
+    engine.runner.capture_graphs(counted, engine.runner.dummy_logits(), engine.info)
+    assert engine.runner.graphs is not None
     return engine, counts
 
 
@@ -145,13 +145,13 @@ def test_a_prompt_captures_nothing(captured: tuple[PagedEngine, Counter[str]]) -
     seqs = [dummy_sequence([5, 6, 7], 16) for _ in range(3)]
     for seq in seqs:
         (seq.adapter,) = make_adapters(engine, [2])
-    engine.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
+    engine.runner.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
     assert counts == {}
     for seq in seqs:
         seq.num_computed_tokens = 2
-    engine.compute_logits(StepPlan(seqs, [1, 1, 1], seqs, has_prefill=False))
+    engine.runner.compute_logits(StepPlan(seqs, [1, 1, 1], seqs, has_prefill=False))
     seqs[0].num_computed_tokens = 0
-    engine.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
+    engine.runner.compute_logits(StepPlan(seqs[:1], [3], seqs[:1], has_prefill=True))
     assert counts["captured"] == 1
     assert counts["replayed"] >= 2
 
@@ -163,12 +163,12 @@ def test_adapters_that_cannot_be_captured_run_eagerly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = captured
-    assert engine._graphs is not None
+    assert engine.runner.graphs is not None
 
     def fail(_: object) -> None:
         raise RuntimeError("called a synchronizing operation\nand more")
 
-    monkeypatch.setattr(engine._graphs, "_capture_graph", fail)
+    monkeypatch.setattr(engine.runner.graphs, "_capture_graph", fail)
     assert generated(engine, [2, 3]) == generated(make_engine(model, "float64"), [2, 3])
     assert [each for each in caplog.messages if "CUDA graphs" in each] == [
         "decode steps with LoRA adapters run without CUDA graphs: called a synchronizing operation"
@@ -180,15 +180,15 @@ def test_a_device_that_fails_is_no_reason_to_run_eagerly(
     captured: tuple[PagedEngine, Counter[str]], monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
 ) -> None:
     engine, _ = captured
-    assert isinstance(engine._graphs, DecodeGraphs)
+    assert isinstance(engine.runner.graphs, DecodeGraphs)
     fail = mock.Mock(side_effect=error("CUDA"))
-    monkeypatch.setattr(engine._graphs, "_capture_graph", fail)
+    monkeypatch.setattr(engine.runner.graphs, "_capture_graph", fail)
     adapter = make_adapters(engine, [2])[0]
     seq = dummy_sequence([5, 6, 7], 16)
     seq.adapter, seq.num_computed_tokens = adapter, 2
     with pytest.raises(error):
-        engine.compute_logits(StepPlan([seq], [1], [seq], has_prefill=False))
-    assert engine._graphs._capture_graph is fail
+        engine.runner.compute_logits(StepPlan([seq], [1], [seq], has_prefill=False))
+    assert engine.runner.graphs._capture_graph is fail
 
 
 COMPILED = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 << 30, 100)}
@@ -196,7 +196,7 @@ COMPILED = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 
 
 def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled calls operators in place of changing outputs; here nothing compiles it."""
-    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
     ranks = [2, 3, 5, 1]
     expected = generated(make_engine(model, "float64"), ranks)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
@@ -211,8 +211,8 @@ def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytes
     assert generated(engine, ranks) == expected
     assert counts["replayed"] > 5 * counts["captured"] > 0
     assert changed == set(range(len(engine.info.lora_targets)))
-    assert engine._compiled is not None
-    assert not engine._compiled.lora_is_eager
+    assert engine.runner.compiled is not None
+    assert not engine.runner.compiled.lora_is_eager
 
 
 def test_adapters_in_compiled_layers_that_differ_run_eagerly(
@@ -238,7 +238,7 @@ def test_adapters_in_compiled_layers_that_differ_run_eagerly(
     assert "passes with LoRA adapters are not compiled: compiled steps do not give the logits of eager" in caplog.text
     assert generated(engine, [2, 3]) == expected
     assert stances[-1] == "force_eager"
-    engine._dummy_logits()
+    engine.runner.dummy_logits()
     assert stances[-1] == "fail_on_recompile"
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_no_adapter_can_change_starts(
     engine = make_engine(model, "float64", **COMPILED)
     assert "PT2_COMPILE has no effect: shape '[13, -1, 4]' is invalid" in caplog.text
     seq = dummy_sequence([5, 6, 7], 16)
-    engine.compute_logits(StepPlan([seq], [3], [seq], has_prefill=True))
+    engine.runner.compute_logits(StepPlan([seq], [3], [seq], has_prefill=True))
 
 
 @pytest.mark.slow  # a compiler runs for some seconds
@@ -257,8 +257,8 @@ def test_a_model_that_no_adapter_can_change_starts(
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_passes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters that come and go, of ranks that make the bank grow and of some layers only, need no other graph."""
-    monkeypatch.setitem(engine_module._MIN_LORA_COLUMNS, "cpu", 4)
+    monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
     compiled, ranks = make_engine(model, "float64", **COMPILED), [2, 3, 5, 1]
     assert generated(compiled, ranks) == generated(make_engine(model, "float64"), ranks)
-    assert compiled._compiled is not None
-    assert (compiled._compiled.num_eager_steps, compiled._compiled.lora_is_eager) == (0, False)
+    assert compiled.runner.compiled is not None
+    assert (compiled.runner.compiled.num_eager_steps, compiled.runner.compiled.lora_is_eager) == (0, False)

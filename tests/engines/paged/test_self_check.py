@@ -90,7 +90,7 @@ def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, asked: str, tm
         )
         engine = PagedEngine(options)
         engine.warm_up()
-        logits.append(engine._dummy_logits(tokens=range(1, 90), output=range(30, 70)))
+        logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 70)))
     by_kernel, by_pytorch, plain = logits
     assert (by_kernel - by_pytorch).norm() < 1e-3 * plain.norm()
     assert 1e-4 * plain.norm() < (by_pytorch - plain).norm() < 0.2 * plain.norm()

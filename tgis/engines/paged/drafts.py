@@ -99,7 +99,7 @@ class DraftModel(Drafter):
         asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
         for seq in asked.values():
             if (tokens := min(seq.num_uncomputed_tokens - 1, left)) >= _MAX_ROWS:
-                self._engine.compute_logits(StepPlan([seq], [tokens], [], has_prefill=True))
+                self._engine.runner.compute_logits(StepPlan([seq], [tokens], [], has_prefill=True))
                 seq.num_computed_tokens += tokens
                 left -= tokens
         ready = {at: len(seq.tokens) for at, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}

@@ -1,0 +1,271 @@
+"""Computes the logits of steps: eagerly, compiled, from captured graphs, or from recorded calls of kernels.
+
+The model code is transformers' own, its attention replaced by ours, which is checked at load.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from tgis.batcher.sequence import StepPlan
+from tgis.engines.base import warn
+from tgis.engines.kernels.kv_codes import codes_of
+from tgis.engines.loading.loader import (
+    input_vocab_size,
+    load_causal_lm,
+    load_config,
+    load_model,
+    max_positions,
+    model_info,
+    select_device,
+    select_kernels,
+)
+from tgis.engines.loading.rope import compute_angles, tabulate_angles
+from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
+from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import embed_with_prompts
+from tgis.engines.paged.attention import PagedAttention, PagedKVCache
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch
+from tgis.engines.paged.compile import CompiledLayers, can_compile
+from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
+from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
+from tgis.engines.paged.proposals import Drafter
+from tgis.engines.paged.recorded_steps import RecordedSteps
+from tgis.engines.paged.self_check import (
+    dummy_adapter,
+    dummy_sequence,
+    on_all_ranks,
+    verify_attention,
+    verify_encoder_decoder,
+    verify_steps,
+)
+from tgis.errors import Unsupported
+from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.prompts.lora import LoraAdapter
+
+log = logging.getLogger(__name__)
+
+_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
+_CODED = torch.bfloat16  # whose tolerance logits from codes of 8 bits get: rounding to these is as coarse
+_KEY_SCALE_TOKENS = 128  # of a random prompt, and of its output: more change little
+
+
+class ModelRunner:
+    """A model with paged attention."""
+
+    def __init__(self, options: EngineOptions, block_size: int) -> None:
+        """Unsupported if the model's attention cannot be replaced."""
+        self._options = options
+        self._block_size = block_size
+        self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
+        self.device = select_device(options)
+        self.codes = codes_of(options.kv_cache_dtype, self.device)  # of the KV cache
+        self.model, self.arguments = _load(options, self.device)
+        self.kernels = select_kernels(options, self.device)
+        self.lora = LoraLayers(self.model, self.kernels, _MIN_LORA_COLUMNS[self.device.type])
+        self.attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self.kernels)
+        self.batch_builder = BatchBuilder(block_size, self.device, self.lora)
+        self.encoder: PagedEncoder | None = None
+        if self.model.config.is_encoder_decoder:
+            self._max_blocks += EXTRA_BLOCKS
+            self.encoder = PagedEncoder(self.model, self.attention, self.lora, options.max_sequence_length)
+            self.batch_builder = EncoderDecoderBatches(block_size, self.device, self.lora, self.encoder)
+        decoder = self.model.get_decoder() if self.encoder else self.model
+        self.embed_tokens = decoder.get_input_embeddings()
+        self.compiled: CompiledLayers | None = None
+        self.graphs: DecodeGraphs | RecordedSteps | None = None
+        self.drafter = Drafter()  # is told what has been computed
+        self._verify_attention()
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def compute_logits(self, plan: StepPlan) -> tuple[torch.Tensor, dict[int, slice]]:
+        """The logits of a step, and the slices of them for prompt logprobs, in the order of `BatchBuilder.build`."""
+        batch, prompt_slices = self.batch_builder.build(plan)
+        return self.run(batch), prompt_slices
+
+    def run(self, batch: FlatBatch) -> torch.Tensor:
+        """The logits [len(logits_indices), V] of a batch."""
+        if self.encoder and batch.encoder:
+            self.encoder.encode(batch.encoder)
+        replayed = self.graphs.run(batch) if self.graphs else None
+        self.drafter.computed(None if replayed is None or batch.chunks else batch.logits_indices)
+        return self._forward(batch) if replayed is None else replayed
+
+    def optimize(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
+        """Compile, capture and record what can be; the KV cache has been allocated."""
+        on_cuda = self.device.type == "cuda"
+        wanted = self._options.compile
+        if wanted and (self.encoder or self.codes):
+            what = "encoder-decoders are" if self.encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
+            warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
+        elif on_cuda if wanted is None else wanted:
+            self._compile(eager_logits)
+        if on_cuda:
+            self.capture_graphs(cuda_capture(), eager_logits, info)
+        if not self.compiled:
+            self.record_steps(eager_logits, info)
+
+    def dummy_logits(
+        self, adapter: LoraAdapter | None = None, tokens: Iterable[int] = range(1, 14), output: Iterable[int] = (14,)
+    ) -> torch.Tensor:
+        """The logits of a prefill and of a decode, [2, V]. The prefill usually has 13 tokens: a compiler assumes that
+        sizes which are equal now, such as the number of tokens and the size of a head, are always equal.
+        """
+        extra = EXTRA_BLOCKS if self.encoder else 0
+        seq = dummy_sequence([*tokens], self._block_size, output=[*output], extra_blocks=extra)
+        seq.adapter = adapter
+        logits = []
+        for count in (len(seq.tokens) - 1, 1):
+            logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
+            seq.num_computed_tokens += count
+        return torch.cat(logits)
+
+    def record_steps(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
+        """Record steps from now on, where C kernels compute them."""
+        if self.kernels and self.attention.runs_cpu_kernel and reduces_in_kernels(self.model):
+            self._tabulate_angles(eager_logits)
+            rows = max(info.max_batch_size, 1 + info.proposed_tokens)
+            sizes = rows, self._max_blocks, info.max_prefill_tokens
+            self.graphs = RecordedSteps(self._forward, self.kernels, *sizes, cross_attention=bool(self.encoder))
+            for _ in ("recorded", "verified"):
+                self.dummy_logits()
+
+    def capture_graphs(self, capture: Capture, eager_logits: torch.Tensor, info: EngineInfo) -> None:
+        """Capture decode steps; a model that cannot be captured runs without graphs."""
+        graphs = DecodeGraphs(
+            *(self._forward, info.max_batch_size, self._max_blocks),
+            scratch_slot=info.token_capacity,
+            cross_attention=bool(self.encoder),
+        )
+        self.graphs = graphs
+        try:
+            with torch.inference_mode():
+                graphs.capture(capture, self.device)
+            on_all_ranks(lambda: verify_steps("captured", self.dummy_logits(), eager_logits, self.model.dtype))
+        except Unsupported as error:
+            log.warning("decode steps run without CUDA graphs: %s", error)
+            self.graphs = None
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        """Compute them with the operators of the model."""
+        self.attention.batch = batch
+        input_ids = batch.input_ids[None]
+        embeds = embed_with_prompts(self.embed_tokens, input_ids, batch.spans)
+        arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
+        selects = self.encoder is not None or "logits_to_keep" in self.arguments
+        if self.encoder:
+            arguments = self.encoder.decoder_arguments(batch, arguments)
+        else:
+            if selects and not batch.all_logits:
+                arguments["logits_to_keep"] = batch.logits_indices
+            # Compiled graphs guard the storage offset of a view, which differs from step to step.
+            arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
+
+        def forward() -> torch.Tensor:
+            logits: torch.Tensor = self.model(use_cache=False, **arguments).logits[0]
+            return logits
+
+        with self.lora.using(batch.adapters):
+            logits = self.compiled.run(forward) if self.compiled else forward()
+        return logits if selects or batch.all_logits else logits[batch.logits_indices]
+
+    def _verify_attention(self) -> None:
+        """Replace the model's attention, for good; Unsupported if that changes what the model gives."""
+        length = self._options.max_sequence_length
+        if self.encoder:
+            steps = self.batch_builder.build, self.compute_logits
+            start, install = self.encoder.outputs.decoder_start_token_id, self.encoder.install
+            verify_encoder_decoder(self.model, self.attention, *steps, start, install, length)
+        else:
+            verify_attention(self.model, self.attention, self.compute_logits, length)
+        if self.codes:
+            self._quantize_cache(self.codes)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _quantize_cache(self, codes: torch.dtype) -> None:
+        """Store keys and values as codes from now on, where the first pass fixes what keys are divided by. Unsupported
+        if its logits are not those without codes. Leaves a KV cache of the tokens of this pass.
+        """
+        length = self._options.max_sequence_length
+        positions = self.encoder.max_positions if self.encoder else max_positions(self.model)
+        count = max(min(_KEY_SCALE_TOKENS, length // 2, positions // 2), 2)
+        vocab_size = min(input_vocab_size(self.model), model_info(self.model).vocab_size)
+        draw = torch.Generator().manual_seed(0)
+        tokens, output = torch.randint(vocab_size, (2, count), generator=draw).tolist()
+        plain, found = (self._long_logits(tokens, output, each) for each in (None, codes))
+        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", found, plain, _CODED)
+
+    def _long_logits(self, tokens: list[int], output: list[int], codes: torch.dtype | None) -> torch.Tensor:
+        blocks = -(-len(tokens + output) // self._block_size) + EXTRA_BLOCKS
+        self.attention.cache = PagedKVCache(blocks, self._block_size, codes)
+        return self.dummy_logits(tokens=tokens, output=output)
+
+    def _tabulate_angles(self, eager_logits: torch.Tensor) -> None:
+        """Look rotary angles up in tables, unless steps with the tables differ from eager ones."""
+        if not tabulate_angles(self.model, self._max_blocks * self._block_size):
+            return
+        try:
+            dtype = _CODED if self.attention.cache.codes else self.model.dtype
+            verify_steps("tabulated", self.dummy_logits(), eager_logits, dtype)
+        except Unsupported as error:
+            compute_angles(self.model)
+            log.warning("the model computes its rotary embeddings in every step: %s", error)
+
+    def _compile(self, eager_logits: torch.Tensor) -> None:
+        """Compile the model's layers; where that fails, steps run eagerly."""
+        if not least_of_ranks(int(can_compile(self.model))):
+            warn(self._options, "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already")
+            return
+        started = time.monotonic()
+        log.info("compiling the model's layers")
+        adapter = None
+        if self._options.adapter_store:
+            adapter = dummy_adapter(self.lora.targets, self.model.dtype, self.device)
+        try:
+            changed_logits = on_all_ranks(partial(self.dummy_logits, adapter))
+            lora = self.lora if adapter else None
+            self.compiled = on_all_ranks(lambda: CompiledLayers(self.model, self.attention, lora))
+            on_all_ranks(self.compiled.enable)
+            self._compile_graphs(self.compiled, eager_logits)
+        except Unsupported as error:
+            text = f"PT2_COMPILE has no effect: {error}"
+            if self.compiled:
+                self.compiled.disable()
+            if self._options.compile:
+                warn(self._options, text)
+            else:
+                log.warning("%s", text)
+        else:
+            if adapter:
+                self._compile_lora(self.compiled, adapter, changed_logits)
+            self.compiled.freeze()
+            log.info("compiled in %.1f s", time.monotonic() - started)
+        if adapter:
+            self.lora.clear()
+
+    def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
+        """Compile the graphs of passes with LoRA adapters."""
+        try:
+            self._compile_graphs(compiled, eager_logits, adapter)
+        except Unsupported as error:
+            log.warning("passes with LoRA adapters are not compiled: %s", error)
+            compiled.lora_is_eager = True
+
+    def _compile_graphs(
+        self, compiled: CompiledLayers, eager_logits: torch.Tensor, adapter: LoraAdapter | None = None
+    ) -> None:
+        """Compile the graphs of passes with an adapter, or without; Unsupported unless they give these logits."""
+        with compiled.without_communication():  # a rank whose compiler fails leaves no other one waiting
+            on_all_ranks(partial(self.dummy_logits, adapter))
+        on_all_ranks(lambda: verify_steps("compiled", self.dummy_logits(adapter), eager_logits, self.model.dtype))
+
+
+def _load(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
+    """The model, and the names of the arguments that the forward of a decoder-only one takes."""
+    if load_config(options).is_encoder_decoder:
+        return load_model(options, device), frozenset()
+    return load_causal_lm(options, device)
