@@ -1,4 +1,4 @@
-"""On a real GPU: a rank of one compiles, captures and launches steps ahead as an engine without ranks does."""
+"""On real GPUs: ranks compile, capture and launch steps ahead as an engine without ranks does."""
 
 import logging
 import random
@@ -24,16 +24,19 @@ pytestmark = [
 ]
 
 
-def test_a_rank_keeps_graphs_compiled_layers_and_steps_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_keep_graphs_compiled_layers_and_steps_in_flight(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over NCCL: its layers reduce, and its tokens are broadcast."""
+    """Over NCCL, also where there is one: its layers reduce, and its tokens are broadcast."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
     options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, threads=2), engine="tgis_native")
     requests = greedy_requests(12, 20, random.Random(1))
     bounds = limits(200, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7, lookahead=1)
     expected = generate_all(PagedEngine(options), bounds, requests, random.Random(1))
-    monkeypatch.setattr(loader, "_sharding", lambda size, *_: Sharding(size[0], TorchCollectives()))
-    ranks = ShardedEngine(options, pytest.fail, print)
+    monkeypatch.setattr(loader, "_sharding", lambda size, *_, **__: Sharding(size[0], TorchCollectives()))
+    ranks = ShardedEngine(msgspec.structs.replace(options, num_shards=count), pytest.fail, print)
     try:
         engine = ranks._engine
         assert isinstance(engine, PagedEngine)

@@ -8,8 +8,7 @@ no request waits for a compiler.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -21,6 +20,8 @@ from transformers import PreTrainedModel
 
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.attention import PagedAttention
+from tgis.engines.paged.self_check import on_all_ranks, verify_steps
+from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class CompiledLayers:
         self._sharding = getattr(model, "sharding", None)
         self.collectives: Any = self._sharding and self._sharding.collectives
         self.communicates = True
+        self._dtype = model.dtype
         self._stance = "force_eager"
         self.num_eager_steps = 0  # for lack of a compiled graph
         self.lora_is_eager = False  # whether passes with adapters run eagerly
@@ -74,6 +76,15 @@ class CompiledLayers:
             layer.compile(dynamic=True)
         self._stance = "default"
 
+    def make_graphs(self, run: Callable[[], Tensor], eager_logits: Tensor) -> None:
+        """Compile the graphs of some passes; Unsupported, on all ranks, unless they give these logits."""
+        self.communicates = False  # a rank whose compiler fails leaves no other one waiting
+        try:
+            on_all_ranks(run)
+        finally:
+            self.communicates = True
+        on_all_ranks(lambda: verify_steps("compiled", run(), eager_logits, self._dtype))
+
     def freeze(self) -> None:
         """Stop compiling: steps without a graph run eagerly from now on."""
         # Ranks wait for each other in every layer: none may begin the step again.
@@ -89,15 +100,6 @@ class CompiledLayers:
         if self._sharding:
             self._sharding.collectives = self.collectives
         self._stance = "force_eager"
-
-    @contextmanager
-    def without_communication(self) -> Iterator[None]:
-        """Passes inside the block give anything: ranks do not wait for each other."""
-        self.communicates = False
-        try:
-            yield
-        finally:
-            self.communicates = True
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Run a pass of the model."""
@@ -127,12 +129,12 @@ class CompiledLayers:
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a model; RuntimeError if they are not in one list."""
+    """The decoder layers of a model; Unsupported if they are not in one list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.base_model.modules():
         if type(module) is nn.ModuleList and len(module) == count:
             return list(module)
-    raise RuntimeError(f"{type(model).__name__} has no list of its {count} layers")
+    raise Unsupported(f"{type(model).__name__} has no list of its {count} layers")
 
 
 class _CompiledCollectives:

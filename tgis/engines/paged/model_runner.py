@@ -227,10 +227,9 @@ class ModelRunner:
             adapter = dummy_adapter(self.lora.targets, self.model.dtype, self.device)
         try:
             changed_logits = on_all_ranks(partial(self.dummy_logits, adapter))
-            lora = self.lora if adapter else None
-            self.compiled = on_all_ranks(lambda: CompiledLayers(self.model, self.attention, lora))
+            self.compiled = CompiledLayers(self.model, self.attention, self.lora if adapter else None)
             on_all_ranks(self.compiled.enable)
-            self._compile_graphs(self.compiled, eager_logits)
+            self.compiled.make_graphs(self.dummy_logits, eager_logits)
         except Unsupported as error:
             text = f"PT2_COMPILE has no effect: {error}"
             if self.compiled:
@@ -250,18 +249,10 @@ class ModelRunner:
     def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
         """Compile the graphs of passes with LoRA adapters."""
         try:
-            self._compile_graphs(compiled, eager_logits, adapter)
+            compiled.make_graphs(partial(self.dummy_logits, adapter), eager_logits)
         except Unsupported as error:
             log.warning("passes with LoRA adapters are not compiled: %s", error)
             compiled.lora_is_eager = True
-
-    def _compile_graphs(
-        self, compiled: CompiledLayers, eager_logits: torch.Tensor, adapter: LoraAdapter | None = None
-    ) -> None:
-        """Compile the graphs of passes with an adapter, or without; Unsupported unless they give these logits."""
-        with compiled.without_communication():  # a rank whose compiler fails leaves no other one waiting
-            on_all_ranks(partial(self.dummy_logits, adapter))
-        on_all_ranks(lambda: verify_steps("compiled", self.dummy_logits(adapter), eager_logits, self.model.dtype))
 
 
 def _load(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
