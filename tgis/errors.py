@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
+RETRY_SECONDS = 1  # until a client that was refused may try again
 _MAX_REASON = 200  # characters of what a library says
 
 
@@ -108,12 +109,11 @@ class TooLong(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """Too many requests in flight: `reason` says which limit was reached; `retry_after` is a hint in seconds."""
+    """Too many requests in flight: `reason` says which limit was reached."""
 
-    def __init__(self, reason: str, retry_after: float = 1.0) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__("Model is overloaded")
         self.reason = reason
-        self.retry_after = retry_after
 
     @property
     def detail(self) -> str:

@@ -38,6 +38,7 @@ from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, P
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.speculation.speculator import Speculator
 
@@ -106,8 +107,10 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config, quantize = CHECKPOINTS[kind[0]]
         quantized_copy(path, quantize, config)
     options = msgspec.structs.replace(options, **QUANTIZED.get(kind[0], {}) if kind else {})
-    if not CONFIGS[name].is_encoder_decoder:
-        options = msgspec.structs.replace(options, speculation="auto", speculator_path=str(path))
+    return warm_engine(options)
+
+
+def warm_engine(options: EngineOptions) -> PagedEngine:
     engine = PagedEngine(options)
     engine.warm_up()
     return engine
@@ -177,6 +180,9 @@ def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -
     ]
     expected = outcomes(engine, asked, 512, 100, draw)
     right = [request.tokens + tokens for request, (tokens, _) in zip(asked, expected, strict=True)]
+    if kind is ForcedDrafts:
+        own = {"speculation": "auto", "speculator_path": engine._options.model_path}
+        engine = warm_engine(msgspec.structs.replace(engine._options, **own))
     with proposing(kind, right):
         for most, blocks in ((1, 100), (5, 24), (15, 100)):
             found = outcomes(engine, asked, 512, blocks, draw, most)

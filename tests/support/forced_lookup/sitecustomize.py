@@ -22,7 +22,7 @@ if "tgis.engine_core.main" in sys.orig_argv:
 
     def load_with_draft(options: EngineOptions, *callbacks: Any) -> Any:
         config = json.loads((Path(options.model_path) / "config.json").read_text())
-        if not (options.speculator_path or options.num_shards > 1 or config.get("is_encoder_decoder")):
+        if not (options.speculator_path or config.get("is_encoder_decoder")):
             options = msgspec.structs.replace(options, speculator_path=options.model_path)
         return load_engine(options, *callbacks)
 

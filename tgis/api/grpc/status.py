@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from tgis.api.grpc import convert
 from tgis.errors import (
+    RETRY_SECONDS,
     ClientTimeout,
     EngineFailure,
     InvalidRequest,
@@ -80,9 +81,9 @@ async def abort(context: Context, error: RequestError) -> None:
             bad = error_details_pb2.BadRequest()
             bad.field_violations.add(field=convert.field_path(field), description=_limited(error.detail))
             details = [bad]
-        case Overloaded(retry_after=seconds):
+        case Overloaded():
             retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
-            retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+            retry.retry_delay.FromSeconds(RETRY_SECONDS)
             quota.violations.add(description=_limited(error.detail))
             details = [retry, quota]
     metadata: Any = context.trailing_metadata()

@@ -1,6 +1,5 @@
 """What an HTTP API is made of: operations, with the types of their bodies, and how it tells about errors."""
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from tgis.errors import (
+    RETRY_SECONDS,
     ClientTimeout,
     EngineFailure,
     InvalidRequest,
@@ -63,8 +63,8 @@ class ErrorFormat:
         status, body = self.convert(error)
         response = web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
         match error:
-            case Overloaded(retry_after=seconds):
-                response.headers["Retry-After"] = str(math.ceil(seconds))
+            case Overloaded():
+                response.headers["Retry-After"] = str(RETRY_SECONDS)
             case HttpError(status=401):
                 response.headers["WWW-Authenticate"] = "Bearer"
         return response

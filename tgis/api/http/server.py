@@ -14,13 +14,12 @@ from tgis.api.http import connections
 from tgis.api.http.connections import Connection, Connections
 from tgis.api.http.headers import allow_origins, check_hosts
 from tgis.config import Config
-from tgis.errors import StartError
+from tgis.errors import RETRY_SECONDS, StartError
 from tgis.security.tls import Certificates
 
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0
 _LAST_ANSWERS_SECONDS = 0.1  # for requests of connections that were accepted just before the end
-RETRY_SECONDS = 1  # until a client that was told 503 may try again
 BACKLOG = 128  # connections that wait to be accepted
 
 

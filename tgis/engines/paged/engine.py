@@ -67,7 +67,8 @@ def describe_memory(options: EngineOptions) -> list[str]:
             return unknown_memory("tgis_native", options)
         each += sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config)
     extra = EXTRA_BLOCKS if encodes else 0
-    budget = KVBudget(options, device, rows, to_load=unloaded.weights + drafter, extra_blocks=extra)
+    to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
+    budget = KVBudget(options, device, rows, to_load=to_load, extra_blocks=extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
     return unloaded.table("tgis_native", longest, (room, each, 0), step, drafter)
