@@ -55,7 +55,7 @@ TRACES: dict[str, Callable[[], Iterator[TraceRequest]]] = {
 }
 
 
-def _in_order(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+def _in_order(seqs: list[Sequence], budget: int, _: int) -> list[tuple[Sequence, int]]:
     """Replacement of `split_budget` that gives the whole budget to the oldest prompts."""
     scheduled = []
     for seq in seqs:

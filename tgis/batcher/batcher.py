@@ -286,8 +286,11 @@ class Batcher:
     def _allocate_blocks(self, block_manager: BlockManager, seqs: list[Sequence], budget: int) -> list[Scheduled]:
         """The sequences that get the blocks they need, in the order of their turns; the last ones may be preempted."""
         scheduled: list[Scheduled] = []
-        split = split_whole if self._limits.encoder_decoder else split_budget
-        for seq, count in split(seqs, budget):
+        if self._limits.encoder_decoder:
+            chunks = split_whole(seqs, budget)
+        else:
+            chunks = split_budget(seqs, budget, self._capacity.prefill_tokens)
+        for seq, count in chunks:
             if seq.turn > self.running[-1].turn:
                 break  # preempted, and the turns of all that follow are later still
             while not (allocated := block_manager.allocate(seq, count)) and seq is not self.running[-1]:

@@ -8,6 +8,7 @@ blocks need whole prompts, which split_whole selects.
 from tgis.batcher.sequence import Sequence, StepPlan
 
 _MIN_PREFILL_SHARE = 8  # at least 1/8 of a step's tokens are for prompts: with fewer, multipliers idle
+_ENOUGH_SHARE = 3 / 8  # of a step's tokens in prompts that end with it: if more end together, each ends later
 _TARGET_SHARE = 0.8  # of the longest gap: times vary, and the next tokens of a prompt attend to more
 _MAX_PROMPT_LOGPROBS_PER_STEP = 512  # tokens of one sequence whose logits are kept
 
@@ -66,11 +67,12 @@ class PrefillBudget:
             self._chunk_tokens = min(fitting, tokens + tokens // 8 + 1)
 
 
-def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+def split_budget(seqs: list[Sequence], budget: int, max_tokens: int) -> list[tuple[Sequence, int]]:
     """The sequences of a step, in order, and the number of tokens of each: one for decodes, the budget for prompts.
 
     Half the budget belongs to the oldest prompt, so that it is done some day. The rest goes to those with the fewest
-    tokens left, so that short prompts need not wait for long ones; what remains is the oldest one's again.
+    tokens left, so that short prompts need not wait for long ones; what remains is the oldest one's again. When enough
+    prompts end with the step, which may have `max_tokens`, the others wait for the next one.
     """
     prefilling = [seq for seq in seqs if not seq.decoding]
     if not prefilling:
@@ -79,10 +81,17 @@ def split_budget(seqs: list[Sequence], budget: int) -> list[tuple[Sequence, int]
     oldest, *others = prefilling
     reserved = min(_max_chunk(oldest), (budget + 1) // 2)
     left = budget - reserved
-    for seq in sorted(others, key=lambda seq: seq.num_uncomputed_tokens):
+    shortest = sorted(others, key=lambda seq: seq.num_uncomputed_tokens)
+    for seq in shortest:
         shares[seq] = min(_max_chunk(seq), left)
         left -= shares[seq]
     shares[oldest] = min(_max_chunk(oldest), reserved + left)
+    ended = 0
+    for seq in (oldest, *shortest):
+        if ended >= _ENOUGH_SHARE * max_tokens:
+            shares[seq] = 0
+        elif shares[seq] == seq.num_uncomputed_tokens:
+            ended += shares[seq]
     return [(seq, shares.get(seq, 1)) for seq in seqs if shares.get(seq, 1)]
 
 
