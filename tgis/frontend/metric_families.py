@@ -302,7 +302,9 @@ class ServiceFamilies:
             "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
         )
         self.calls = add.counter(
-            "tgi_call_count", "Calls that have ended, refused ones too, but for gRPC calls without a valid token.", {"api": (), "method": (), "status": ()}
+            "tgi_call_count",
+            "Calls that have ended, refused ones too, but for gRPC calls without a valid token.",
+            {"api": (), "method": (), "status": ()},
         )
         self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")
         self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
