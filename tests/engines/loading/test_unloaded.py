@@ -24,7 +24,7 @@ from tgis.ipc.messages import EngineOptions
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LONGEST = 128
-FIRST_READ = 10 << 20  # bytes of mapped weights and libraries that the first pass of an encoder, or beside what drafts, may take
+FIRST_READ = 10 << 20  # bytes that the first pass of an encoder, or beside what drafts, may take of files and heap
 SETTINGS: dict[str, Any] = {"engine": "auto", "max_sequence_length": LONGEST, "estimate_memory": "auto"}
 LLAMA = LlamaConfig(vocab_size=8000, **LLAMA_LIKE | {"hidden_size": 128, "num_hidden_layers": 4})
 GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "intermediate_size": 2048})
