@@ -116,7 +116,7 @@ class StepPlan:
     # and how many it is to draft, of which it may leave some out.
     proposals: dict[int, list[int]] = field(default_factory=dict)
     drafts: dict[int, int] = field(default_factory=dict)
-    replaced: Collection[int] = ()  # what the first rank's last result says, for the others
+    replaced: Collection[int] = ()  # request ids: `StepResult.replaced` of the first rank's last step, for the others
 
     @property
     def num_prefill_tokens(self) -> list[int]:

@@ -142,7 +142,7 @@ def test_parts_are_those_of_the_numbers(name: str) -> None:
     weight = weight_of(CASES[name])
     whole, rows = weight.dequantized(), torch.tensor([3, 60, 4, 4])
     assert torch.equal(weight.part(rows, 0).dequantized(), whole[rows])
-    step, inputs = weight.step, weight.codes.shape[1]
+    step, inputs = weight.alignment, weight.codes.shape[1]
     for first, last in ((0, inputs // 2), (inputs // step // 2 * step, inputs)):
         columns = torch.arange(first, last)
         if weight.order is None:

@@ -201,7 +201,7 @@ class Sharding:
         for pattern, (layer, word) in layers.items():
             weight = layer.checked()
             if weight.order is None:
-                groups[layer.name] = layer.shape[1], weight.step
+                groups[layer.name] = layer.shape[1], weight.alignment
             else:
                 self._plan[pattern] = "colwise_gather_output" if word in _SPLIT_INPUT else _GATHERED_INPUT
         check_groups(groups, model.config, self._count)

@@ -78,7 +78,7 @@ def _mlp_config(path: str, model: PreTrainedModel) -> MLPConfig | None:
 
 
 def _draft_options(options: EngineOptions) -> EngineOptions:
-    """With which a draft model is loaded."""
+    """The options with which a draft model is loaded."""
     plain = {"quantize": "none", "quantize_logits": False, "quantize_activations": "auto", "kv_cache_dtype": "auto"}
     plain |= {"compile": False, "speculator_path": None, "num_shards": 1}
     return msgspec.structs.replace(options, model_path=options.speculator_path, adapter_store=None, **plain)

@@ -151,7 +151,7 @@ class ModelRunner:
             self.graphs = None
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
-        """Compute them with the operators of the model."""
+        """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""
         self.attention.batch = batch
         input_ids = batch.input_ids[None]
         embeds = embed_with_prompts(self.embed_tokens, input_ids, batch.spans)

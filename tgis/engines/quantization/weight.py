@@ -61,9 +61,9 @@ class QuantizedWeight:
         return 4 if len(self.table) == len(INT4) else 8
 
     @property
-    def step(self) -> int:
-        """Parts begin at multiples of this number of columns."""
-        return self.group_size or 1 if self.scale.shape[1] > 1 else 1
+    def alignment(self) -> int:
+        """The number of columns at whose multiples parts begin."""
+        return (self.group_size or 1) if self.scale.shape[1] > 1 else 1
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -101,7 +101,7 @@ class QuantizedWeight:
     def part(self, own: Tensor, dim: int) -> "QuantizedWeight":
         """The part for some outputs (dim 0), or for consecutive inputs (dim 1), which begin with a group."""
         groups = own if dim == 0 else (own // (self.group_size or self.codes.shape[1])).unique()
-        if dim == 1 and (self.order is not None or own[0] % self.step):
+        if dim == 1 and (self.order is not None or own[0] % self.alignment):
             raise StartError(f"the inputs from {own[0]} on begin within a group of {self.group_size}")
         offset = None if self.offset is None else self.offset.index_select(dim, groups)
         scale = self.scale.index_select(dim, groups)
