@@ -25,6 +25,8 @@ from tgis.models.files import ModelFiles, find_model
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# the servers of tests are on this machine
+os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "localhost", "127.0.0.1", "::1"]))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in shells' background jobs; tests interrupt themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)

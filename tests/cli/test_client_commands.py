@@ -152,6 +152,7 @@ def test_generate_sends_penalties_and_formats(
 @pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])
 def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a proxy, localhost is another machine."""
+    monkeypatch.delenv("no_proxy")
     monkeypatch.setenv(proxy, "http://127.0.0.1:1")
     served.health.set("", health_pb2.HealthCheckResponse.SERVING)
     port = served.target.partition(":")[2]

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from repository import TEST_CACHE
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
-FILLING = b"x" * 4096
+FILLING = b"x" * mmap.PAGESIZE  # the smallest pipe
 
 
 @contextlib.contextmanager
