@@ -109,6 +109,7 @@ async def test_many_scrapes_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None
         ("HEAD", "/metrics/", 200),
         ("HEAD", "/nothing", 404),
         ("DELETE", "/metrics", 405),
+        ("POST", "/v1/responses", 404),
         ("GET", "/health?verbose=1", 200),
     ],
 )
@@ -119,7 +120,9 @@ async def test_other_paths_and_methods_are_rejected(method: str, path: str, stat
     assert found == status
     assert (headers.get("Content-Type") == "application/json; charset=utf-8") == (status >= 400)
     if status >= 400 and method != "HEAD":
-        assert json.loads(body)["error_type"] == {404: "not_found", 405: "method_not_allowed"}[status]
+        answer, kind = json.loads(body), {404: "not_found", 405: "method_not_allowed"}[status]
+        assert answer["error_type"] == kind
+        assert path.startswith("/v1/") == isinstance(answer["error"], dict)
     assert ("GET" in headers.get("Allow", "")) == (status == 405)
 
 

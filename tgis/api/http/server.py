@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -108,7 +109,11 @@ async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse
         error.__traceback__ = None  # which knows the request, which knows the error
         error.headers.pop(hdrs.CONTENT_TYPE, None)
         kind = error.reason.lower().replace(" ", "_")
-        return web.json_response({"error": error.text, "error_type": kind}, status=error.status, headers=error.headers)
+        body: dict[str, Any] = {"error": error.text, "error_type": kind}
+        if request.path.startswith("/v1/"):  # OpenAI's clients show the message of an object
+            message = f"{error.text}: {request.method} {request.path:.100}"
+            body["error"] = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
+        return web.json_response(body, status=error.status, headers=error.headers)
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
