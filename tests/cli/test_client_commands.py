@@ -332,6 +332,14 @@ def test_grpc_healthcheck_with_tls(tmp_path: Path) -> None:
             ("generate", "x", "--regex", "a", "--choice", "b"),
             "argument --choice: not allowed with argument --regex (see tgis generate --help)",
         ),
+        *(
+            (
+                (command, "--target", target),
+                f"argument --target: '{target}' must be HOST:PORT, without http:// (see tgis {command} --help)",
+            )
+            for command in ("health", "chat")
+            for target in ("http://localhost:8033", "localhost", "localhost:8033/")
+        ),
         (("health", "--tls-cert", "c"), "--tls-cert and --tls-key belong together"),
         (("health", "--ca-cert", "/none"), "cannot read /none: No such file or directory"),
         (("health", "--token-file", "/none"), "cannot read /none: No such file or directory"),

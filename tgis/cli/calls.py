@@ -92,7 +92,11 @@ def grpc_healthcheck(argv: list[str], prog: str) -> int:
     """The probe of vllm-tgis-adapter, with its flags."""
     parser = Parser(prog=prog, description="Check a server with grpc.health.v1: exit code 0 if it is ready, else 1.")
     parser.add_argument(
-        "--server-url", default=client.GRPC_TARGET, metavar="HOST:PORT", help="gRPC address (default: localhost:8033)"
+        "--server-url",
+        type=client.ADDRESS,
+        default=client.GRPC_TARGET,
+        metavar="HOST:PORT",
+        help="gRPC address (default: localhost:8033)",
     )
     parser.add_argument(
         "--timeout", type=decimal(0, 3600), default=1.0, metavar="X", help="seconds to wait (default: 1)"

@@ -27,6 +27,8 @@ def main(argv: list[str], prog: str) -> int:
         try:
             chat.read(input("> " if on_terminal else "").strip())
         except EOFError:
+            if on_terminal:
+                print()  # the prompt of the shell begins its own line
             return 0
         except (KeyboardInterrupt, StartError) as error:
             if not on_terminal:
@@ -37,7 +39,8 @@ def main(argv: list[str], prog: str) -> int:
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Chat with the model: each line is a message, /reset forgets the chat.")
     server = parser.add_argument_group("Server")
-    server.add_argument("--target", default=TARGET, metavar="HOST:PORT", help=f"of HTTP (default: {TARGET})")
+    help_text = f"of HTTP (default: {TARGET})"
+    server.add_argument("--target", type=client.ADDRESS, default=TARGET, metavar="HOST:PORT", help=help_text)
     server.add_argument("--model", type=TEXT, metavar="NAME", help="an adapter (default: the model without one)")
     client.add_call_arguments(server, timeout=None)
     parser.add_argument("--system", type=TEXT, metavar="TEXT", help="what the model is told before the chat")

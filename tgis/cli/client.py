@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from tgis.errors import OptionError, StartError, file_errors
-from tgis.utils.options import PATH, TEXT, decimal
+from tgis.utils.options import PATH, TEXT, ValueType, decimal
 
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
@@ -39,12 +39,20 @@ _WORDS_OF_GRPC = re.compile(
 _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 
 
+def _address(text: str) -> str:
+    if not re.fullmatch(r"(?!https?:)\S+:\d+|unix:\S+", text):
+        raise ValueError("must be HOST:PORT, without http://")
+    return text
+
+
+ADDRESS = ValueType("HOST:PORT", _address)
+
+
 def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS) -> None:
     """Add the options for the server and how to call it; `timeout` is the default of --timeout, None for no limit."""
     group = parser.add_argument_group("Server")
-    group.add_argument(
-        "--target", default=GRPC_TARGET, metavar="HOST:PORT", help=f"gRPC address (default: {GRPC_TARGET})"
-    )
+    help_text = f"gRPC address (default: {GRPC_TARGET})"
+    group.add_argument("--target", type=ADDRESS, default=GRPC_TARGET, metavar="HOST:PORT", help=help_text)
     add_call_arguments(group, timeout)
 
 
