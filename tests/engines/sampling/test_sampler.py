@@ -8,6 +8,7 @@ from collections.abc import Collection
 import pytest
 import sampling_oracle as oracle
 import torch
+from cpu_kernels import CPU_ISA, kernels_of, num_threads
 from msgspec.structs import replace
 from sampling_oracle import make_row
 from sampling_steps import PLAIN_OPS, Sampled, by_row, sample_batch
@@ -15,6 +16,7 @@ from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
+from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.histories import TokenHistory
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.engines.sampling.sampler import BatchSampler
@@ -281,6 +283,18 @@ def test_an_invalid_row_fails_alone(poison: str, dtype: torch.dtype) -> None:
     assert sampled.invalid == list(range(len(ROWS)))
     assert sampled.tokens[len(ROWS) :] == expected.tokens[len(ROWS) :]
     assert sampled.logprobs[len(ROWS) :] == expected.logprobs[len(ROWS) :]
+
+
+@pytest.mark.parametrize("isa", ["none", CPU_ISA])
+def test_neighbours_change_no_bit(isa: str) -> None:
+    """Neither what they ask for nor how many they are, in a vocabulary so large that threads share its sums."""
+    ops, rows = select_ops(CPU, kernels_of(isa)), [make_row(*each) for each in ROWS]
+    logits, history = normal(len(rows), 40_000), [[0, 5]]
+    with num_threads(2):
+        together = sample_batch(rows, logits, history * len(rows), EOS, ops)
+        for at, row in enumerate(rows):
+            tokens, logprobs, _ = sample_batch([row], logits[at : at + 1], history, EOS, ops)
+            assert (tokens, logprobs or [None]) == ([together.tokens[at]], [together.logprobs[at]])
 
 
 @pytest.mark.parametrize("temperature", [1e-60, 1e-45, 1e-4])

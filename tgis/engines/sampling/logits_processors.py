@@ -108,8 +108,8 @@ class SoftmaxStats(Rows):
     @classmethod
     def of(cls, scores: Scores) -> Self:
         """The mass only; the entropy is 0."""
-        blocks = [scores.take(rows).scaled_logits().exp_().sum(-1, keepdim=True) for rows in scores.row_blocks()]
-        mass = torch.cat(blocks).double()
+        blocks = [_sums(scores.take(rows).scaled_logits().exp_()) for rows in scores.row_blocks()]
+        mass = torch.cat(blocks)[:, None].double()
         return cls(mass, torch.zeros_like(mass))
 
     @classmethod
@@ -123,7 +123,13 @@ class SoftmaxStats(Rows):
 def _mass_and_mean(scores: Scores) -> Tensor:
     logits = scores.scaled_logits().clamp_(min=_LOG_ZERO)  # -inf times its mass, 0, would be NaN
     mass = logits.exp()
-    return torch.stack([mass.sum(-1), torch.linalg.vecdot(mass, logits)], -1)
+    return torch.stack([_sums(mass), _sums(logits.mul_(mass))], -1)
+
+
+def _sums(values: Tensor) -> Tensor:
+    """The sums of rows, in an order that does not depend on their number: threads of PyTorch share a single sum."""
+    rows = len(values)
+    return values.expand(max(rows, 2), -1).sum(-1)[:rows]
 
 
 def _sort_by_score(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Samples the next token of every row of one batch after another, and finds the details that were asked for.
 
-There are four methods; rows are grouped by method, so that each pays for its own only.
+There are five methods; rows are grouped by method, so that each pays for its own only.
 """
 
 from collections.abc import Callable, Iterable
@@ -158,11 +158,14 @@ def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
 def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token after the penalties."""
     request = group.logprob_request
-    if request.max_top == 0:
-        return LogprobTable(step.ops.best_tokens(group.values(step), details=request.logprobs or request.ranks))
+    return LogprobTable(step.ops.best_tokens(group.values(step), details=request.logprobs or request.ranks))
+
+
+def _list_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+    """The best token after the penalties, and a list of the next best: its sums differ from those above by rounding."""
     scores = group.scores(step)
     token_ids = step.ops.best_tokens(scores.values, details=False)[:, :1].long()
-    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), request)
+    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
@@ -192,8 +195,11 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
     if not params.greedy:
         filtered = 0 < params.top_k < vocab_size or params.top_p < 1 or params.typical_p < 1
         return _sample_filtered if filtered else _sample_full
+    details = seq.request.output_details
+    if details.top_n_tokens:
+        return _list_greedy
     changed = Penalties.used_by(params) or has_grammar(seq)
-    return _sample_greedy if changed or seq.request.output_details.wants_details else _argmax
+    return _sample_greedy if changed or details.wants_details else _argmax
 
 
 class BatchSampler:
