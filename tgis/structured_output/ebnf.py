@@ -25,6 +25,9 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\\\"'[]^-/"}
 _ROOT = "root"
+_BEGINNINGS = ("define", "|", "(")  # of a sequence, which is empty if one of the next comes after it
+_ENDS = ("|", ")", "rule", "end")
+_OPERANDS = ("name", "literal", "chars", ".", ")")  # that may be repeated
 _RULE = re.compile(r"^[ \t]*[\w<>-]+\s*::=", re.MULTILINE)
 
 
@@ -35,36 +38,40 @@ def is_ebnf(text: str) -> bool:
 
 def ebnf_to_lark(text: str) -> str:
     """GrammarError says what is wrong, and where."""
-    return _Parser(text).lark()
+    return _Converter(text).lark()
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    kind: str
+    kind: str  # a group of the pattern; a mark is a kind of its own
     text: str
     at: int
 
 
-class _Parser:
-    """Recursive descent: the output is the input with other words in it."""
+class _Converter:
+    """Converts token by token: the output is the input with other words in it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._tokens = list(self._scan())
-        self._at = self._depth = 0
+        self._depth = 0  # of brackets
         self._defined: set[str] = set()
         self._used: dict[str, _Token] = {}
-        self._pieces: list[str] = []
 
     def lark(self) -> str:
-        while self._peek().kind != "end":
-            self._rule()
+        tokens = list(self._scan())
+        pieces, before = [f"start: {_rule_name(_ROOT)}"], ""
+        for token, after in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+            kind = "rule" if token.kind == "name" and after.kind == "define" else token.kind
+            if before in _BEGINNINGS and kind in _ENDS:
+                pieces.append('""')
+            pieces.append(self._converted(kind, token, before))
+            before = kind
         if _ROOT not in self._defined:
             raise GrammarError(f"no rule is named {_ROOT}")
         for name, token in self._used.items():
             if name not in self._defined:
                 raise self._error(f"no rule is named {name}", token)
-        return "".join(["start: ", _rule_name(_ROOT), *self._pieces, "\n"])
+        return "".join(pieces)
 
     def _scan(self) -> Iterator[_Token]:
         at = 0
@@ -74,71 +81,57 @@ class _Parser:
                 raise self._error(f"unexpected {self.text[at]!r}", _Token("", "", at))
             assert match.lastgroup is not None
             if match.lastgroup != "skip":
-                yield _Token(match.lastgroup, match[0], at)
+                yield _Token(match[0] if match.lastgroup == "mark" else match.lastgroup, match[0], at)
             at = match.end()
         yield _Token("end", "the end", at)
 
-    def _rule(self) -> None:
-        name = self._take("name")
-        self._take("define")
-        if name.text in self._defined:
-            raise self._error(f"rule {name.text} is defined twice", name)
-        self._defined.add(name.text)
-        self._pieces.append(f"\n{_rule_name(name.text)}: ")
-        self._alternatives()
+    def _converted(self, kind: str, token: _Token, before: str) -> str:
+        """A token in Lark; `before` is the kind of the one before it, empty for the first."""
+        match kind:
+            case "rule" if not self._depth:
+                return self._define(token)
+            case "define" if before == "rule":
+                return ": "
+            case "repeat" if before in _OPERANDS:
+                return self._repeat(token)
+            case "(" if before:
+                return self._open(token)
+            case ")" if self._depth:
+                self._depth -= 1
+                return ")"
+            case "|" | "name" | "literal" | "chars" | "." if before:
+                return f" {self._element(token)}"
+            case "end" if not self._depth:
+                return "\n"
+        raise self._error(f"unexpected {'literal' if kind == 'literal' else token.text}", token)
 
-    def _alternatives(self) -> None:
-        self._sequence()
-        while self._peek().text == "|" and self._peek().kind == "mark":
-            self._at += 1
-            self._pieces.append(" | ")
-            self._sequence()
+    def _define(self, token: _Token) -> str:
+        if token.text in self._defined:
+            raise self._error(f"rule {token.text} is defined twice", token)
+        self._defined.add(token.text)
+        return f"\n{_rule_name(token.text)}"
 
-    def _sequence(self) -> None:
-        empty = True
-        while self._element():
-            empty = False
-            if self._peek().kind == "repeat":
-                self._repeat(self._take("repeat"))
-            self._pieces.append(" ")
-        if empty:
-            self._pieces.append('""')
-
-    def _element(self) -> bool:
-        """Whether there is one more."""
-        token = self._peek()
-        match token.kind:
-            case "name" if self._tokens[self._at + 1].kind != "define":
-                self._used.setdefault(token.text, token)
-                self._pieces.append(_rule_name(token.text))
-            case "literal":
-                chars = " ".join(lark_string(char) for char, _ in self._characters(token))
-                self._pieces.append(f"({chars})" if chars else '""')
-            case "chars":
-                self._pieces.append(self._class(token))
-            case "mark" if token.text == ".":
-                self._pieces.append(_regex([], negated=True))
-            case "mark" if token.text == "(":
-                self._group(token)
-                return True
-            case _:
-                return False
-        self._at += 1
-        return True
-
-    def _group(self, token: _Token) -> None:
+    def _open(self, token: _Token) -> str:
         self._depth += 1
         if self._depth > MAX_GRAMMAR_DEPTH:
             raise self._error(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep", token)
-        self._at += 1
-        self._pieces.append("(")
-        self._alternatives()
-        if (end := self._take("mark")).text != ")":
-            raise self._error(f"unexpected {end.text}", end)
-        self._pieces.append(")")
-        self._depth -= 1
+        return " ("
 
-    def _repeat(self, token: _Token) -> None:
+    def _element(self, token: _Token) -> str:
+        match token.kind:
+            case "name":
+                self._used.setdefault(token.text, token)
+                return _rule_name(token.text)
+            case "literal":
+                chars = " ".join(lark_string(char) for char, _ in self._characters(token))
+                return f"({chars})" if chars else '""'
+            case "chars":
+                return self._class(token)
+            case ".":
+                return _regex([], negated=True)
+        return token.text
+
+    def _repeat(self, token: _Token) -> str:
         numbers = re.findall(r"\d+", token.text)
         longest = len(str(MAX_GRAMMAR_REPETITIONS))
         if any(len(number) > longest or int(number) > MAX_GRAMMAR_REPETITIONS for number in numbers):
@@ -146,7 +139,7 @@ class _Parser:
         counts = [int(number) for number in numbers]
         if len(counts) == 2 and counts[0] > counts[1]:
             raise self._error(f"no number is in {token.text}", token)
-        self._pieces.append(re.sub(r"\s", "", token.text))
+        return re.sub(r"\s", "", token.text)
 
     def _class(self, token: _Token) -> str:
         negated = token.text.startswith("[^")
@@ -183,16 +176,6 @@ class _Parser:
         if code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise self._error(f"\\{escape} is no character", token)
         return chr(code)
-
-    def _peek(self) -> _Token:
-        return self._tokens[self._at]
-
-    def _take(self, kind: str) -> _Token:
-        token = self._peek()
-        if token.kind != kind:
-            raise self._error(f"unexpected {'literal' if token.kind == 'literal' else token.text}", token)
-        self._at += 1
-        return token
 
     def _error(self, problem: str, token: _Token) -> GrammarError:
         line = self.text.count("\n", 0, token.at) + 1
