@@ -56,7 +56,7 @@ from tgis.models.files import (
 )
 from tgis.node import serve_node
 from tgis.prompts.catalog import AdapterCatalog
-from tgis.security.bearer import BearerAuthInterceptor, TokenFile
+from tgis.security.bearer import TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 from tgis.startup_log import startup_lines
 from tgis.tracing import make_tracer
@@ -138,13 +138,14 @@ class Server:
         self._clients = Clients(config)
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         count = self._service_metrics.call_ended
-        self._calls = GrpcCalls(self._clients, config, count)
+        on_rejected = self._service_metrics.authentication_failure.inc
+        self._calls = GrpcCalls(self._clients, config, self._tokens, on_rejected, count)
         self._servicer = GenerationServicer(self._calls, config)
         self._started = time.monotonic()
         self._unhealthy_reason: str | None = "the model is still loading"
         self._metrics: Metrics | None = None  # created when the engine reports its limits
         api_key = config.api_key.text if config.api_key else None
-        self._http_auth = HttpAuth(self._tokens, api_key, self._service_metrics.authentication_failure.inc)
+        self._http_auth = HttpAuth(self._tokens, api_key, on_rejected)
         self._http_api = HttpApi(config, self._http_auth, self._clients, count)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store), model.generation_config)
         self._chat_template: ChatTemplate | None = None
@@ -164,7 +165,7 @@ class Server:
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
         stop, hurry = stop_signals.futures()
-        grpc_server = self._make_grpc_server()
+        grpc_server = GrpcServer([self._servicer.handler()], self._config, self._calls, self._certificates)
         client = EngineClient()
         http_ports = self._make_http_ports(client)
         loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop(self._clients.awake))
@@ -190,11 +191,6 @@ class Server:
             if self._tracer:
                 self._tracer.close()
             stop_signals.ignore()
-
-    def _make_grpc_server(self) -> GrpcServer:
-        on_rejected = self._service_metrics.authentication_failure.inc
-        interceptors = [BearerAuthInterceptor(self._tokens, on_rejected)] if self._tokens else []
-        return GrpcServer([self._servicer.handler()], self._config, self._calls, self._certificates, interceptors)
 
     async def _wait_until_ready(self, client: EngineClient, stop: asyncio.Future[None]) -> EngineInfo | None:
         """The engine's description once it has loaded everything; None if it dies or a signal arrives first."""

@@ -30,7 +30,7 @@ class Queue(FairQueue):
 
 async def call_works(queue: FairQueue) -> bool:
     """Whether a server with this queue answers."""
-    server = private.make_server([service(Echo=echo)], (), [], queue)
+    server = private.make_server([service(Echo=echo)], [], queue)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with connected(port) as channel:
@@ -119,7 +119,7 @@ def test_a_call_goes_before_those_that_wait_on_a_busy_connection() -> None:
             return data
 
         handler = grpc.method_handlers_generic_handler("test.Service", {"Echo": calls.handler("Echo", remember)})
-        server = private.make_server([handler], (), [], calls.queue)
+        server = private.make_server([handler], [], calls.queue)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         with client(port, FLOOD), client(port, FLOOD), client(port, call_frames(ECHO, b"one")):

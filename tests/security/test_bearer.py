@@ -54,6 +54,7 @@ def test_anything_else_is_unauthenticated(server: Server) -> None:
             text(server, authorization)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, authorization
     assert server.metric("tgi_authentication_failure_total") - before == len(refused)
+    assert server.metric('tgi_call_count_total{api="grpc",method="Generate",status="UNAUTHENTICATED"}') >= len(refused)
 
 
 def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server) -> None:

@@ -303,7 +303,7 @@ class ServiceFamilies:
         )
         self.calls = add.counter(
             "tgi_call_count",
-            "Calls that have ended, refused ones too, but for gRPC calls without a valid token.",
+            "Calls that have ended, refused ones too.",
             {"api": (), "method": (), "status": ()},
         )
         self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")

@@ -3,16 +3,13 @@
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from tgis.errors import OptionError
 from tgis.utils.file_watch import WatchedFiles
 
-_PUBLIC_METHODS = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 
 
@@ -29,28 +26,12 @@ class TokenFile:
         return sum(hmac.compare_digest(given, known) for known in self._digests.value()) > 0  # no early exit
 
 
-class BearerAuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the stubs make it generic
-    """Rejects calls without a valid token as UNAUTHENTICATED before reading their message; health is exempt."""
-
-    def __init__(self, tokens: TokenFile, on_rejected: Callable[[], None]) -> None:
-        self._tokens = tokens
-        self._on_rejected = on_rejected
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        if details.method.startswith(_PUBLIC_METHODS) or self._tokens.accepts(_token_of(details.invocation_metadata)):
-            return await continuation(details)
-        self._on_rejected()
-        return grpc.stream_stream_rpc_method_handler(_reject)
-
-
 def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
     """A digest of what a caller has proven: its token if `bearer_auth` is on, and its client certificate.
 
     Empty for an anonymous caller. KV blocks are shared only between calls of the same identity.
     """
-    token = _token_of(context.invocation_metadata()) if bearer_auth else ""  # an unchecked token proves nothing
+    token = token_of(context) if bearer_auth else ""  # an unchecked token proves nothing
     return identity_of(token, context.peer_identities() or ())
 
 
@@ -63,14 +44,9 @@ def identity_of(token: str, certificate_names: Iterable[bytes]) -> bytes:
     return hashlib.sha256(digests).digest()
 
 
-async def _reject(_requests: Any, context: Any) -> None:
-    context.set_code(grpc.StatusCode.UNAUTHENTICATED)  # not `abort`: the call would keep its error, with this frame
-    context.set_details("a valid bearer token is required")
-
-
-def _token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The bearer token of a call, "" if it has none."""
-    for key, value in metadata or ():
+def token_of(context: Any) -> str:
+    """The bearer token of a gRPC call, "" if it has none."""
+    for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str) and (token := bearer_token(value)):
             return token
     return ""

@@ -16,9 +16,10 @@ import grpc
 from tgis.api.clients import Clients, CountCall
 from tgis.api.grpc.fair_queue import FairQueue
 from tgis.api.grpc.private import creator
-from tgis.api.grpc.status import Context, abort, error_boundary, status_name
+from tgis.api.grpc.status import Context, abort, abort_with, error_boundary, status_name
 from tgis.config import Config
 from tgis.errors import InvalidRequest, RequestError
+from tgis.security.bearer import TokenFile, token_of
 
 T = TypeVar("T")
 
@@ -107,19 +108,31 @@ Method = Callable[[bytes, GrpcCall], Awaitable[bytes | None]]  # of the message;
 class GrpcCalls:
     """The calls of a gRPC port."""
 
-    def __init__(self, clients: Clients, config: Config, count: CountCall = lambda *_: None) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        config: Config,
+        tokens: TokenFile | None = None,
+        on_rejected: Callable[[], None] = lambda: None,
+        count: CountCall = lambda *_: None,
+    ) -> None:
+        """With `tokens`, calls need one of them, unless their method is public."""
         self.clients = clients
+        self._tokens, self._on_rejected = tokens, on_rejected
         self._count = count
         self.max_message_bytes = config.grpc_max_message_bytes
         self.max_calls_of_connection = config.max_concurrent_requests + _SPARE_CALLS
         self.queue = FairQueue(self.max_calls_of_connection)
 
     @asynccontextmanager
-    async def open(self, context: Context, name: str) -> AsyncIterator[GrpcCall]:
+    async def open(self, context: Context, name: str, *, public: bool = False) -> AsyncIterator[GrpcCall]:
         """What a handler does before its client only has to read the rest; `name` is the method's."""
         status = grpc.StatusCode.CANCELLED.name
         try:
             async with error_boundary(context):
+                if self._tokens is not None and not public and not self._tokens.accepts(token_of(context)):
+                    self._on_rejected()
+                    await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
                 call = GrpcCall(context, self)
                 try:
                     yield call
@@ -133,12 +146,12 @@ class GrpcCalls:
             self._count("grpc", name, status)
 
     def handler(
-        self, name: str, method: Method, *, stream: bool = False, max_bytes: int | None = None
+        self, name: str, method: Method, *, stream: bool = False, public: bool = False, max_bytes: int | None = None
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for a method with one message; with `stream` the method writes the messages of its answer."""
 
         async def handle(_requests: object, context: Context) -> bytes | None:
-            async with self.open(context, name) as call:
+            async with self.open(context, name, public=public) as call:
                 return await method(await call.receive(max_bytes), call)
             return None  # reached only if the client has disconnected
 

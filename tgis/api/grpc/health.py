@@ -34,8 +34,8 @@ class HealthServicer:
     def handler(self, calls: GrpcCalls) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Check": calls.handler("Check", self._check, max_bytes=MAX_REQUEST_BYTES),
-            "Watch": calls.handler("Watch", self._watch, stream=True, max_bytes=MAX_REQUEST_BYTES),
+            "Check": calls.handler("Check", self._check, public=True, max_bytes=MAX_REQUEST_BYTES),
+            "Watch": calls.handler("Watch", self._watch, stream=True, public=True, max_bytes=MAX_REQUEST_BYTES),
         }
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 

@@ -30,7 +30,6 @@ _AioServer: Any = getattr(cygrpc, "AioServer", object)
 
 def make_server(
     handlers: "Sequence[grpc.GenericRpcHandler[Any, Any]]",
-    interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]",
     options: Sequence[tuple[str, int]],
     queue: FairQueue,
 ) -> grpc.aio.Server:
@@ -41,9 +40,9 @@ def make_server(
     """
     _remember_creators(asyncio.get_running_loop())
     logging.getLogger(cygrpc.__name__).addFilter(_is_failure)
-    server = grpc.aio.server(handlers=handlers, interceptors=interceptors, options=options)
+    server = grpc.aio.server(handlers=handlers, options=options)
     if hasattr(server, "_server") and all(hasattr(cygrpc, name) for name in _NAMES) and hasattr(_AioServer, _METHOD):
-        server._server = FairServer(handlers, interceptors, options, queue)
+        server._server = FairServer(handlers, options, queue)
     else:
         log.warning("grpcio %s has changed: calls start in the order of their arrival", grpc.__version__)
     return server
@@ -96,9 +95,9 @@ class _NextCall(asyncio.Future[Any]):
 class FairServer(_AioServer):  # type: ignore[misc]
     """What `grpc.aio.server` wraps; grpc.aio asks it for one call after the other."""
 
-    def __init__(self, handlers: Any, interceptors: Any, options: Any, queue: FairQueue) -> None:
+    def __init__(self, handlers: Any, options: Any, queue: FairQueue) -> None:
         self._event_loop = asyncio.get_running_loop()
-        super().__init__(self._event_loop, None, handlers, interceptors, options, None)
+        super().__init__(self._event_loop, None, handlers, (), options, None)
         self._queue = queue
         self._accepts: list[asyncio.Task[None]] = []
         self._accepting, self._stopped = True, False

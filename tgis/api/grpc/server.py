@@ -1,4 +1,4 @@
-"""The gRPC port: limits, TLS, authentication, health and reflection around the handlers that it is given."""
+"""The gRPC port: limits, TLS, health and reflection around the handlers that it is given."""
 
 import asyncio
 import os
@@ -36,7 +36,6 @@ class GrpcServer:
         config: Config,
         calls: GrpcCalls,
         certificates: Certificates | None = None,
-        interceptors: "Sequence[grpc.aio.ServerInterceptor[Any, Any]]" = (),
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
@@ -45,7 +44,7 @@ class GrpcServer:
         self._stopped = False
         self._health = HealthServicer()
         handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
-        self._server = make_server(handlers, interceptors, _channel_arguments(config, calls), calls.queue)
+        self._server = make_server(handlers, _channel_arguments(config, calls), calls.queue)
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
