@@ -43,7 +43,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     # the engine process
     "speculation": "",
     "batcher": "errors ipc speculation",
-    "structured_output": "errors ipc",
+    "structured_output": "errors ipc utils",
     "engines": "batcher errors ipc",
     "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",

@@ -313,7 +313,6 @@ class Server:
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
         await wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
-        await self._http_api.end_calls()
         await self._clients.end_calls()
         await grpc_server.stop()
         await stopped

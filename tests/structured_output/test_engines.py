@@ -41,7 +41,6 @@ from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
-from tgis.utils.thread_pool import started_pool
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
 SPECIAL = 4  # the first tokens, without a text
@@ -207,7 +206,7 @@ PADDED = limits(10**5, max_batch_size=ROWS, prefill_tokens=64)
 def test_rows_are_those_of_brute_force(llama: Path, paged: bool, masks: bool) -> None:
     """Rows whose masks are made in threads stay out of steps until then, in whatever order the threads are done."""
     subject = _subject(llama, PagedEngine, PAGED, block_size=4) if paged else _subject(llama, PaddedEngine, PADDED)
-    subject.masks = MaskThreads(started_pool) if masks else None
+    subject.masks = MaskThreads() if masks else None
     ends = _check_all(subject, random.Random(4 if masks else 1))
     assert ends == {StopReason.EOS_TOKEN, StopReason.MAX_TOKENS}
     assert (subject.forced > 0) == (paged and not masks)

@@ -21,7 +21,6 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp, Vocabul
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
-from tgis.utils.thread_pool import started_pool
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -274,7 +273,7 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
 
 def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
     matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
-    masks, blocker = MaskThreads(started_pool), threading.Event()
+    masks, blocker = MaskThreads(), threading.Event()
     matcher.quick = False
     for _ in range(2):
         masks._slow.submit(blocker.wait)
@@ -287,7 +286,7 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
     answers: list[LookedUp] = []
-    compiler, blocker = GrammarCompiler(byte_table(), answers.append, started_pool), threading.Event()
+    compiler, blocker = GrammarCompiler(byte_table(), answers.append), threading.Event()
     for _ in range(2):
         compiler._pool.submit(blocker.wait)
     compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
@@ -350,14 +349,13 @@ import queue
 from grammar_walks import byte_table
 from tgis.ipc.lookups import LookUp, GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import GrammarCompiler
-from tgis.utils.thread_pool import started_pool
 
 table = byte_table()
 os.nice(10)
 if os.getuid() == 0:
     os.setuid(65534)
 problems = queue.Queue()
-compiler = GrammarCompiler(table, lambda answer: problems.put(answer.reason), started_pool)
+compiler = GrammarCompiler(table, lambda answer: problems.put(answer.reason))
 compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
 print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
 """

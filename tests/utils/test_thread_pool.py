@@ -50,7 +50,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[LookedUp]()
-    compiler = GrammarCompiler(byte_table(), answers.put, started_pool)
+    compiler = GrammarCompiler(byte_table(), answers.put)
     masks = EngineCore(*cast("Any", (None, None, None))).masks
     no_more_threads()
     compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))

@@ -27,7 +27,6 @@ from tgis.prompts.resolver import AdapterResolver
 from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.utils.memory import return_unused_memory
-from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class EngineCore:
     resolver: AdapterResolver | None = None
     grammars: GrammarCompiler | None = None
     idle_seconds: float = 0.0  # after which memory is given back; 0: never
-    masks: MaskThreads = field(default_factory=lambda: MaskThreads(started_pool))
+    masks: MaskThreads = field(default_factory=MaskThreads)
 
     def run(self) -> None:
         """Serve until Shutdown."""

@@ -24,7 +24,6 @@ from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
-from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
-        grammars = GrammarCompiler(table, channel.send, started_pool)
+        grammars = GrammarCompiler(table, channel.send)
 
     def look_up(lookup: LookUp) -> None:
         finder = resolver if isinstance(lookup.target, str) else grammars

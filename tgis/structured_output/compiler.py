@@ -16,13 +16,12 @@ from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
+from tgis.utils.thread_pool import started_pool
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
 log = logging.getLogger(__name__)
-
-MakePool = Callable[[int, str, Callable[[], None]], "ThreadPoolExecutor"]  # of so many threads with this initializer
 
 _THREADS = 2  # one expensive grammar does not delay all others
 _NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
@@ -56,10 +55,10 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
 class GrammarCompiler:
     """All lookups that are not released, and the cache."""
 
-    def __init__(self, table: TokenTable, send: Callable[[LookedUp], None], make_pool: MakePool) -> None:
+    def __init__(self, table: TokenTable, send: Callable[[LookedUp], None]) -> None:
         self._table = table
         self._send = send
-        self._pool = make_pool(_THREADS, "grammars", lower_priority)
+        self._pool = started_pool(_THREADS, "grammars", lower_priority)
         self._lock = threading.Lock()
         self._cache: dict[GrammarSpec, Future[GrammarMatcher]] = {}  # the least recently used first
         self._held: dict[int, Future[GrammarMatcher]] = {}  # by lookup id

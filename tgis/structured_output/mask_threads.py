@@ -6,8 +6,9 @@ Nobody but their own output waits for them, for longer than it takes a quick one
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from tgis.structured_output.compiler import MakePool, lower_priority
+from tgis.structured_output.compiler import lower_priority
 from tgis.structured_output.matcher import GrammarMatcher
+from tgis.utils.thread_pool import started_pool
 
 _THREADS = 2  # of each kind
 _PATIENCE = 0.003  # of a step, for masks that are probably quick
@@ -17,9 +18,9 @@ _MAX_WAIT = 0.01  # until messages are read again
 class MaskThreads:
     """Threads of less priority than steps; the masks of outputs whose last one was quick do not wait behind others."""
 
-    def __init__(self, make_pool: MakePool) -> None:
-        self._slow = make_pool(_THREADS, "slow masks", lower_priority)
-        self._quick = make_pool(_THREADS, "quick masks", lower_priority)
+    def __init__(self) -> None:
+        self._slow = started_pool(_THREADS, "slow masks", lower_priority)
+        self._quick = started_pool(_THREADS, "quick masks", lower_priority)
         self._open: set[Future[None]] = set()
 
     def prepare(self, outputs: Iterable[tuple[GrammarMatcher, Sequence[int]]]) -> None:

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tgis.api.clients import LAST_WORD_SECONDS, Account, Clients, CountCall
+from tgis.api.clients import Account, Clients, CountCall
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.body import read_json, receive
+from tgis.api.http.connections import Connection
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Handle, HttpError, Operation, http_status
 from tgis.config import Config
@@ -117,14 +118,6 @@ class HttpApi:
         self._config = config
         self._auth = auth
         self._clients = clients
-        self._running: dict[asyncio.Task[Any] | None, asyncio.Timeout] = {}
-
-    async def end_calls(self) -> None:
-        """End all calls with Unavailable, and give their clients a moment to read that."""
-        for until in self._running.values():
-            until.reschedule(0)
-        if tasks := [task for task in self._running if task]:
-            await asyncio.wait(tasks, timeout=LAST_WORD_SECONDS)
 
     def route(self, operation: Operation) -> web.RouteDef:
         """The route of an operation; whatever its handler raises, the call ends as its API says."""
@@ -170,10 +163,10 @@ class HttpApi:
                 call.events.close()
 
     async def _handle(self, handle: Handle, call: HttpCall) -> web.StreamResponse:
-        task, until = asyncio.current_task(), asyncio.timeout(None)
+        connection, until = Connection.of(call.request), asyncio.timeout(None)
         try:
             async with until:
-                self._running[task] = until
+                connection.call_until = until
                 return await handle(call)
         except (RequestError, ConnectionError):  # the latter if the client has gone
             raise
@@ -185,8 +178,8 @@ class HttpApi:
             log.exception("internal error in a call")
             raise HttpError(500, f"internal error: {type(error).__name__}") from error
         finally:
-            del self._running[task]
-            del task, until  # the task keeps its CancelledError, whose frames have these
+            connection.call_until = None
+            del connection, until  # the task keeps its CancelledError, whose frames have these
 
 
 def _request_id(request: web.Request) -> str:

@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tgis.api.clients import Clients
 from tgis.api.http.operations import HttpError
 from tgis.config import Config
-from tgis.errors import ClientTimeout, RequestError
+from tgis.errors import ClientTimeout, RequestError, Unavailable
 
 REQUESTS_AT_A_TIME = 2  # begin in an iteration of the event loop, so that calls of gRPC's go on between them
 KEEPALIVE_SECONDS = 75.0  # without a request, after which a connection is closed
@@ -101,7 +101,7 @@ class _Parser:
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_answers", "_body", "_clients", "_connections", "_resumes", "client", "received")
+    __slots__ = ("_answers", "_body", "_clients", "_connections", "_resumes", "call_until", "client", "received")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
@@ -122,6 +122,7 @@ class Connection(web.RequestHandler):
         self._body: StreamReader | None = None  # while it arrives
         self.received = 0  # bytes: first those of a head, then those of a body
         self._resumes = False
+        self.call_until: asyncio.Timeout | None = None  # of a call to an API, while it runs
         with suppress(AttributeError):  # a private name of aiohttp's
             self._parser = cast("Any", _Parser(self._parser, self._refuse))
 
@@ -163,9 +164,14 @@ class Connection(web.RequestHandler):
             self._body = None
 
     def end(self, error: RequestError | None) -> None:
-        """End a call whose body is late with the error, or close the connection: what has not been sent is dropped."""
+        """End a call whose body is late with the error, and one of an API at the end of the server; else close the
+        connection: what has not been sent is dropped.
+        """
         if self._body is not None and isinstance(error, ClientTimeout):
             self._end_body(ClientTimeout(error.detail))
+            return
+        if self.call_until is not None and isinstance(error, Unavailable):
+            self.call_until.reschedule(0)
             return
         if self.transport is not None:
             self.transport.abort()

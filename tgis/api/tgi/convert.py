@@ -1,11 +1,11 @@
 """Checks TGI's requests, and converts between its bodies and the values of the front end."""
 
 import math
-import struct
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET
 
 from tgis.api.tgi.schema import (
@@ -32,7 +32,6 @@ from tgis.ipc.request import LogprobOptions, StopReason
 MAX_SEED = 2**64 - 1
 MAX_STOP_SEQUENCE_BYTES = 1000
 _SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
-_SINGLE = struct.Struct("f")
 _FINISH_REASONS: dict[StopReason, FinishReason] = {
     StopReason.EOS_TOKEN: "eos_token",
     StopReason.STOP_SEQUENCE: "stop_sequence",
@@ -208,8 +207,4 @@ def tokens_json(text: bytes, result: TokenizeResult) -> bytes:
 
 def json_float(value: float) -> float | None:
     """The shortest number that is the same in single precision; None, which is null, if it is not finite."""
-    if not math.isfinite(value):
-        return None
-    single = _SINGLE.pack(value)
-    (value,) = _SINGLE.unpack(single)  # the digits of a number between two of them may be those of the other
-    return next(short for digits in range(6, 10) if _SINGLE.pack(short := float(f"{value:.{digits}g}")) == single)
+    return float(str(np.float32(value))) if math.isfinite(value) else None

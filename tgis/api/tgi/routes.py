@@ -10,7 +10,6 @@ from msgspec import UNSET
 
 from tgis import __version__
 from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.event_stream import EventStream
 from tgis.api.http.headers import timing_headers
 from tgis.api.http.operations import Handle, HttpError, Operation
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
@@ -102,13 +101,28 @@ class TgiApi:
         return await call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_answer), headers
 
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
-        generator = call.generator
+        """An event for each token."""
+        generator, given = call.generator, request.parameters
         generate_call = self._generate_call(call, request, CallKind.STREAM, details=True)
         events = call.event_stream(call.compute_headers([request.inputs]))
-        writer = _StreamWriter(events, generator, request)
+        tokens, limits = convert.TokenConverter(generator), generator.server_info.limits
+        num_input_tokens = 0
+        last: Sequence[TokenInfo] = ()
+        texts = [request.inputs] if given.return_full_text else []
         async with aclosing(generator.stream(generate_call)) as outputs:
             async for output in outputs:
-                await writer.write(output)
+                num_input_tokens = num_input_tokens or output.input_token_count
+                texts.append(output.text)
+                last = output.tokens or last
+                for info in last if output.stop_reason else output.tokens:  # an end may come without a token
+                    event = StreamResponse(output.generated_token_count, tokens.token(info))
+                    if given.top_n_tokens:
+                        event.top_tokens = tokens.top_tokens(info)
+                    if output.stop_reason:
+                        event.generated_text = "".join(texts)
+                        if given.details:
+                            event.details = convert.stream_details(output, num_input_tokens, given, limits)
+                    await events.send(msgspec.json.encode(event))
         return events.response
 
     def _generate_call(
@@ -205,34 +219,6 @@ def _detailed_answer(outputs: list[RequestOutput], request: GenerateRequest, gen
     ]
     details = convert.details(Details, best, given, generator, best_of_sequences=sequences or UNSET)
     return msgspec.json.encode(GenerateResponse(_full_text(best, request), details))
-
-
-class _StreamWriter:
-    """Turns the messages of a stream into events: one for each token."""
-
-    def __init__(self, events: EventStream, generator: Generator, request: GenerateRequest) -> None:
-        self._events = events
-        self._given = request.parameters
-        self._limits = generator.server_info.limits
-        self._tokens = convert.TokenConverter(generator)
-        self._num_input_tokens = 0
-        self._last: Sequence[TokenInfo] = ()
-        self._texts = [request.inputs] if request.parameters.return_full_text else []
-
-    async def write(self, output: RequestOutput) -> None:
-        self._num_input_tokens = self._num_input_tokens or output.input_token_count
-        self._texts.append(output.text)
-        ends_without_token = output.stop_reason and not output.tokens
-        for info in self._last if ends_without_token else output.tokens:
-            event = StreamResponse(output.generated_token_count, self._tokens.token(info))
-            if self._given.top_n_tokens:
-                event.top_tokens = self._tokens.top_tokens(info)
-            if output.stop_reason:
-                event.generated_text = "".join(self._texts)
-                if self._given.details:
-                    event.details = convert.stream_details(output, self._num_input_tokens, self._given, self._limits)
-            await self._events.send(msgspec.json.encode(event))
-        self._last = output.tokens or self._last
 
 
 def _full_text(output: RequestOutput, request: GenerateRequest) -> str:
