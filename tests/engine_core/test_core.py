@@ -11,6 +11,7 @@ from batches import EOS, engine_options, limits
 from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
+from tgis.engine_core.lookups import LookupTable
 from tgis.engine_core.main import batch_limits
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.channel import FrameReader, encode_frame
@@ -45,10 +46,10 @@ class ScriptedChannel:
 
 
 def run(
-    directory: Path, channel: ScriptedChannel, grammars: Any = None, idle_seconds: float = 0, engine: type = FakeEngine
+    directory: Path, channel: ScriptedChannel, lookups: Any = None, idle_seconds: float = 0, engine: type = FakeEngine
 ) -> None:
     loaded, batcher = engine(engine_options(make_fake_model(directory), 4, threads=1)), Batcher(LIMITS, {EOS})
-    EngineCore(cast("Channel", channel), loaded, batcher, grammars=grammars, idle_seconds=idle_seconds).run()
+    EngineCore(cast("Channel", channel), loaded, batcher, lookups or LookupTable(channel.send), idle_seconds).run()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_masks_of_cancelled_outputs_are_abandoned(tmp_path: Path) -> None:
         grammar.allowed_ids.return_value = [5]
     submit = Submit([Request(id_, [5, 6], 9, grammar=id_) for id_ in grammars], 0.0)
     channel = ScriptedChannel([submit], [Cancel([1])], [], [Shutdown()])
-    run(tmp_path, channel, mock.Mock(matcher=grammars.__getitem__))
+    run(tmp_path, channel, mock.Mock(found=lambda id_: mock.Mock(copy=lambda: grammars[id_])))
     assert [grammar.abandon.call_count for grammar in grammars.values()] == [1, 0]
 
 

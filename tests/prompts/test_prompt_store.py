@@ -1,8 +1,9 @@
-"""Soft prompts in the store: loading, errors, caching and reloading, and the resolver."""
+"""Soft prompts in the store: loading, errors, caching and reloading, and lookups of them."""
 
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,13 @@ from prompt_files import (
     write,
 )
 
+from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, LookedUp, LookUp
-from tgis.prompts.resolver import AdapterResolver, StoreResult
+from tgis.ipc.lookups import AdapterProblem, LookedUp, LookUp
 from tgis.prompts.soft_prompt import SoftPrompt
-from tgis.prompts.store import AdapterCache, AdapterStore
+from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
+from tgis.utils.thread_pool import started_pool
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
@@ -284,13 +286,19 @@ class SlowStore:
 Answers = queue.SimpleQueue[LookedUp]
 
 
+def table(find: Callable[[str], StoreResult], answers: Answers) -> LookupTable:
+    lookups = LookupTable(answers.put)
+    lookups.finders[str] = started_pool(4, "adapters"), find
+    return lookups
+
+
 def taken(answers: Answers, count: int) -> list[LookedUp]:
     return [answers.get(timeout=10) for _ in range(count)]
 
 
 def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store.find, answers.put)
+    lookups = table(store.find, answers)
     for number in range(50):
         lookups.look_up(LookUp(number, "slow"))
     lookups.look_up(LookUp(50, "other"))
@@ -304,30 +312,29 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     assert all(info.adapter and info.adapter.length == 4 and not info.reason for info in infos)
     assert sum(info.loaded for info in infos) == 1
     assert sorted(store.finds) == ["other", "slow"]
-    assert len({id(lookups.adapter(AdapterRef("slow", 4, 0, number, 1))) for number in range(50)}) == 1
+    assert len({id(lookups.found(number).adapter) for number in range(50)}) == 1
 
 
 def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) -> None:
     for name in "abcdefghi":
         write(root / name, tgis(matrix(seed=ord(name))))
     store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
-    lookups = AdapterResolver(store.find, answers.put)
+    lookups = table(store.find, answers)
     for number, name in enumerate("abcdefghi"):
         lookups.look_up(LookUp(number, name))
         assert taken(answers, 1)[0].loaded
     write(root / "a", tgis(matrix(2)))
     lookups.look_up(LookUp(9, "a"))
     assert taken(answers, 1)[0].loaded
-    held = lookups.adapter(AdapterRef("a", 4, 0, lookup_id=0, version=1))
-    assert torch.equal(embeddings(StoreResult(held, loaded=False)), matrix(seed=ord("a")))
-    assert lookups.adapter(AdapterRef("a", 2, 0, lookup_id=9, version=2)).length == 2
+    assert torch.equal(embeddings(lookups.found(0)), matrix(seed=ord("a")))
+    assert lookups.found(9).adapter.length == 2
     lookups.release(range(20))
     assert lookups._held == {}
 
 
 def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store.find, answers.put)
+    lookups = table(store.find, answers)
     lookups.look_up(LookUp(7, "slow"))
     assert store.begun.acquire(timeout=10)
     lookups.release([7])
@@ -345,7 +352,7 @@ def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
 )
 def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: str) -> None:
     store, answers = SlowStore(), Answers()
-    lookups = AdapterResolver(store.find, answers.put)
+    lookups = table(store.find, answers)
     for number in (1, 2, 3):
         lookups.look_up(LookUp(number, name))
         store.may_end.release()
@@ -353,7 +360,7 @@ def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: st
     assert {info.lookup_id for info in infos} == {1, 2, 3}
     assert {(info.problem, info.reason) for info in infos} == {(problem, reason)}
     lookups.release([1, 2, 3])
-    assert (lookups._held, lookups._loading) == ({}, {})
+    assert (lookups._held, lookups._known) == ({}, {})
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured_output.suite import allows
+from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp, Vocabulary
-from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.compiler import compilers
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.structured_output.matcher import TokenTable
 
@@ -286,13 +287,14 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
     answers: list[LookedUp] = []
-    compiler, blocker = GrammarCompiler(byte_table(), answers.append), threading.Event()
+    lookups, blocker = LookupTable(answers.append), threading.Event()
+    threads, _ = lookups.finders[GrammarSpec] = compilers(byte_table())
     for _ in range(2):
-        compiler._pool.submit(blocker.wait)
-    compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
-    compiler.close()
+        threads.submit(blocker.wait)
+    lookups.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
+    lookups.close()
     blocker.set()
-    compiler._pool.shutdown(wait=True)
+    threads.shutdown(wait=True)
     assert not answers
 
 
@@ -345,19 +347,17 @@ def test_lark_grammars_are_taken_as_they_are() -> None:
 
 UNPRIVILEGED = """
 import os
-import queue
 from grammar_walks import byte_table
-from tgis.ipc.lookups import LookUp, GrammarKind, GrammarSpec
-from tgis.structured_output.compiler import GrammarCompiler
+from tgis.ipc.lookups import GrammarKind, GrammarSpec
+from tgis.structured_output.compiler import compilers
 
 table = byte_table()
 os.nice(10)
 if os.getuid() == 0:
     os.setuid(65534)
-problems = queue.Queue()
-compiler = GrammarCompiler(table, lambda answer: problems.put(answer.reason))
-compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
-print([problems.get(), compiler._pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()])
+threads, compile = compilers(table)
+assert threads.submit(compile, GrammarSpec(GrammarKind.REGEX, "a")).result().ready
+print(threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result())
 """
 
 
@@ -365,4 +365,4 @@ def test_compilations_have_less_priority_than_their_process() -> None:
     """Also in a process that others come before already, and that may not raise its own."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=env, capture_output=True, text=True, check=True)
-    assert run.stdout == f"['', {min(os.getpriority(os.PRIO_PROCESS, 0) + 15, 19)}]\n"
+    assert run.stdout == f"{min(os.getpriority(os.PRIO_PROCESS, 0) + 15, 19)}\n"

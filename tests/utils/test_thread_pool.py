@@ -9,8 +9,9 @@ import pytest
 from grammar_walks import byte_table
 
 from tgis.engine_core.core import EngineCore
+from tgis.engine_core.lookups import LookupTable
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp
-from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.compiler import compilers
 from tgis.utils.thread_pool import started_pool
 
 
@@ -50,13 +51,14 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 
 def test_grammars_are_compiled_and_followed_without_another_thread(no_more_threads: Callable[[], None]) -> None:
     answers = queue.SimpleQueue[LookedUp]()
-    compiler = GrammarCompiler(byte_table(), answers.put)
-    masks = EngineCore(*cast("Any", (None, None, None))).masks
+    lookups = LookupTable(answers.put)
+    lookups.finders[GrammarSpec] = compilers(byte_table())
+    masks = EngineCore(*cast("Any", (None, None, None, lookups))).masks
     no_more_threads()
-    compiler.look_up(LookUp(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
+    lookups.look_up(LookUp(1, GrammarSpec(GrammarKind.GRAMMAR, "start: /ab+/")))
     assert answers.get(timeout=10).reason == ""
-    matcher, tokens = compiler.matcher(1), [ord("a") + 1]
+    matcher, tokens = lookups.found(1).copy(), [ord("a") + 1]
     masks.prepare([(matcher, tokens)])
     assert matcher.allowed_ids(tokens) == [ord("b") + 1]
-    compiler.close()
+    lookups.close()
     masks.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engine_core.lookups import LookupTable
 from tgis.engines.base import Engine, StepResult
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.channel import Channel
@@ -23,8 +24,6 @@ from tgis.ipc.messages import (
     ToEngine,
 )
 from tgis.ipc.request import Request, TokenLogprobs
-from tgis.prompts.resolver import AdapterResolver
-from tgis.structured_output.compiler import GrammarCompiler
 from tgis.structured_output.mask_threads import MaskThreads
 from tgis.utils.memory import return_unused_memory
 
@@ -41,8 +40,7 @@ class EngineCore:
     channel: Channel
     engine: Engine
     batcher: Batcher
-    resolver: AdapterResolver | None = None
-    grammars: GrammarCompiler | None = None
+    lookups: LookupTable
     idle_seconds: float = 0.0  # after which memory is given back; 0: never
     masks: MaskThreads = field(default_factory=MaskThreads)
 
@@ -79,10 +77,7 @@ class EngineCore:
                     self._submit(requests, arrival_time)
                 case Cancel(ids):
                     self.batcher.cancel(ids)
-                    if self.resolver:
-                        self.resolver.release(ids)
-                    if self.grammars:
-                        self.grammars.release(ids)
+                    self.lookups.release(ids)
                 case GetBatchState():
                     self.channel.send(self.batcher.state(time.monotonic(), _MAX_SHOWN_SEQS))
                 case Shutdown():
@@ -100,11 +95,9 @@ class EngineCore:
     def _submit(self, requests: list[Request], arrival_time: float) -> None:
         for seq in self.batcher.submit(requests, arrival_time):
             if seq.request.adapter:  # loaded before: validation needs its length, and its errors come first
-                assert self.resolver is not None
-                seq.adapter = self.resolver.adapter(seq.request.adapter)
+                seq.adapter = self.lookups.found(seq.request.adapter.lookup_id).adapter
             if seq.request.grammar is not None:
-                assert self.grammars is not None
-                seq.grammar = self.grammars.matcher(seq.request.grammar)
+                seq.grammar = self.lookups.found(seq.request.grammar).copy()
 
     def _step(self, plan: StepPlan) -> None:
         started_at = time.monotonic()

@@ -14,18 +14,21 @@ import sys
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
 from tgis.engine_core.core import EngineCore
+from tgis.engine_core.lookups import LookupTable
 from tgis.engines import follow_node_0, load_engine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
-from tgis.ipc.lookups import LookUp, Vocabulary
+from tgis.ipc.lookups import GrammarSpec, LookUp, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
-from tgis.prompts.resolver import AdapterResolver
-from tgis.structured_output.compiler import GrammarCompiler
+from tgis.structured_output.compiler import compilers
 from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
+from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
+
+_ADAPTER_THREADS = 4  # several, so that one slow file does not delay all lookups
 
 
 def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
@@ -59,28 +62,21 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     batcher = Batcher(limits, options.eos_ids)
     return_unused_memory()
     gc.freeze()  # the collector need not look at what has been loaded
-    resolver = None
+    lookups = LookupTable(channel.send)
     if options.adapter_store and engine.info.supports_adapters:
         from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
 
-        resolver = AdapterResolver(AdapterStore.for_engine(options.adapter_store, engine.info).find, channel.send)
-    grammars = None
+        store = AdapterStore.for_engine(options.adapter_store, engine.info)
+        lookups.finders[str] = started_pool(_ADAPTER_THREADS, "adapters"), store.find
     (vocabulary,) = received or channel.receive()
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
-        grammars = GrammarCompiler(table, channel.send)
-
-    def look_up(lookup: LookUp) -> None:
-        finder = resolver if isinstance(lookup.target, str) else grammars
-        assert finder is not None, "the front end refuses what this engine cannot have"
-        finder.look_up(lookup)
-
-    channel.handle_inline(LookUp, look_up)
+        lookups.finders[GrammarSpec] = compilers(table)
+    channel.handle_inline(LookUp, lookups.look_up)
     channel.send(Ready(engine.info, fallback_reason))
-    EngineCore(channel, engine, batcher, resolver, grammars, options.kv_cache_idle_seconds).run()
-    if grammars:
-        grammars.close()
+    EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()
+    lookups.close()
     engine.close()
 
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -13,7 +14,6 @@ from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
 from tgis.prompts.files import CONFIG, AdapterDirectory, find_directory
 from tgis.prompts.lora import LoraAdapter, read_lora
-from tgis.prompts.resolver import StoreResult
 from tgis.prompts.soft_prompt import SoftPrompt, read_soft_prompt
 from tgis.prompts.tensor_file import TargetModel, read_config
 from tgis.utils.file_watch import Signature
@@ -52,6 +52,14 @@ class AdapterCache:
             while excess > 0:
                 _, evicted = self._entries.pop(next(iter(self._entries)))
                 excess -= evicted.size
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """An adapter, and whether its files had to be read."""
+
+    adapter: LoadedAdapter
+    loaded: bool
 
 
 class AdapterStore:
