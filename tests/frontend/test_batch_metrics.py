@@ -13,6 +13,7 @@ from scraped_metrics import make_metrics, value
 from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.core import EngineCore
+from tgis.engine_core.lookups import LookupTable
 from tgis.engines.fake import FakeEngine
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
@@ -80,7 +81,7 @@ def run(directory: Path, turns: list[Turn], **kind: Any) -> ScriptedChannel:
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
     engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, threads=1))
-    EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS})).run()
+    EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS}), LookupTable(script.send)).run()
     return script
 
 

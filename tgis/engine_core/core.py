@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tgis.batcher.batcher import Batcher
@@ -120,13 +121,13 @@ class EngineCore:
         self.channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
-        record = StepRecord(plan, self.batcher, padded=self.engine.info.padded, started_at=started_at)
+        make_stats = _observe(plan, self.batcher, padded=self.engine.info.padded)
         if result.failed:
             plan, result = self._drop_failed(plan, result)
         lengths = [len(seq.tokens) for seq in plan.sampled]
         self.batcher.commit(plan, result.tokens, computed_at)
         tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
-        stats = record.stats(computed_at=computed_at, now=time.monotonic())
+        stats = make_stats(started_at, computed_at)
         self._send_prompt_logprobs(plan.sampled, result.prompt_logprobs)
         ids, stop_reasons = [seq.id for seq in plan.sampled], [seq.stop_reason for seq in plan.sampled]
         logprobs = [own[: len(new)] for own, new in zip(result.logprobs, tokens, strict=False)]
@@ -156,45 +157,43 @@ class EngineCore:
                 self.channel.send(PromptLogprobs.encode(seq.id, logprobs[start : start + size]))
 
 
-class StepRecord:
-    """A record made before the step is committed or any of its sequences dropped: failed ones count."""
+def _observe(plan: StepPlan, batcher: Batcher, *, padded: bool) -> Callable[[float, float], StepStats]:
+    """Look at a step before it is committed or any of its sequences dropped: failed ones count.
 
-    def __init__(self, plan: StepPlan, batcher: Batcher, *, padded: bool, started_at: float) -> None:
-        self._plan = plan
-        self._batcher = batcher
-        self._started_at = started_at
-        num_prefill_tokens = plan.num_prefill_tokens
-        self._num_prefills = len(num_prefill_tokens)
-        self._prefill_tokens = padded_tokens(num_prefill_tokens, padded)
-        self._prompt_tokens = sum(
-            _count_prompt(seq, count)
-            for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
-            if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
-        )
-        self._started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
-        self._first_scheduled = [seq for seq in batcher.running if not seq.was_scheduled]
-        self._had_running = any(seq.num_computed_tokens for seq in batcher.running)
+    What is returned makes the statistics, once and after the commit, of when the step started and when the engine
+    returned.
+    """
+    num_prefill_tokens = plan.num_prefill_tokens
+    num_prefills, num_decodes = len(num_prefill_tokens), len(plan.seqs) - len(num_prefill_tokens)
+    prompt_tokens = sum(
+        _count_prompt(seq, count)
+        for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
+        if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
+    )
+    started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
+    first_scheduled = [seq for seq in batcher.running if not seq.was_scheduled]
+    had_running = any(seq.num_computed_tokens for seq in batcher.running)
 
-    def stats(self, *, computed_at: float, now: float) -> StepStats:
-        """The statistics, to be taken once and after the commit; the engine returned at `computed_at`."""
-        batcher = self._batcher
+    def make_stats(started_at: float, computed_at: float) -> StepStats:
         return StepStats(
-            prefill=self._plan.has_prefill,
-            num_prefills=self._num_prefills,
-            num_decodes=len(self._plan.seqs) - self._num_prefills,
-            prefill_tokens=self._prefill_tokens,
-            duration=now - self._started_at,
-            forward_duration=computed_at - self._started_at,
+            prefill=plan.has_prefill,
+            num_prefills=num_prefills,
+            num_decodes=num_decodes,
+            prefill_tokens=padded_tokens(num_prefill_tokens, padded),
+            duration=time.monotonic() - started_at,
+            forward_duration=computed_at - started_at,
             num_running=len(batcher.running),
             context_tokens=batcher.context_tokens,
             remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running),
-            concatenated=self._had_running and not all(seq.finished for seq in self._started_seqs),
+            concatenated=had_running and not all(seq.finished for seq in started_seqs),
             num_requeued=batcher.waiting.num_requeued,
-            first_scheduled={seq.id: self._started_at - seq.arrival_time for seq in self._first_scheduled},
-            prompt_tokens=self._prompt_tokens,
+            first_scheduled={seq.id: started_at - seq.arrival_time for seq in first_scheduled},
+            prompt_tokens=prompt_tokens,
             counters=batcher.take_counters(),
             token_capacity=batcher.context_limit,
         )
+
+    return make_stats
 
 
 def _count_prompt(seq: Sequence, num_scheduled_tokens: int) -> int:
