@@ -19,7 +19,7 @@ from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.fused_ops import ACTIVATIONS, GatedMlp, Norm, NormFormula, RotaryEmbedding
 from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.quantized import QuantizedGemm, WidenedGemm, stored
+from tgis.engines.kernels.cpu.quantized import QuantizedGemm, stored
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.kernels.kv_codes import CODES, dequantize
@@ -152,8 +152,8 @@ def run_quantized(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) 
         expected = nn.functional.linear(
             weight.numbers(x).double(), weight.dequantized().double(), None if bias is None else bias.double()
         )
-        kind = WidenedGemm if activations is None else QuantizedGemm
-        assert_close(kind(stored(weight), kernels, dtype)(x, bias) / inputs**0.5, expected / inputs**0.5, dtype)
+        y = QuantizedGemm(stored(weight), kernels, dtype)(x, bias)
+        assert_close(y / inputs**0.5, expected / inputs**0.5, dtype)
 
 
 def run_gumbel_max(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> None:

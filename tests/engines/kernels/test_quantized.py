@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tgis.engines.kernels.cpu.library import ISAS as FLAGS
 from tgis.engines.kernels.cpu.library import cpu_flags
 from tgis.engines.kernels.cpu.linear import GemmSelector
-from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm, QuantizedGemms
+from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, FP4, INT4, INT8, NF4, ActivationCodes, QuantizedWeight, quantize
@@ -169,7 +169,7 @@ def test_rounding_gives_the_codes_of_the_definition(bits: int) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) -> None:
     kernels, kind = kernels_of(isa), KINDS[name]
-    gemms = QuantizedGemms(kernels, dtype)
+    gemms = GemmSelector(kernels)
     for inputs, outputs in SIZES:
         weight, by = kind.weight(outputs, inputs)
         bias, x = torch.randn(outputs).to(dtype), (torch.randint(-250, 251, (11, inputs)) / 32).to(dtype)
@@ -177,12 +177,12 @@ def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) ->
         x[1] = 0
         order = torch.arange(inputs) if weight.order is None else weight.order
         product = oracle_activations(x[:, order], kind.activations) @ by[:, order].T
-        found, gemm = gemms.gemm(weight)
-        assert found.endswith(f" by {isa}")
+        gemm = gemms.quantized_gemm(weight, dtype)
         for each in (bias, None):
             expected = product if each is None else product + each.double()
             assert error(gemm(x, each), expected) < ERROR[dtype]
             assert error(PlainGemm(weight)(x, each), expected) < ERROR[dtype]
+    assert all(found.endswith(f" by {isa}") for found in gemms.counts)
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -194,7 +194,7 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: to
     for isa in ISAS:
         if not FLAGS[isa] <= cpu_flags():
             continue  # the others are worth a test nevertheless
-        _, layer = QuantizedGemms(kernels_of(isa), dtype).gemm(weight)
+        layer = GemmSelector(kernels_of(isa)).quantized_gemm(weight, dtype)
         rows = torch.cat([layer(row[None], bias) for row in x])
         every_isa.append(rows)
         for threads in (1, 2, 5):
@@ -212,7 +212,7 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: to
 def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
     x, how = torch.randn(9, 64), KINDS[name].activations
     x[3, 5], x[6, 0] = float("nan"), -float("inf")
-    y = QuantizedGemms(kernels_of(isa), torch.float32).gemm(KINDS[name].weight(40, 64)[0])[1](x, None)
+    y = GemmSelector(kernels_of(isa)).quantized_gemm(KINDS[name].weight(40, 64)[0], torch.float32)(x, None)
     assert y[3].isnan().all()
     assert y[6].isfinite().any() == (how is not None and how.scale is not None)  # the largest code there is
     assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
@@ -221,7 +221,7 @@ def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_products_are_recorded_without_operators_of_pytorch(name: str) -> None:
     kernels, x = kernels_of("generic"), torch.randn(3, 96)
-    _, layer = QuantizedGemms(kernels, torch.float32).gemm(KINDS[name].weight(40, 96)[0])
+    layer = GemmSelector(kernels).quantized_gemm(KINDS[name].weight(40, 96)[0], torch.float32)
     with torch.inference_mode():
         replay, output = Recorder(kernels).record(lambda: layer(x, None))
         x.copy_(torch.randn(3, 96))
@@ -232,10 +232,11 @@ def test_products_are_recorded_without_operators_of_pytorch(name: str) -> None:
 def test_codes_without_a_kernel_are_multiplied_by_pytorch() -> None:
     weight, expected = Kind(INT4, 8).weight(5, 40)
     tables = {"int4": weight, "8-bit": replace(weight, table=torch.arange(256.0))}
-    for name, each in tables.items():
-        found, gemm = QuantizedGemms(kernels_of("generic"), torch.float32).gemm(each)
-        assert found == f"{name} weights and plain activations by PyTorch"
+    gemms = GemmSelector(kernels_of("generic"))
+    for each in tables.values():
+        gemm = gemms.quantized_gemm(each, torch.float32)
         assert error(gemm(torch.eye(40), None).T, expected) < 1e-6
+    assert [*gemms.counts] == [f"{name} weights and plain activations by PyTorch" for name in tables]
 
 
 def test_a_gemm_that_is_wrong_on_this_cpu_is_off(

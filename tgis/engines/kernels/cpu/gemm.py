@@ -40,16 +40,16 @@ class OneDnnGemm:
 class CpuGemm:
     """A GEMM by gemm.c or gemm_amx.c. The bits of a row do not depend on the rows beside it."""
 
-    def __init__(self, weight: Tensor, kernels: CpuKernels, function: str = "gemm") -> None:
+    def __init__(
+        self, weight: Tensor, kernels: CpuKernels, function: str = "gemm", memory: HugePages | None = None
+    ) -> None:
         self._function = kernels.function(function, weight.dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
         self._dtype, (self._out_features, self._in_features) = weight.dtype, weight.shape
         missing = -self._out_features % _TILE_N
         tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, _TILE_N))
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
-        self._packed = pairs.transpose(1, 2).contiguous()  # [tiles, in / pair, tile, pair]
-
-    def move_to(self, memory: HugePages) -> None:
-        self._packed = memory.copy_of(self._packed)
+        packed = pairs.transpose(1, 2)  # [tiles, in / pair, tile, pair]
+        self._packed = memory.copy_of(packed) if memory else packed.contiguous()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
@@ -78,23 +78,19 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> "dict[str, partial[
 
 
 def is_right(
-    make: MakeGemm,
+    gemm: Gemm,
+    weight: Tensor,
     dtype: torch.dtype,
-    effective: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    inputs: int = 96,
+    effective: Callable[[Tensor], Tensor] = lambda x: x,
     tolerance: float = 0,
 ) -> bool:
-    """Whether a GEMM gives the result of float64 within rounding, and the same bits for each row alone; `effective`
-    tells what it multiplies in place of its input and weight.
+    """Whether a GEMM with a weight [out, in] gives the result of float64 within rounding, and the same bits for each
+    row alone; `effective` tells what it multiplies in place of its input.
     """
-    generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (
-        torch.randn(*size, generator=generator).to(dtype) for size in ((70, inputs), (70,), (40, inputs))
-    )  # fmt: skip
-    gemm = make(weight)
+    generator, (outputs, inputs) = torch.Generator().manual_seed(1), weight.shape
+    bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((outputs,), (40, inputs)))
     y = gemm(x, bias)
-    numbers, by = effective(x, weight)
-    expected = linear(numbers.double(), by.double(), bias.double())
+    expected = linear(effective(x).double(), weight.double(), bias.double())
     alone = torch.cat([gemm(row[None], bias) for row in x])
     return torch.equal(y, alone) and bool(
         (y - expected).abs().max() < max(_TOLERANCE[dtype], tolerance) * expected.abs().max()

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,16 @@ from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
-from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.quantized import PackedCodes, QuantizedGemms
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.quantized import (
+    PlainGemm,
+    QuantizedGemm,
+    describe_kind,
+    has_kernel,
+    is_quantized_right,
+    sample_of,
+    stored,
+)
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import QuantizedWeight, quantize
 from tgis.utils.memory import trim_heap
@@ -41,9 +50,8 @@ class GemmSelector:
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
         self._kernels = kernels
         self._quantization = quantization
-        self._quantized = None if quantization is None else QuantizedGemms(kernels, quantization.dtype)
         self._memory = HugePages()
-        self._right: dict[tuple[str, torch.dtype], bool] = {}
+        self._right: dict[Hashable, bool] = {}
         self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
@@ -54,35 +62,49 @@ class GemmSelector:
         if makers:
             name = next(iter(makers)) if len(makers) == 1 else self._measured(weight, makers)
             self.counts[name] += 1
-            gemm = makers[name](weight)
-            gemm.move_to(self._memory)
-            return gemm
+            return makers[name](weight, memory=self._memory)
         if OneDnnGemm.supports(weight):
             self.counts["onednn"] += 1
             return OneDnnGemm(weight)
         return None
 
+    def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype) -> Gemm:
+        """With a quantized weight, for activations of a dtype."""
+        kind, kernels = describe_kind(weight), self._kernels
+        if kernels is not None and dtype in DTYPES and has_kernel(weight):
+            ours = stored(weight)
+            sample = sample_of(ours)
+            how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
+            key = id(weight.table), sample.group_size, how, dtype
+            if self._checked(key, f"with {kind} in {dtype}", lambda: is_quantized_right(sample, kernels, dtype)):
+                self.counts[f"{kind} by {kernels.library_isa}"] += 1
+                return QuantizedGemm(ours, kernels, dtype, self._memory)
+        self.counts[f"{kind} by PyTorch"] += 1
+        return PlainGemm(weight)
+
     def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
         """The layer with the packed weight."""
-        weight = linear.weight.detach()
-        how, gemm = self._quantization, None
-        codes = None if how is None else quantized_weight(linear, path, how, is_head=is_head)
-        if codes is not None and self._quantized is not None:
-            name, gemm = self._quantized.gemm(codes)
-            self.counts[name] += 1
-            if isinstance(gemm, PackedCodes):
-                gemm.move_to(self._memory)
-            trim_heap(collect=False)  # else the C library keeps several times the result
+        weight, how = linear.weight.detach(), self._quantization
+        dtype = how.dtype if how else weight.dtype
+        codes = quantized_weight(linear, path, how, is_head=is_head) if how else None
+        if codes is None:
+            gemm = self.gemm(weight.to(dtype))
         else:
-            gemm = self.gemm(weight.to(how.dtype) if how else weight)
-        return None if gemm is None else PackedLinear(linear, gemm, how.dtype if how else weight.dtype)
+            gemm = self.quantized_gemm(codes, dtype)
+            trim_heap(collect=False)  # else the C library keeps several times the result
+        return None if gemm is None else PackedLinear(linear, gemm, dtype)
 
     def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
-        if (name, dtype) not in self._right:
-            self._right[name, dtype] = is_right(make, dtype, lambda x, weight: (x, weight))
-            if not self._right[name, dtype]:
-                log.warning("CPU kernels: linear layers by %s in %s are wrong on this CPU, and off", name, dtype)
-        return self._right[name, dtype]
+        sample = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return self._checked((name, dtype), f"by {name} in {dtype}", lambda: is_right(make(sample), sample, dtype))
+
+    def _checked(self, key: Hashable, which: str, is_right: Callable[[], bool]) -> bool:
+        """Whether a kernel is right on this CPU, which is checked once."""
+        if key not in self._right:
+            self._right[key] = is_right()
+            if not self._right[key]:
+                log.warning("CPU kernels: linear layers %s are wrong on this CPU, and off", which)
+        return self._right[key]
 
     def _measured(self, weight: Tensor, makers: "dict[str, partial[CpuGemm]]") -> str:
         shape = weight.dtype, weight.shape

@@ -3,20 +3,16 @@ bits themselves, or are as they were.
 """
 
 import ctypes
-import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from tgis.engines.host_memory import HugePages
-from tgis.engines.kernels.cpu.gemm import Gemm, is_right
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.gemm import is_right
+from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.quantization.weight import E4M3, FP4, GROUP, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
-
-log = logging.getLogger(__name__)
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _UNIT = 16  # inputs, as there: a group has a multiple of them
@@ -36,30 +32,36 @@ class _CodesParams(ctypes.Structure):
     )
 
 
-class PackedCodes:
-    """What codes.h calls packed codes, made of a weight as `stored` has it."""
+class QuantizedGemm:
+    """A GEMM with a weight as `stored` has it. By quantized_gemm.c where it multiplies numbers in 8 bits: the bits of a
+    row depend neither on the rows beside it nor on the instruction set. Else by gemm.c, which widens the weight to the
+    dtype of the activations a block at a time.
+    """
 
-    function: str
-    restype: Any = None
-
-    def __init__(self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype, memory: HugePages | None = None
+    ) -> None:
         self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
+        self.rounds_inputs = weight.activations is not None
         inputs, missing = self._in_features + -self._in_features % GROUP, -self._out_features % _TILE_N
         codes = pad(weight.codes, (0, inputs - self._in_features, 0, missing))
         quads = codes.unflatten(0, (-1, _TILE_N)).unflatten(-1, (-1, 4)).transpose(1, 2)[..., _ORDER]
-        self._codes = (quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4).contiguous()
+        packed = quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4
         size = weight.group_size or inputs
         ranges = torch.stack([each for each in (weight.scale, weight.offset) if each is not None], 1)
         unused = -(-inputs // size) - ranges.shape[2]
         tiles = pad(ranges, (0, unused, 0, 0, 0, missing)).unflatten(0, (-1, _TILE_N))
-        self._ranges = tiles.permute(0, 3, 2, 1).contiguous()  # [tiles, ranges, 1 or 2, tile]
+        tiles = tiles.permute(0, 3, 2, 1)  # [tiles, ranges, 1 or 2, tile]
+        self._codes, self._ranges = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
         self._table, self._order = weight.table, weight.order
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
+            codes=self._codes.data_ptr(),
+            ranges=self._ranges.data_ptr(),
             table=weight.table.data_ptr(),
             kind=0 if weight.bits == 4 else 1 if weight.table is INT8 else 2,
             range=size,
-            num_ranges=tiles.shape[3],
+            num_ranges=tiles.shape[1],
             has_offset=weight.offset is not None,
             in_bf16=weight.scale.dtype == torch.bfloat16,
             per_group=how.per_group and how.scale is None,
@@ -67,20 +69,15 @@ class PackedCodes:
             scale=how.scale or 0,
         )
         self._address = ctypes.addressof(self._params)
-        self._function = kernels.function(
-            self.function, dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4, self.restype
-        )
+        argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
+        name, restype = ("quantized_gemm", ctypes.c_int) if self.rounds_inputs else ("widened_gemm", None)
+        self._function = kernels.function(name, dtype, argtypes, restype)
         self._take_columns = kernels.function("take_columns", dtype, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3)
-        self._point()
 
-    def _point(self) -> None:
-        self._params.codes, self._params.ranges = self._codes.data_ptr(), self._ranges.data_ptr()
-
-    def move_to(self, memory: HugePages) -> None:
-        self._codes, self._ranges = memory.copy_of(self._codes), memory.copy_of(self._ranges)
-        self._point()
-
-    def _run(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = self._columns(x)
+        if self._in_features % 2 and not self.rounds_inputs:  # gemm.c multiplies pairs of inputs
+            x = pad(x, (0, 1))
         y = x.new_empty(*x.shape[:-1], self._out_features)
         pointers = x.data_ptr(), self._address, None if bias is None else bias.data_ptr(), y.data_ptr()
         rows = x.numel() // x.shape[-1]
@@ -100,29 +97,6 @@ class PackedCodes:
         return y
 
 
-class QuantizedGemm(PackedCodes):
-    """A GEMM by quantized_gemm.c. The bits of a row depend neither on the rows beside it nor on the instruction set."""
-
-    rounds_inputs = True
-
-    function, restype = "quantized_gemm", ctypes.c_int
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._run(self._columns(x), bias)
-
-
-class WidenedGemm(PackedCodes):
-    """A GEMM by gemm.c, whose weights are widened to the dtype of the activations a block at a time."""
-
-    rounds_inputs = False
-
-    function = "widened_gemm"
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = self._columns(x)
-        return self._run(pad(x, (0, 1)) if self._in_features % 2 else x, bias)
-
-
 class PlainGemm:
     """A GEMM with a quantized weight by PyTorch, which widens the weight anew for each product."""
 
@@ -134,51 +108,24 @@ class PlainGemm:
         return linear(numbers, self._weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
 
 
-class QuantizedGemms:
-    """Makes the GEMM for each weight: ours if it is right on this CPU."""
-
-    def __init__(self, kernels: CpuKernels | None, dtype: torch.dtype) -> None:
-        self._kernels, self._dtype = kernels if dtype in DTYPES else None, dtype
-        self._right: dict[tuple[object, ...], bool] = {}
-
-    def gemm(self, weight: QuantizedWeight) -> tuple[str, Gemm]:
-        """A GEMM with a weight, and what multiplies."""
-        kind, kernels = _kind(weight), self._kernels
-        if kernels is None or not _is_ours(weight):
-            return f"{kind} by PyTorch", PlainGemm(weight)
-        ours = stored(weight)
-        make, sample = QuantizedGemm if weight.activations else WidenedGemm, _sample(ours)
-        how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
-        key = id(weight.table), sample.group_size, how
-        if key not in self._right:
-            self._right[key] = is_right(
-                lambda _: make(sample, kernels, self._dtype),
-                self._dtype,
-                lambda x, _: (sample.numbers(x), sample.dequantized()),
-                sample.codes.shape[1],
-                _ROUNDING if weight.activations else 0,
-            )
-            if not self._right[key]:
-                log.warning(
-                    "CPU kernels: linear layers with %s in %s are wrong on this CPU, and off", kind, self._dtype
-                )
-        if not self._right[key]:
-            return f"{kind} by PyTorch", PlainGemm(weight)
-        return f"{kind} by {kernels.library_isa}", make(ours, kernels, self._dtype)
-
-
-def _kind(weight: QuantizedWeight) -> str:
+def describe_kind(weight: QuantizedWeight) -> str:
     codes = _NAMES.get(id(weight.table), f"{weight.bits}-bit")
     return f"{codes} weights and {'plain' if weight.activations is None else 'int8'} activations"
 
 
-def _is_ours(weight: QuantizedWeight) -> bool:
+def has_kernel(weight: QuantizedWeight) -> bool:
     """Whether quantized_gemm.c or gemm.c multiplies by such codes."""
     if weight.bits == 8 and weight.table is not INT8 and weight.table is not E4M3:
         return False
     inputs, group = weight.codes.shape[1], weight.group_size
     fits = group is None or group >= inputs or group % _UNIT == 0
     return fits and (weight.activations is None or (weight.has_integers and inputs <= _MAX_INPUTS))
+
+
+def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> bool:
+    """Whether the kernel is right for weights like this one."""
+    gemm, tolerance = QuantizedGemm(sample, kernels, dtype), _ROUNDING if sample.activations else 0
+    return is_right(gemm, sample.dequantized(), dtype, sample.numbers, tolerance)
 
 
 def stored(weight: QuantizedWeight) -> QuantizedWeight:
@@ -197,7 +144,7 @@ def stored(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, scale=scale, offset=offset[0] if offset else None, group_size=size)
 
 
-def _sample(weight: QuantizedWeight) -> QuantizedWeight:
+def sample_of(weight: QuantizedWeight) -> QuantizedWeight:
     """A small weight of the same kind as one of `stored`."""
     generator, group, how = torch.Generator().manual_seed(0), weight.group_size, weight.activations
     assert group is not None
