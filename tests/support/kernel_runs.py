@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from attention_oracle import random_bias, reference_attention
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
@@ -88,7 +89,7 @@ def run_rotary(kernels: CpuKernels, draw: random.Random, dtype: torch.dtype) -> 
     batch, tokens, size, rest = draw.randint(1, 3), draw.randint(1, 60), 2 * draw.randint(1, 70), draw.randint(0, 20)
     q, k = (torch.randn(batch, draw.randint(1, 9), tokens, size + rest).to(dtype) for _ in range(2))
     cos, sin = torch.randn(2, draw.choice([1, batch]), tokens, size).to(dtype)
-    for x, found in zip((q, k), RotaryEmbedding(kernels)(q, k, cos, sin), strict=True):
+    for x, found in zip((q, k), RotaryEmbedding(apply_rotary_pos_emb, kernels)(q, k, cos, sin), strict=True):
         first, second = x[..., :size].double().chunk(2, -1)
         turned = torch.cat([-second, first], -1) * sin.double()[:, None]
         expected = torch.cat([x[..., :size].double() * cos.double()[:, None] + turned, x[..., size:].double()], -1)

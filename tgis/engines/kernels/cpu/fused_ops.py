@@ -51,11 +51,10 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
         for parent, name, module in replaced:
             setattr(parent, name, module)
         count += len(replaced)
-    rotary = RotaryEmbedding(kernels)
     attentions = [module for module in model.modules() if _applies_rotary(module)]
     for module in attentions:
-        plain = module.forward.__globals__[_APPLY_ROTARY]
-        module.forward = _with_global(module.forward, _APPLY_ROTARY, partial(rotary.apply_or_fall_back, plain))
+        rotary = RotaryEmbedding(module.forward.__globals__[_APPLY_ROTARY], kernels)
+        module.forward = _with_global(module.forward, _APPLY_ROTARY, rotary)
     return count + len(attentions) + _replace_softcap(model, kernels)
 
 
@@ -173,25 +172,20 @@ class SoftCap(Activation):
 
 
 class RotaryEmbedding:
-    """x * cos + rotate_half(x) * sin of queries and keys."""
+    """x * cos + rotate_half(x) * sin of queries and keys, as the function `plain` computes it."""
 
-    def __init__(self, kernels: CpuKernels) -> None:
+    def __init__(self, plain: _ApplyRotary, kernels: CpuKernels) -> None:
         tensors, pointers = [ctypes.POINTER(_RotaryTensor)] * 2, [ctypes.c_void_p] * 2
         argtypes = tensors + pointers + [ctypes.c_int64] * 5
+        self._plain = plain
         self._functions = kernels.functions("rotary_embedding", argtypes)
-
-    def apply_or_fall_back(
-        self, plain: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Apply the kernel, or `plain` where dtypes differ: some half-precision models keep their angles in float32."""
-        same_dtype = q.dtype == k.dtype == cos.dtype == sin.dtype
-        return (self if same_dtype else plain)(q, k, cos, sin, unsqueeze_dim)
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         """`q` [B, H, T, D] and `k` [B, K, T, D], or heads and tokens exchanged if `unsqueeze_dim` is 2; `cos` and `sin`
         [B or 1, T, rotary size]. What a head has beyond the rotary size is copied.
         """
-        assert q.dtype == k.dtype == cos.dtype == sin.dtype, (q.dtype, cos.dtype)
+        if not q.dtype == k.dtype == cos.dtype == sin.dtype:  # some half-precision models keep their angles in float32
+            return self._plain(q, k, cos, sin, unsqueeze_dim)
         dims = (0, unsqueeze_dim, 3 - unsqueeze_dim)  # batch, heads, tokens
         batch, _, tokens = (q.shape[dim] for dim in dims)
         size = min(cos.shape[2], q.shape[3], k.shape[3])
@@ -275,11 +269,7 @@ def _computes_norm(module: nn.Module, size: int, formula: NormFormula) -> bool:
         parameter.data = torch.randn(size, generator=generator)
     x = torch.randn(1, 3, size, generator=generator) + 1
     x *= torch.tensor([[1.0], [30.0], [formula.eps**0.5]])
-    try:
-        found = module(x)
-    except (TypeError, RuntimeError):
-        return False
-    return isinstance(found, Tensor) and _rows_close(formula(x, *_weight_and_bias(module)), found)
+    return _rows_close(formula(x, *_weight_and_bias(module)), _output(module, x))
 
 
 def _as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
@@ -287,12 +277,7 @@ def _as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
     if [*module.children(), *module.parameters(), *module.buffers()] or _is_special(module):
         return None
     x = _numbers_of_all_sizes()
-    try:
-        found = module(x.clone())
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None
-    if not isinstance(found, Tensor):
-        return None
+    found = _output(module, x.clone())
     name = next((name for name, function in ACTIVATIONS.items() if _rows_close(function(x), found)), None)
     return None if name is None else Activation(module, name, kernels)
 
@@ -324,11 +309,7 @@ def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor
     x = _numbers_of_all_sizes()
     probe = copy.copy(module)
     probe._modules = module._modules | dict(zip(_gated_projections(module), (gate, up, down), strict=True))
-    try:
-        found = probe(x)
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    return isinstance(found, Tensor) and _rows_close(down(activation(gate(x)) * up(x)), found)
+    return _rows_close(down(activation(gate(x)) * up(x)), _output(probe, x))
 
 
 def _replace_softcap(model: PreTrainedModel, kernels: CpuKernels) -> int:
@@ -360,11 +341,7 @@ def _computes_logits(model: PreTrainedModel, formula: Callable[[Tensor], Tensor]
     probe, body = copy.copy(model), copy.copy(model.base_model)
     body.forward = lambda **_: _ModelOutput(x)
     probe._modules = model._modules | {model.base_model_prefix: body, "lm_head": lambda hidden: hidden}
-    try:
-        found = probe().logits
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return False
-    return _rows_close(formula(x), found)
+    return _rows_close(formula(x), _output(lambda: probe().logits))
 
 
 def _applies_rotary(module: nn.Module) -> bool:
@@ -389,11 +366,8 @@ def _computes_rotary(function: _ApplyRotary) -> bool:
 
 def _matches_rotate_halves(function: _ApplyRotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool | None:
     """Whether the function rotates halves; None if it does not accept these shapes."""
-    try:
-        found = function(q, k, cos, sin)
-    except RuntimeError:
-        return None
-    return all(_rows_close(_rotate_halves(x, cos, sin), y) for x, y in zip((q, k), found, strict=True))
+    found = _output(function, q, k, cos, sin)
+    return found and all(_rows_close(_rotate_halves(x, cos, sin), y) for x, y in zip((q, k), found, strict=True))
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -403,9 +377,17 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotary, rest], -1)
 
 
-def _rows_close(expected: Tensor, found: Tensor) -> bool:
+def _output(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """The output of what may not be made for such inputs; None if it is not."""
+    try:
+        return function(*inputs)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _rows_close(expected: Tensor, found: Any) -> bool:
     """Whether each row is the same but for rounding."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+    if not isinstance(found, Tensor) or expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     return bool(((expected - found).abs().amax(-1) <= _TOLERANCE * expected.abs().amax(-1)).all())
 
