@@ -80,19 +80,19 @@ def test_codes_in_the_kv_cache_are_refused_where_they_have_no_effect(
 def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of XGLM cannot be replaced, which is known once it has been loaded."""
     first: list[weakref.ref[Any]] = []
-    load_model = loader.load_causal_lm
+    load_model = loader.load_model
 
     def load_first(*args: Any) -> Any:
         loaded = load_model(*args)
-        first.append(weakref.ref(loaded[0]))
+        first.append(weakref.ref(loaded))
         return loaded
 
     def load_second(*args: Any) -> Any:
         assert [model() for model in first] == [None]
         return load_model(*args)
 
-    monkeypatch.setattr("tgis.engines.paged.model_runner.load_causal_lm", load_first)
-    monkeypatch.setattr("tgis.engines.padded.causal_lm.load_causal_lm", load_second)
+    monkeypatch.setattr("tgis.engines.paged.model_runner.load_model", load_first)
+    monkeypatch.setattr("tgis.engines.padded.causal_lm.load_model", load_second)
     assert load(make_model("XGLM", tmp_path), engine="auto").info.model_class == "XGLMForCausalLM"
     assert len(first) == 1
 

@@ -14,7 +14,7 @@ from batches import engine_options
 
 from tgis.engines.kernels.cpu.gemm import Gemm
 from tgis.engines.kernels.cpu.linear import PackedLinear
-from tgis.engines.loading.loader import load_causal_lm
+from tgis.engines.loading.loader import load_model
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 
@@ -31,7 +31,7 @@ def main(model: Path, dtype: str, quantize: str = "none") -> int:
             seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
 
     with patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
-        load_causal_lm(options, torch.device("cpu"))
+        load_model(options, torch.device("cpu"))
     return max(*seen, read_proc_bytes(PROCESS / "status", "RssAnon")) - idle
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.engines.loading.loader import load_causal_lm, load_config, look_at_model
+from tgis.engines.loading.loader import load_config, load_model, look_at_model
 from tgis.engines.memory import model_size
 from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.errors import StartError
@@ -65,7 +65,7 @@ def test_loading_needs_the_predicted_memory(
     free(cpu=expected - 1)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # no weight is read
     with pytest.raises(StartError, match=r"^/.* is too big: loading its \d+ MiB of weights .* NUM_SHARD devices$"):
-        load_causal_lm(options, CPU)
+        load_model(options, CPU)
 
 
 @pytest.mark.parametrize(("asked", "bits"), [("int8", 8), ("int4", 5)])

@@ -1,6 +1,5 @@
 """Loading a model from a local directory: device, dtype, weights. No download, no remote code."""
 
-import inspect
 import itertools
 import logging
 import re
@@ -32,7 +31,7 @@ from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
 from tgis.engines.quantization.config import Quantization, resolve_quantization
-from tgis.errors import StartError, Unsupported, library_errors
+from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
 
@@ -98,18 +97,6 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         if getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1) < 1:
             raise StartError(f"{path}: num_hidden_layers must be at least 1")
         return config
-
-
-def load_causal_lm(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Load a decoder-only model; also returns the names of the arguments that its forward takes."""
-    if load_config(options).is_encoder_decoder:
-        raise Unsupported(f"{options.model_path} is an encoder-decoder")
-    model = load_model(options, device)
-    model.base_model.warn_if_padding_and_no_attention_mask = _ignore  # it would read input ids on the host
-    return model, frozenset(inspect.signature(model.forward).parameters)
-
-
-def _ignore(*_: object) -> None: ...
 
 
 def model_info(model: PreTrainedModel) -> LoadedModelInfo:
@@ -184,6 +171,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         model.to(device)
         if sharding:
             sharding.connect(model)
+    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model

@@ -1,10 +1,12 @@
 """Decoder-only models in padded batches: chunked prefill, then one token for every sequence."""
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_causal_lm, max_positions, model_info, select_kernels
+from tgis.engines.loading.loader import load_model, max_positions, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
 from tgis.engines.padded.attention import use_gqa_attention
@@ -27,7 +29,8 @@ class CausalLM(PaddedModel):
     chunked_prefill = True
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
-        self.model, self._arguments = load_causal_lm(options, device)
+        self.model = load_model(options, device)
+        self._arguments = signature(self.model.forward).parameters
         if device.type == "cpu":
             use_gqa_attention(self.model)
         self.info = model_info(self.model)

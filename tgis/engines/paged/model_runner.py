@@ -7,17 +7,15 @@ import logging
 import time
 from collections.abc import Iterable
 from functools import partial
+from inspect import signature
 
 import torch
-from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import warn
 from tgis.engines.kernels.kv_codes import codes_of
 from tgis.engines.loading.loader import (
     input_vocab_size,
-    load_causal_lm,
-    load_config,
     load_model,
     max_positions,
     model_info,
@@ -64,7 +62,8 @@ class ModelRunner:
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self.device = select_device(options)
         self.codes = codes_of(options.kv_cache_dtype, self.device)  # of the KV cache
-        self.model, self.arguments = _load(options, self.device)
+        self.model = load_model(options, self.device)
+        self.arguments = signature(self.model.forward).parameters
         self.kernels = select_kernels(options, self.device)
         self.lora = LoraLayers(self.model, self.kernels, _MIN_LORA_COLUMNS[self.device.type])
         self.attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self.kernels)
@@ -253,10 +252,3 @@ class ModelRunner:
         except Unsupported as error:
             log.warning("passes with LoRA adapters are not compiled: %s", error)
             compiled.lora_is_eager = True
-
-
-def _load(options: EngineOptions, device: torch.device) -> tuple[PreTrainedModel, frozenset[str]]:
-    """The model, and the names of the arguments that the forward of a decoder-only one takes."""
-    if load_config(options).is_encoder_decoder:
-        return load_model(options, device), frozenset()
-    return load_causal_lm(options, device)
