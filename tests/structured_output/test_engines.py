@@ -32,6 +32,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import Engine
 from tgis.engines.onnx.engine import load_engine
 from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.paged.batch import StaticInputs
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
@@ -245,9 +246,9 @@ def test_steps_run_ahead_between_those_with_grammars(
         return count, output
 
     if captured:
-        graphs = DecodeGraphs(engine.runner._forward, ROWS, 64, engine.info.token_capacity)
+        inputs = StaticInputs(ROWS, 64, engine.runner.device)
         with torch.inference_mode():
-            graphs.capture(counted, engine.runner.device)
+            graphs = DecodeGraphs(engine.runner._forward, inputs, engine.info.token_capacity, counted)
         monkeypatch.setattr(engine.runner, "graphs", graphs)
     ahead = mock.Mock(wraps=engine._decoder.launch_next)
     monkeypatch.setattr(engine._decoder, "launch_next", ahead)

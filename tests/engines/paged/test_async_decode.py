@@ -21,6 +21,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged import async_decode
+from tgis.engines.paged.batch import StaticInputs
 from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
@@ -162,9 +163,10 @@ def test_any_plan_may_follow_any_other(
 ) -> None:
     """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
     if captured:
-        graphs = DecodeGraphs(subject.engine.runner._forward, ROWS, 64, subject.engine.info.token_capacity)
-        graphs.capture(record, subject.engine.runner.device)
-        monkeypatch.setattr(subject.engine.runner, "graphs", graphs)
+        runner = subject.engine.runner
+        inputs = StaticInputs(ROWS, 64, runner.device)
+        graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
+        monkeypatch.setattr(runner, "graphs", graphs)
     changed = mock.Mock(wraps=subject.engine._sampler.invalidate)
     tokens = back = 0
     with (

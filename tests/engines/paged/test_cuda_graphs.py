@@ -18,8 +18,8 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.paged import capacity
-from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay, capture_sizes, cuda_capture
+from tgis.engines.paged.batch import FlatBatch, StaticInputs
+from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
@@ -54,9 +54,13 @@ def forward(batch: FlatBatch) -> Tensor:
 
 @pytest.fixture(scope="module")
 def graphs() -> DecodeGraphs:
-    made = DecodeGraphs(forward, ROWS, WIDTH, SCRATCH)
-    made.capture(record, torch.device("cpu"))
-    return made
+    return graphs_of(forward, ROWS, WIDTH)
+
+
+def graphs_of(
+    run: Callable[[FlatBatch], Tensor], rows: int, max_blocks: int, capture: Capture = record
+) -> DecodeGraphs:
+    return DecodeGraphs(run, StaticInputs(rows, max_blocks, torch.device("cpu")), SCRATCH, capture)
 
 
 def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
@@ -97,8 +101,7 @@ def with_prompts(batch: FlatBatch, draw: random.Random) -> FlatBatch:
 
 
 def test_tokens_of_short_prompts_are_rows() -> None:
-    made, draw = DecodeGraphs(forward, ROWS, LONG, SCRATCH), random.Random(7)
-    made.capture(record, torch.device("cpu"))
+    made, draw = graphs_of(forward, ROWS, LONG), random.Random(7)
     for _ in range(30):
         batch = with_prompts(batch_of(draw.randint(2, ROWS), draw), draw)
         found = made.run(batch)
@@ -126,8 +129,7 @@ def test_a_later_step_does_not_overwrite_the_logits_of_an_earlier_one(graphs: De
 
 
 def test_padding_reads_nothing_and_writes_to_the_scratch_slot() -> None:
-    made = DecodeGraphs(lambda batch: torch.stack([batch.seq_lens, batch.slot_mapping], 1), 8, WIDTH, SCRATCH)
-    made.capture(record, torch.device("cpu"))
+    made = graphs_of(lambda batch: torch.stack([batch.seq_lens, batch.slot_mapping], 1), 8, WIDTH)
     made.run(batch_of(8, random.Random(3)))
     made.run(batch_of(5, random.Random(4)))
     _, output = made._captured[8, None]
@@ -143,7 +145,6 @@ def test_other_batches_are_not_replayed(graphs: DecodeGraphs) -> None:
     with_soft_prompt = batch_of(3, draw)
     with_soft_prompt.spans.append(PromptSpan(0, 0, torch.zeros(1, 4)))
     assert graphs.run(with_soft_prompt) is None
-    assert DecodeGraphs(forward, ROWS, WIDTH, SCRATCH).run(batch_of(3, draw)) is None
 
 
 def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +167,10 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
             raise RuntimeError("called a synchronizing CUDA operation")
         return torch.zeros(1)
 
-    made = DecodeGraphs(lambda _: run(), 4, WIDTH, SCRATCH)
     with pytest.raises(Unsupported, match="synchronizing"):
-        made.capture(cuda_capture(), torch.device("cpu"))
+        graphs_of(lambda _: run(), 4, WIDTH, cuda_capture())
     assert modes == ["default", "error", "default"]
     assert not may_wait.locked()
-    assert made.run(batch_of(3, random.Random(6))) is None
 
 
 @pytest.fixture(scope="module")

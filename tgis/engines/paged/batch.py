@@ -218,7 +218,7 @@ class StaticInputs:
         """Make room for `max_rows` tokens of sequences of up to `max_blocks` blocks."""
         columns = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)]
         block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._buffers = *columns, block_tables
         self._indices = torch.arange(max_rows, device=device)
         self.cross = None
@@ -227,7 +227,7 @@ class StaticInputs:
 
     def fit(self, batch: FlatBatch) -> bool:
         """Whether the batch has no more tokens than there are rows, and no soft prompts."""
-        return not batch.spans and len(batch.input_ids) <= self._max_rows
+        return not batch.spans and len(batch.input_ids) <= self.max_rows
 
     def batch(self, size: int, adapter_version: int | None = None) -> FlatBatch:
         """A batch of the first `size` rows, with all logits; its adapters are those of a version of their bank."""

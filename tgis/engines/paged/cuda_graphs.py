@@ -70,58 +70,37 @@ def forbid_synchronization() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Captured steps by number of rows; empty until `capture`."""
+    """Captured steps by number of rows."""
 
     def __init__(
-        self,
-        forward: Callable[[FlatBatch], Tensor],
-        max_batch_size: int,
-        max_blocks: int,
-        scratch_slot: int,
-        *,
-        cross_attention: bool = False,
+        self, forward: Callable[[FlatBatch], Tensor], inputs: StaticInputs, scratch_slot: int, capture_graph: Capture
     ) -> None:
-        """Sequences have up to `max_blocks` blocks; `scratch_slot` is the cache slot that nobody reads."""
-        self._forward = forward
-        self._scratch_slot = scratch_slot
-        self._max_batch_size = max_batch_size
-        self._max_blocks = max_blocks
-        self._cross_attention = cross_attention
-        self._capture_sizes: list[int] = []
-        self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
-        self._inputs: StaticInputs | None = None
-        self._output: Tensor | None = None  # shared by all graphs
-        self._capture_graph: Capture | None = None  # None: steps with adapters run eagerly
-
-    def capture(self, capture_graph: Capture, device: torch.device) -> None:
         """Capture all sizes, the largest first, so that the others reuse its memory; Unsupported if the model cannot
-        be captured.
+        be captured. `scratch_slot` is the cache slot that nobody reads.
         """
-        inputs = self._inputs = StaticInputs(
-            self._max_batch_size, self._max_blocks, device, cross_attention=self._cross_attention
-        )
-        sizes = capture_sizes(self._max_batch_size)
+        self._forward = forward
+        self._inputs = inputs
+        self._scratch_slot = scratch_slot
+        self._capture_graph: Capture | None = capture_graph  # None: steps with adapters run eagerly
+        self._sizes = capture_sizes(inputs.max_rows)
+        self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         started = time.monotonic()
-        log.info("capturing decode steps of 1 to %d sequences", self._max_batch_size)
-        with log_progress(lambda: f"{len(self._captured)} of {len(sizes)} captured"):
-            for size in reversed(sizes):
-                inputs.pad(0, size, self._scratch_slot)
-                run = partial(self._logits, inputs, size, None)
+        log.info("capturing decode steps of 1 to %d sequences", inputs.max_rows)
+        with log_progress(lambda: f"{len(self._captured)} of {len(self._sizes)} captured"):
+            for size in reversed(self._sizes):
+                inputs.pad(0, size, scratch_slot)
+                run = partial(self._logits, size, None)
                 self._captured[size, None] = on_all_ranks(partial(capture_graph, run))
-                self._output = self._captured[max(sizes), None][1]
-        log.info("captured %d decode steps in %.1f s", len(sizes), time.monotonic() - started)
-        self._capture_sizes = sizes
-        self._capture_graph = capture_graph
+        log.info("captured %d decode steps in %.1f s", len(self._sizes), time.monotonic() - started)
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, which no later call changes; None if there is no graph for such a batch."""
-        inputs = self._inputs
-        if not self._capture_sizes or inputs is None or not inputs.fit(batch) or not _is_short(batch):
+        if not self._inputs.fit(batch) or not _is_short(batch):
             return None
         count = len(batch.input_ids)
-        size = self._capture_sizes[bisect_left(self._capture_sizes, count)]
-        inputs.copy_from(batch)
-        inputs.pad(count, size, self._scratch_slot)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        self._inputs.copy_from(batch)
+        self._inputs.pad(count, size, self._scratch_slot)
         version = batch.adapters.version if batch.adapters else None
         captured = self._find(size, version, may_capture=not batch.chunks)
         if captured is None:
@@ -130,18 +109,19 @@ class DecodeGraphs:
         replay()
         return output[:count][batch.logits_indices]  # a copy: the next replay overwrites the output
 
-    def _logits(self, inputs: StaticInputs, size: int, adapters: int | None) -> Tensor:
+    def _logits(self, size: int, adapters: int | None) -> Tensor:
         """Compute logits in the output of the first graph, the largest: one output for each size would take much
         memory.
         """
-        logits = self._forward(inputs.batch(size, adapters))  # a new batch, which keeps nothing of an earlier pass
-        return logits if self._output is None else self._output[: len(logits)].copy_(logits)
+        logits = self._forward(self._inputs.batch(size, adapters))  # which keeps nothing of an earlier pass
+        largest = self._captured.get((self._sizes[-1], None))
+        return largest[1][: len(logits)].copy_(logits) if largest else logits
 
     def _find(self, size: int, adapters: int | None, *, may_capture: bool) -> tuple[Replay, Tensor] | None:
         """The captured step. A missing one, with adapters, is captured now if it `may_capture`, and None otherwise."""
         found = self._captured.get((size, adapters))
-        if found is None and may_capture and self._capture_graph and self._inputs:
-            run = partial(self._logits, self._inputs, size, adapters)
+        if found is None and may_capture and self._capture_graph:
+            run = partial(self._logits, size, adapters)
             try:
                 found = on_all_ranks(partial(_verified, run, self._capture_graph))
             except Unsupported as error:

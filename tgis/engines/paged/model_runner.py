@@ -27,7 +27,7 @@ from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import embed_with_prompts
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
-from tgis.engines.paged.batch import BatchBuilder, FlatBatch
+from tgis.engines.paged.batch import BatchBuilder, FlatBatch, StaticInputs
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
@@ -135,15 +135,10 @@ class ModelRunner:
 
     def capture_graphs(self, capture: Capture, eager_logits: torch.Tensor, info: EngineInfo) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
-        graphs = DecodeGraphs(
-            *(self._forward, info.max_batch_size, self._max_blocks),
-            scratch_slot=info.token_capacity,
-            cross_attention=bool(self.encoder),
-        )
-        self.graphs = graphs
+        inputs = StaticInputs(info.max_batch_size, self._max_blocks, self.device, cross_attention=bool(self.encoder))
         try:
             with torch.inference_mode():
-                graphs.capture(capture, self.device)
+                self.graphs = DecodeGraphs(self._forward, inputs, info.token_capacity, capture)
             on_all_ranks(lambda: verify_steps("captured", self.dummy_logits(), eager_logits, self.model.dtype))
         except Unsupported as error:
             log.warning("decode steps run without CUDA graphs: %s", error)
