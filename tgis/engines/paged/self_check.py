@@ -41,6 +41,15 @@ _Result = TypeVar("_Result")
 _WINDOW_LAYER_TYPES = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
 
 
+@dataclass(frozen=True, slots=True)
+class _AttentionCall:
+    """A call of the model's own attention by a layer: how to repeat it for some of the tokens, and its output."""
+
+    module: nn.Module
+    repeat: Callable[[slice], Tensor]
+    output: Tensor  # [1, tokens, ...]
+
+
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def verify_attention(
     model: PreTrainedModel, attention: PagedAttention, compute_logits: ComputeLogits, max_sequence_length: int
@@ -86,17 +95,7 @@ def verify_encoder_decoder(
     output = torch.randint(model.get_output_embeddings().out_features, (_NUM_TOKENS,), generator=draw)
     output = output.where(output != padding, int(not padding))  # models need no padding there
     seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist(), extra_blocks=1)
-    calls: list[tuple[Callable[[], Tensor], nn.Module, Tensor]] = []
-
-    def note(module: nn.Module, states: tuple[Tensor, ...], arguments: dict[str, Any], output: Tensor) -> None:
-        def repeat() -> Tensor:
-            query, key, value = states
-            params = arguments | getattr(module, "attention_params", {})
-            return attention(module, query, key, value, None, **params)[0]
-
-        calls.append((repeat, module, output))
-
-    _record_attention(model, note)
+    calls = _record_attention(model, attention)
     own_input, own_output = (ids[None].to(model.device) for ids in (tokens, pad(output, (1, 0), value=start_token)))
     masks = {"attention_mask": torch.ones_like(own_input), "decoder_attention_mask": torch.ones_like(own_output)}
     expected = model(input_ids=own_input, decoder_input_ids=own_output, **masks, use_cache=False).logits[0]
@@ -121,20 +120,20 @@ def _compare_attention(
     attention: PagedAttention,
     seq: Sequence,
     build: Callable[[StepPlan], tuple[FlatBatch, dict[int, slice]]],
-    calls: list[tuple[Callable[[], Tensor], nn.Module, Tensor]],
+    calls: list[_AttentionCall],
     tolerance: float,
 ) -> None:
-    """Unsupported unless each of these calls of attention, repeated in one step of the sequence, gives its output."""
+    """Unsupported unless each of these calls, repeated in one step of the sequence, gives its output."""
     seq.num_computed_tokens = 0
     batch, _ = build(StepPlan([seq], [len(seq.tokens)], [seq], has_prefill=True))
     assert batch.encoder
     assert batch.encoder.cross
     assert batch.cross
     batch.cross.slot_mapping = batch.encoder.cross.slot_mapping  # the calls have keys and queries
-    for index, (repeat, module, output) in enumerate(calls):
-        attention.batch = batch.encoder if module in attention.encoder_modules else batch
+    for index, call in enumerate(calls):
+        attention.batch = batch.encoder if call.module in attention.encoder_modules else batch
         failure = f"paged attention does not give the model's own attention in call {index}"
-        _compare(repeat(), output, tolerance, failure)
+        _compare(call.repeat(slice(None)), call.output, tolerance, failure)
 
 
 def _logits_tolerance(model: PreTrainedModel) -> float:
@@ -189,26 +188,11 @@ def dummy_adapter(targets: dict[str, tuple[int, int]], dtype: torch.dtype, devic
     return LoraAdapter(-1, {name: LoraLayerWeights(*map(matrix, sizes)) for name, sizes in some})
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
-    """A call of the model's own attention by a layer: how to repeat it for some of the tokens, and its output."""
-
-    repeat: Callable[[slice], Tensor]
-    output: Tensor  # [1, tokens, ...]
-
-
 def _own_logits(
     model: PreTrainedModel, tokens: list[int], attention: PagedAttention
 ) -> tuple[Tensor, list[_AttentionCall]]:
     """The logits with the model's own attention, and its calls where `attention` can replace it."""
-    calls: list[_AttentionCall] = []
-
-    def note(module: nn.Module, states: tuple[Tensor, ...], arguments: dict[str, Any], output: Tensor) -> None:
-        def repeat(chunk: slice) -> Tensor:
-            query, key, value = (each[:, :, chunk] for each in states)
-            return attention(module, query, key, value, None, **arguments)[0]
-
-        calls.append(_AttentionCall(repeat, output))
+    calls = _record_attention(model, attention)
 
     def record_module(module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any], _: object) -> None:
         """BLOOM adds what follows the hidden states to the output, beside which errors would look small."""
@@ -222,9 +206,8 @@ def _own_logits(
             output: Tensor = module(*some, **others)[0]
             return output
 
-        calls.append(_AttentionCall(repeat, module.forward(*args, **arguments)[0]))
+        calls.append(_AttentionCall(module, repeat, module.forward(*args, **arguments)[0]))
 
-    _record_attention(model, note)
     hooks = [module.register_forward_hook(record_module, with_kwargs=True) for module in hooked_modules(model)]
     logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
     for hook in hooks:
@@ -232,12 +215,9 @@ def _own_logits(
     return logits, calls
 
 
-def _record_attention(
-    model: PreTrainedModel, note: Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any], Tensor], None]
-) -> None:
-    """Make the model call `note` with each call of its own attention function: queries, keys and values, other
-    arguments and the output.
-    """
+def _record_attention(model: PreTrainedModel, attention: PagedAttention) -> list[_AttentionCall]:
+    """A list to which the model will add each call of its own attention function; `attention` repeats them."""
+    calls: list[_AttentionCall] = []
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
 
     def record(
@@ -246,12 +226,19 @@ def _record_attention(
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own = AttentionInterface().get_interface(implementation, eager)
         output, weights = own(module, query, key, value, attention_mask, **arguments)
-        note(module, (query, key, value), arguments, output)
+
+        def repeat(chunk: slice) -> Tensor:
+            states = (each[:, :, chunk] for each in (query, key, value))
+            params = arguments | getattr(module, "attention_params", {})  # of a hook that has been installed since
+            return attention(module, *states, None, **params)[0]
+
+        calls.append(_AttentionCall(module, repeat, output))
         return output, weights
 
     AttentionInterface.register(_RECORDED, record)
     AttentionMaskInterface.register(_RECORDED, AttentionMaskInterface()[implementation])
     model.set_attn_implementation(_RECORDED)
+    return calls
 
 
 def _paged_logits(
