@@ -47,7 +47,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines": "batcher errors ipc",
     "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",
-    "engines/memory": "batcher engines engines/quantization errors ipc utils",
+    "engines/memory": "batcher engines engines/quantization errors ipc models utils",
     "engines/loading": "batcher engines engines/kernels engines/memory engines/quantization errors ipc utils",
     "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels errors ipc",

@@ -50,6 +50,20 @@ def test_logits(name: str, model: str, tmp_path: Path) -> None:
     check_logits(load(path), expected)
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_what_the_index_does_not_list_is_not_read(tmp_path: Path) -> None:
+    """Such as the weights in the layout of Mistral's own library, beside those of transformers."""
+    config, quantize = FORMATS["fp8"]
+    path, shard = make_model("Llama", tmp_path), "model-00001-of-00001.safetensors"
+    expected = quantized_copy(path, quantize, config)
+    index = {"weight_map": dict.fromkeys(load_file(path / "model.safetensors"), shard)}
+    (path / "model.safetensors").rename(path / shard)
+    (path / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+    other = {"layers.0.attention.wq.weight": torch.zeros(64, 64, dtype=torch.float8_e4m3fn)}
+    save_file(other, path / "consolidated.safetensors")
+    check_logits(load(path), expected)
+
+
 @pytest.mark.parametrize("name", BESIDE)
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tgis.engines.memory.available import available_memory
 from tgis.engines.quantization.config import Quantization
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
+from tgis.models.files import find_weights
 from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ def check_model_fits(
         return None  # loading raises a better error, if any
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
-    converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
-    places = _needed_bytes(model, weights, converted, device)
     if quantization:
         places = {device: sum(_quantized_bytes(model, quantization))}
+    else:
+        converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
+        places = _needed_bytes(model, weights, converted, device)
     for place, together in places.items():
         needed, free = together // options.num_shards, max(available_memory(place), 0)
         if needed > free:
@@ -103,9 +105,8 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]
 
 def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
     """Bytes, after conversion to `dtype`, of the weights that the files hold in another floating-point type."""
-    single = path / "model.safetensors"
     total = 0
-    for file in [single] if single.is_file() else path.glob("*.safetensors"):
+    for file in find_weights(path):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no dict
                 tensor = tensors.get_slice(name)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 from tgis.errors import StartError
+from tgis.models.files import find_weights
 
 Size = Annotated[int, Meta(ge=1)]  # in what files say
 
@@ -192,8 +193,7 @@ def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[st
     """Other tensors by name, and those with the suffixes by layer."""
     plain: dict[str, Tensor] = {}
     layers: dict[str, LayerTensors] = {}
-    single = path / "model.safetensors"
-    for file in [single] if single.is_file() else sorted(path.glob("*.safetensors")):
+    for file in find_weights(path):
         tensors: Any = safe_open(file, "pt")  # stays mapped while a tensor of it lives
         for name in tensors.keys():  # noqa: SIM118 - it is no dict
             suffix = next((suffix for suffix in suffixes if name.endswith(f".{suffix}")), None)
