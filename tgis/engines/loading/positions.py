@@ -30,8 +30,8 @@ class PositionEmbeddings(nn.Module):  # type: ignore[misc]
         return [last if token == self._padding else count - 1 for token, count in zip(tokens, counts, strict=True)]
 
     def forward_arguments(self, positions: Tensor) -> dict[str, Tensor]:
-        """Set the positions of the next pass, below 0 for padding; returns no arguments."""
-        self.positions = positions.clamp(min=0)
+        """Set the positions of the next pass; returns no arguments."""
+        self.positions = positions
         return {}
 
     def forward(self, *_: Any, **__: Any) -> Tensor:

@@ -99,13 +99,14 @@ class Decoder:
         # a prompt may be computed in several passes by a single graph that is made for it
         self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 
-    def empty_past(self, seq_lens: list[int]) -> PastKeyValues:
-        """A self-attention cache for new sequences, of which no column is computed yet."""
-        return self._empty_past(self.self_attention_names, seq_lens, left_padded=True)
-
-    def empty_cross_past(self, seq_lens: list[int]) -> PastKeyValues:
-        """A cross-attention cache for new sequences whose inputs have these lengths."""
-        return self._empty_past(self.cross_attention_names, seq_lens, left_padded=False)
+    def empty_past(self, seq_lens: list[int], *, cross: bool = False) -> PastKeyValues:
+        """A cache for new sequences of these lengths, of which no column is computed yet: of self-attention, or of
+        cross-attention, to inputs of these lengths.
+        """
+        nodes = [self._past_node(name) for name in (self.cross_attention_names if cross else self.self_attention_names)]
+        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
+        tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        return PastKeyValues(seq_lens, tensors, left_padded=not cross)
 
     def run(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None = None) -> Tensor:
         """Compute the next columns, ids [rows, columns], of the sequences in `past`, which grows; returns the
@@ -141,12 +142,6 @@ class Decoder:
             inputs["encoder_hidden_states"] = encoder_outputs.hidden_states
             inputs["encoder_attention_mask"] = encoder_outputs.attention_mask
         return inputs
-
-    def _empty_past(self, names: tuple[str, ...], seq_lens: list[int], *, left_padded: bool) -> PastKeyValues:
-        nodes = [self._past_node(name) for name in names]
-        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
-        tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        return PastKeyValues(seq_lens, tensors, left_padded)
 
     def _past_node(self, name: str) -> NodeArg:
         return self.with_past.inputs[PAST_PREFIX + name]

@@ -144,7 +144,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         outputs = [self.token_history(seq) for seq in seqs]
         states, mask = self._encode(*left_aligned(inputs))
         past = self._decoder.empty_past([len(output) for output in outputs])
-        cross_past = self._decoder.empty_cross_past([len(tokens) for tokens in inputs])
+        cross_past = self._decoder.empty_past([len(tokens) for tokens in inputs], cross=True)
         ids = right_aligned(outputs).to(self._device)
         logits = self._decoder.run(past, ids, EncoderOutputs(mask, states, cross_past))[:, -1]
         self._join(past, cross_past)
@@ -165,7 +165,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
     def _probe_outputs(self, rows: int) -> EncoderOutputs:
         """The encoder's outputs for rows with the same input."""
         states, mask = self._encode(*left_aligned([[4, 5, 6]] * rows))
-        return EncoderOutputs(mask, states, self._decoder.empty_cross_past([3] * rows))
+        return EncoderOutputs(mask, states, self._decoder.empty_past([3] * rows, cross=True))
 
     def _encoder_outputs(self) -> EncoderOutputs:
         past = self._caches[1]

@@ -6,7 +6,6 @@ A model whose rows would disturb each other, or whose positions cannot be set, i
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,13 +14,7 @@ from transformers import PreTrainedModel
 from tgis.engines.loading.positions import position_embeddings
 from tgis.errors import Unsupported
 
-
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """The way to pass positions of tokens to a model's decoder."""
-
-    max_positions: int  # tokens that the input, and the output, may have
-    forward_arguments: Callable[[Tensor], dict[str, Tensor]]  # from positions [rows, columns] of the next pass
+ForwardArguments = Callable[[Tensor], dict[str, Tensor]]  # from the positions [rows, columns] of the next pass
 
 
 def check_row_independence(model: PreTrainedModel) -> None:
@@ -41,17 +34,19 @@ def check_row_independence(model: PreTrainedModel) -> None:
         raise _unsupported(model, "sees padding")
 
 
-def find_positions(model: PreTrainedModel, max_positions: int) -> Positions:
-    """The positions of a model for sequences of up to `max_positions` tokens; Unsupported if its way is unknown."""
+def find_positions(model: PreTrainedModel, max_positions: int) -> tuple[int, ForwardArguments]:
+    """The tokens that the input, and the output, of a sequence may have, at most `max_positions`, and how the decoder
+    is told their positions; Unsupported if its way is unknown.
+    """
     decoder = model.get_decoder()
     if "decoder_position_ids" in inspect.signature(model.forward).parameters:
-        return Positions(max_positions, lambda positions: {"decoder_position_ids": positions})
+        return max_positions, lambda positions: {"decoder_position_ids": positions}
     if hasattr(decoder, "embed_positions") and hasattr(model.config, "max_position_embeddings"):
         max_positions = min(max_positions, model.config.max_position_embeddings)
         decoder.embed_positions = position_embeddings(model, decoder, max_positions)
-        return Positions(max_positions, decoder.embed_positions.forward_arguments)
+        return max_positions, decoder.embed_positions.forward_arguments
     if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
-        return Positions(max_positions, lambda _: {})  # relative to the newest token, whose column all rows share
+        return max_positions, lambda _: {}  # relative to the newest token, whose column all rows share
     raise _unsupported(model, "places tokens in an unknown way")
 
 

@@ -41,12 +41,11 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
             use_gqa_attention(self.model)
         check_row_independence(self.model)
         self.info = model_info(self.model)
-        self._positions = find_positions(self.model, options.max_sequence_length)
+        self.max_positions, self._position_arguments = find_positions(self.model, options.max_sequence_length)
         super().__init__(self.model.generation_config, self.info.vocab_size, device)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self._max_batch_size = max_batch_size
-        self.max_positions = self._positions.max_positions
         self._encoder_embed_tokens = self.model.get_encoder().get_input_embeddings()
         self._decoder_embed_tokens = self.model.get_decoder().get_input_embeddings()
         self.embedding_size = self._encoder_embed_tokens.embedding_dim
@@ -131,6 +130,6 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
             decoder_attention_mask=mask.to(self._device),
             past_key_values=self._past_key_values,
             use_cache=True,
-            **self._positions.forward_arguments(positions.to(self._device)),
+            **self._position_arguments(positions.to(self._device)),
         )
         return output.logits
