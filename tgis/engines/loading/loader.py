@@ -29,7 +29,6 @@ from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.loading.sharding import Sharding, TorchCollectives
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
-from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -127,6 +126,13 @@ def input_vocab_size(model: PreTrainedModel) -> int:
     return int(min(model.get_input_embeddings().num_embeddings, model.get_output_embeddings().out_features))
 
 
+def load_generation_config(options: EngineOptions, config: PreTrainedConfig) -> GenerationConfig:
+    with library_errors(options.model_path):
+        if (Path(options.model_path) / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
+        return GenerationConfig.from_model_config(config)
+
+
 def look_at_model(
     options: EngineOptions, device: torch.device
 ) -> tuple[Any, PreTrainedConfig, torch.dtype, Quantization | None, SizedModel | None]:
@@ -157,7 +163,10 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     sharding = _sharding(size, config, options, device, dtype, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         if checkpoint and size:
-            model = _with_placeholders(type(size[0]), options, config, dtype, checkpoint, sharding)
+            state_dict = checkpoint.state_dict(dtype)  # whose placeholders tell where codes are
+            model = _from_pretrained(type(size[0]), options, config, dtype, sharding, state_dict=state_dict)
+            model.generation_config = load_generation_config(options, config)
+            checkpoint.attach(model)
         else:
             model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
         if sharding:
@@ -294,22 +303,6 @@ def _from_pretrained(
         log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
-    return model
-
-
-def _with_placeholders(
-    model_class: type[PreTrainedModel],
-    options: EngineOptions,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    checkpoint: QuantizedCheckpoint,
-    sharding: Sharding | None,
-) -> PreTrainedModel:
-    """The model whose quantized layers tell where their weights are."""
-    model = _from_pretrained(model_class, options, config, dtype, sharding, state_dict=checkpoint.state_dict(dtype))
-    if (Path(options.model_path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
-    checkpoint.attach(model)
     return model
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
-from tgis.engines.loading.loader import LoadedModelInfo, load_config
+from tgis.engines.loading.loader import LoadedModelInfo, load_config, load_generation_config
 from tgis.engines.loading.unloaded import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
@@ -25,7 +25,7 @@ from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
-from tgis.errors import StartError, library_errors
+from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
@@ -133,7 +133,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self._encoder = Session(files.encoder, device, options.num_threads)
         self._encoder.check_signature(inputs={"input_ids", "attention_mask"}, outputs={_HIDDEN_STATES: 3})
         _OnnxModel.__init__(self, options, config, device, files)
-        EncoderDecoder.__init__(self, _generation_config(options, config), self._decoder.vocab_size, device)
+        EncoderDecoder.__init__(self, load_generation_config(options, config), self._decoder.vocab_size, device)
         most = getattr(config, "max_position_embeddings", None)
         self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)
         self._check_padding(options, self._probe_outputs)
@@ -184,10 +184,3 @@ def _model_info(config: PreTrainedConfig, decoder: Decoder) -> LoadedModelInfo:
     return LoadedModelInfo(
         f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, input_vocab_size, encoder_decoder=encoder_decoder
     )
-
-
-def _generation_config(options: EngineOptions, config: PreTrainedConfig) -> GenerationConfig:
-    with library_errors(options.model_path):
-        if (Path(options.model_path) / "generation_config.json").is_file():
-            return GenerationConfig.from_pretrained(options.model_path, local_files_only=True)
-        return GenerationConfig.from_model_config(config)
