@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence
 from tgis.engines.host_memory import to_device
-from tgis.engines.kernels.cpu.gemm import Gemm, cpu_gemm
+from tgis.engines.kernels.cpu.gemm import Gemm, our_gemms
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.prompts.lora import LoraAdapter
@@ -174,7 +174,8 @@ class LoraLayers:
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
     """A GEMM with our kernel if possible: for small weights oneDNN's overhead is as large as the product."""
-    return cpu_gemm(weight, kernels) or (lambda x, bias: linear(x, weight, bias))
+    ours = our_gemms(weight, kernels).values()
+    return next((make(weight) for make in ours), lambda x, bias: linear(x, weight, bias))
 
 
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -17,8 +17,8 @@ _ATTN_IMPLEMENTATION = "tgis_padded"
 
 
 def use_gqa_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model; others keep their attention."""
-    if model.config._attn_implementation != "sdpa":
+    """Replace SDPA in a model on a CPU; others keep their attention."""
+    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTN_IMPLEMENTATION, gqa_attention)
     AttentionMaskInterface.register(_ATTN_IMPLEMENTATION, sdpa_mask)

@@ -31,8 +31,7 @@ class CausalLM(PaddedModel):
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model = load_model(options, device)
         self._arguments = signature(self.model.forward).parameters
-        if device.type == "cpu":
-            use_gqa_attention(self.model)
+        use_gqa_attention(self.model)
         self.info = model_info(self.model)
         self.max_positions = min(options.max_sequence_length, max_positions(self.model))
         self.lora = LoraLayers(self.model, select_kernels(options, device))

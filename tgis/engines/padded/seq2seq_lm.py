@@ -37,8 +37,7 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
 
     def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
         self.model = load_model(options, device)
-        if device.type == "cpu":
-            use_gqa_attention(self.model)
+        use_gqa_attention(self.model)
         check_row_independence(self.model)
         self.info = model_info(self.model)
         self.max_positions, self._position_arguments = find_positions(self.model, options.max_sequence_length)

@@ -25,14 +25,21 @@ _SOURCES = (
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
 
-_AVX2 = ("-mavx2", "-mfma")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_X86_64 = {"generic": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16")}
+_AVX2 = ("avx2", "fma")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+EXTENSIONS: dict[str, tuple[str, ...]] = {  # of x86-64 that a library uses, as Linux calls them
+    "generic": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),  # no CPU has the second alone
+}
 
 
 def isa_flags() -> dict[str, tuple[str, ...]]:
     """The libraries of this machine's architecture and the compiler flags of each."""
-    return _X86_64 if platform.machine() == "x86_64" else {"generic": ()}
+    if platform.machine() != "x86_64":
+        return {"generic": ()}
+    return {isa: tuple(f"-m{name.replace('_', '')}" for name in names) for isa, names in EXTENSIONS.items()}
 
 
 def source_files() -> list[Path]:

@@ -62,14 +62,9 @@ class CpuGemm:
         return y
 
 
-def cpu_gemm(weight: Tensor, kernels: CpuKernels | None) -> CpuGemm | None:
-    """The GEMM of gemm.c with a weight [out, in]; None if there is none for its dtype or size."""
-    return CpuGemm(weight, kernels) if kernels is not None and _is_packable(weight) else None
-
-
 def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> "dict[str, partial[CpuGemm]]":
-    """Our GEMMs that can multiply by this weight, by the instruction set that they use."""
-    if kernels is None or not _is_packable(weight):
+    """Our GEMMs that can multiply by this weight, by the instruction set that they use; that of gemm.c comes first."""
+    if kernels is None or weight.dtype not in _PAIR or weight.shape[1] % _PAIR[weight.dtype]:
         return {}
     made = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
     if kernels.isa == "amx" and weight.dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
@@ -95,7 +90,3 @@ def is_right(
     return torch.equal(y, alone) and bool(
         (y - expected).abs().max() < max(_TOLERANCE[dtype], tolerance) * expected.abs().max()
     )
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return weight.dtype in _PAIR and weight.shape[1] % _PAIR[weight.dtype] == 0

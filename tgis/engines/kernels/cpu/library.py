@@ -34,19 +34,9 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
 DTYPES = tuple(_SUFFIXES)
 
-_AVX2 = frozenset({"avx2", "fma"})
-_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}  # no CPU has the second alone
-_AMX = frozenset({"amx_tile", "amx_bf16"})
-
 # The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.
-ISAS: dict[str, frozenset[str]] = {
-    "generic": frozenset(),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_bf16": _AVX512_BF16,
-    "amx": _AVX512_BF16 | _AMX,
-}
+ISAS = {isa: frozenset(names) for isa, names in build.EXTENSIONS.items()}
+ISAS["amx"] = ISAS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
 
 # Called before every call of a kernel, with the ctypes function and the arguments; whether it replaces the call.
 call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], bool] | None] = ContextVar("call_recorder", default=None)
