@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
-from tgis.engines.sampling.draws import _triton_draw_filtered, draw_filtered
+from tgis.engines.sampling.draws import FilteredRows, _triton_draw_filtered, draw_filtered
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import LogprobRequest
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 ROWS = 3
-Inputs = tuple[Scores, SoftmaxStats, Filters, Tensor, LogprobRequest, int]
+Inputs = tuple[FilteredRows, int]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def inputs(case: Case, device: str) -> Inputs:
     values = values.to(place)
     scores = Scores(values, values.amax(-1, keepdim=True), filters.temperature)
     keys = torch.randint(-(2**63), 2**63 - 1, (ROWS, 1), generator=generator).to(place)
-    return scores, SoftmaxStats.with_entropy(scores), filters, keys, request, case.num_candidates
+    return FilteredRows(scores, SoftmaxStats.with_entropy(scores), filters, keys, request), case.num_candidates
 
 
 def changed(case: Case, device: str) -> float:

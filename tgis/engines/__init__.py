@@ -32,11 +32,10 @@ def load_engine(
     `on_heartbeat` with the heartbeats of these ranks.
     """
     if options.num_shards > 1:
-        sharded = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
-        engine: Engine = sharded
-        reason: str = sharded.reason
+        engine = _import("tgis.engines.distributed.engine").ShardedEngine(options, on_fatal, on_heartbeat)
+        reason = engine.reason
     else:
-        engine, reason = _load_or_fall_back(options, _load)
+        engine, reason = load_shard(options)
     length, info = options.max_sequence_length, engine.info
     if not info.encoder_decoder and length > info.max_positions:  # those check the positions of each request
         raise StartError(
@@ -49,15 +48,14 @@ def load_engine(
     if options.speculator_path and not info.drafted_tokens:
         warn(options, "SPECULATOR_NAME has no effect: it needs tgis_native on a CPU, and SPECULATION_MAX_TOKENS")
     store = options.adapter_store
-    if store and store.path and not engine.info.supports_adapters:
-        warn(options, f"PREFIX_STORE_PATH has no effect: {engine.info.model_class} takes no adapters")
+    if store and store.path and not info.supports_adapters:
+        warn(options, f"PREFIX_STORE_PATH has no effect: {info.model_class} takes no adapters")
     return engine, reason
 
 
 def load_shard(options: EngineOptions) -> tuple[Engine, str]:
     """This rank's share of the engine, where `load_engine` loads one of several ranks."""
-    engine, reason = _load_or_fall_back(options, _load)
-    return engine, reason
+    return _load_or_fall_back(options, _load)
 
 
 def describe_shard(options: EngineOptions) -> list[str]:

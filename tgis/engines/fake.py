@@ -138,17 +138,16 @@ class FakeEngine(NoReservedCache):
 
     def _prompt_logprobs(self, seqs: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
-            seq.id: [self._make_logprobs(seq.request.logprob_options, token) for token in seq.tokens]
+            seq.id: [_make_logprobs(seq.request.logprob_options, token, self.info.vocab_size) for token in seq.tokens]
             for seq in seqs
             if seq.wants_prompt_logprobs
         }
 
     def _token_logprobs(self, seq: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
         options = seq.request.output_details
-        return [self._make_logprobs(options, token) for token in tokens] if options.wants_details else []
-
-    def _make_logprobs(self, options: LogprobOptions, token: int) -> TokenLogprobs:
-        return _make_logprobs(options, token, self.info.vocab_size)
+        if not options.wants_details:
+            return []
+        return [_make_logprobs(options, token, self.info.vocab_size) for token in tokens]
 
 
 @functools.lru_cache(maxsize=4096)  # to make up those of 4,000 input tokens would take two steps of 10 ms

@@ -62,9 +62,11 @@ class PagedEncoder:
         self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
         self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
 
-    def positions_of(self, tokens: list[int]) -> Iterable[int]:
-        """The positions of an input without a soft prompt."""
-        return self._embeddings[0].positions_of(tokens) if self._embeddings else range(len(tokens))
+    def input_positions(self, seq: Sequence, tokens: list[int]) -> Iterable[int]:
+        """The positions of the tokens of a sequence's input; padding has none, but not beside a soft prompt."""
+        if self._embeddings and encoder_prompt(seq) is None:
+            return self._embeddings[0].positions_of(tokens)
+        return range(len(tokens))
 
     def install(self) -> None:
         """Make the model attend to pages, and place each token where its batch says, for good."""
@@ -180,7 +182,7 @@ class EncoderDecoderBatches(BatchBuilder):
         work: Work = [(seq, range(len(own))) for seq, own in zip(seqs, inputs, strict=True)]
         parts: list[Part] = [
             [token for own in inputs for token in own],
-            [p for seq, own in zip(seqs, inputs, strict=True) for p in self._input_positions(seq, own)],
+            [p for seq, own in zip(seqs, inputs, strict=True) for p in self._model.input_positions(seq, own)],
             [slot for table, (_, own) in zip(blocks, work, strict=True) for slot in slots(table, own, size)],
             [slot for seq, own in work for slot in slots(seq.block_table, own, size)],
             self._lora.columns(adapters_of(work)),
@@ -199,9 +201,6 @@ class EncoderDecoderBatches(BatchBuilder):
             adapters=self._lora.placed(adapters),
             cross=cross,
         )
-
-    def _input_positions(self, seq: Sequence, tokens: list[int]) -> Iterable[int]:
-        return self._model.positions_of(tokens) if encoder_prompt(seq) is None else range(len(tokens))
 
 
 def _offset(seq: Sequence) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
-from tgis.engines.sampling.logits_processors import Candidates, Filters, Scores, SoftmaxStats
+from tgis.engines.sampling.logits_processors import Candidates, Filters, Rows, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_with_candidates, table_without_candidates
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
@@ -34,7 +34,6 @@ _UNIFORM_BITS = 52
 _MAX_OTHER_DRAWS = 0.02  # share of tokens that near ties may change on GPUs
 
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
-DrawFiltered = Callable[[Scores, SoftmaxStats, Filters, Tensor, LogprobRequest, int], Tensor]
 
 _Bits = TypeVar("_Bits", Tensor, NDArray[np.int64])  # 64-bit integers, signed or not
 
@@ -79,17 +78,29 @@ def draw(scores: Scores, keys: Tensor) -> Tensor:
     return torch.cat([gumbel_max(scores.take(rows).scaled_logits(torch.float64), ids, keys[rows]) for rows in blocks])
 
 
-def draw_filtered(
-    scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class FilteredRows(Rows):
+    """What is drawn from filtered tokens."""
+
+    scores: Scores
+    stats: SoftmaxStats
+    filters: Filters
+    keys: Tensor  # of the noise [b, 1]
+    request: LogprobRequest
+
+
+DrawFiltered = Callable[[FilteredRows, int], Tensor]
+
+
+def draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     """Draw from the tokens that the filters keep of the `num_candidates` best ones; returns the table of the draws."""
-    candidates = Candidates.of(scores, stats, num_candidates)
-    candidates.filter(filters)
-    at = gumbel_max(candidates.kept_logits(), candidates.ids, keys)
+    candidates = Candidates.of(rows.scores, rows.stats, num_candidates)
+    candidates.filter(rows.filters)
+    at = gumbel_max(candidates.kept_logits(), candidates.ids, rows.keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)
-    return table_with_candidates(scores.max_score, chosen, candidates, request)
+    return table_with_candidates(rows.scores.max_score, chosen, candidates, rows.request)
 
 
 class BestTokens(Protocol):
@@ -169,29 +180,19 @@ def _triton_draw(scores: Scores, keys: Tensor) -> Tensor:
     return gumbel_max(scores.values, scores.max_score, scores.temperature, keys)
 
 
-def _draw_filtered_on_gpu(
-    self_test: KernelSelfTest,
-    scores: Scores,
-    stats: SoftmaxStats,
-    filters: Filters,
-    keys: Tensor,
-    request: LogprobRequest,
-    num_candidates: int,
-) -> Tensor:
-    arguments = scores, stats, filters, keys, request, num_candidates
-    is_double = scores.values.dtype == torch.float64
-    if is_double or filters.typical_p is not None or request.max_top > num_candidates:
-        return draw_filtered(*arguments)
+def _draw_filtered_on_gpu(self_test: KernelSelfTest, rows: FilteredRows, num_candidates: int) -> Tensor:
+    filters, is_double = rows.filters, rows.scores.values.dtype == torch.float64
+    if is_double or filters.typical_p is not None or rows.request.max_top > num_candidates:
+        return draw_filtered(rows, num_candidates)
     kind = num_candidates, filters.top_k is None, filters.top_p is None
-    return self_test.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, *arguments)
+    return self_test.run(kind, _triton_draw_filtered, draw_filtered, torch.clone, rows, num_candidates)
 
 
-def _triton_draw_filtered(
-    scores: Scores, stats: SoftmaxStats, filters: Filters, keys: Tensor, request: LogprobRequest, num_candidates: int
-) -> Tensor:
+def _triton_draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     from tgis.engines.kernels.cuda.sampling import filtered_draw_table  # noqa: PLC0415 - as above
 
+    scores, request = rows.scores, rows.request
     values, ids = scores.values.topk(num_candidates)
-    columns = scores.max_score, scores.temperature, stats.mass, keys, request.top_n
-    filtering = filters.top_k, filters.top_p, request.max_top
+    columns = scores.max_score, scores.temperature, rows.stats.mass, rows.keys, request.top_n
+    filtering = rows.filters.top_k, rows.filters.top_p, request.max_top
     return filtered_draw_table((values.float(), ids), scores.values.shape[1], columns, *filtering)

@@ -7,7 +7,7 @@ waits for the device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,8 +37,11 @@ class Rows:
 
     def take(self, rows: Tensor | slice) -> Self:
         """A copy with some of the rows."""
-        values = (getattr(self, each.name) for each in fields(self))
-        return type(self)(*(each[rows] if isinstance(each, Tensor) else each for each in values))
+        return type(self)(*(_take(getattr(self, each.name), rows) for each in fields(self)))
+
+
+def _take(value: Any, rows: Tensor | slice) -> Any:
+    return value[rows] if isinstance(value, Tensor) else value.take(rows) if isinstance(value, Rows) else value
 
 
 @dataclass(frozen=True, slots=True)

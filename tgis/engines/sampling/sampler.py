@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.host_memory import to_device
-from tgis.engines.sampling.draws import SamplingOps, draw_filtered, noise_keys
+from tgis.engines.sampling.draws import FilteredRows, SamplingOps, draw_filtered, noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
 from tgis.engines.sampling.histories import Histories, TokenHistory
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
@@ -180,14 +180,12 @@ def _sample_filtered(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """A draw from the tokens that the filters keep."""
     scores, keys = group.scores(step), step.noise_keys[group.selector]
     stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
+    rows, count = FilteredRows(scores, stats, group.filters, keys, group.logprob_request), group.num_candidates
 
-    def retry(rows: Tensor, num_candidates: int) -> Tensor:
-        filters, request = group.filters.take(rows), group.logprob_request.take(rows)
-        return draw_filtered(scores.take(rows), stats.take(rows), filters, keys[rows], request, num_candidates)
+    def retry(some: Tensor, num_candidates: int) -> Tensor:
+        return draw_filtered(rows.take(some), num_candidates)
 
-    count = group.num_candidates
-    table = step.ops.draw_filtered(scores, stats, group.filters, keys, group.logprob_request, count)
-    return LogprobTable(table, count, scores.map_row_blocks(retry))
+    return LogprobTable(step.ops.draw_filtered(rows, count), count, scores.map_row_blocks(retry))
 
 
 def _method(seq: Sequence, vocab_size: int) -> Method:
