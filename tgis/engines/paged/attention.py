@@ -171,7 +171,11 @@ class PagedAttention:
         kv_cache: _KVCache,
         scaling: float | None,
         window: int | None,
-        *others: Any,  # as in AttentionParams
+        softcap: float | None,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        bias_origin: int | None,
+        *,
         causal: bool = True,
         key_scales: Tensor | None = None,
     ) -> Tensor:
@@ -179,7 +183,7 @@ class PagedAttention:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         self.windows.add(window)
         scale = scaling or q.shape[-1] ** -0.5
-        params = AttentionParams(scale, window, *others, causal, key_scales)
+        params = AttentionParams(scale, window, softcap, sinks, bias, bias_origin, causal, key_scales)
         if self._cpu_attention and q.dtype == k.dtype == v.dtype and self._cpu_attention.supports(q, *kv_cache):
             if len(k):
                 self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping, key_scales)
