@@ -228,9 +228,9 @@ def _record_attention(model: PreTrainedModel, attention: PagedAttention) -> list
         output, weights = own(module, query, key, value, attention_mask, **arguments)
 
         def repeat(chunk: slice) -> Tensor:
-            states = (each[:, :, chunk] for each in (query, key, value))
+            q, k, v = (states[:, :, chunk] for states in (query, key, value))
             params = arguments | getattr(module, "attention_params", {})  # of a hook that has been installed since
-            return attention(module, *states, None, **params)[0]
+            return attention(module, q, k, v, None, **params)[0]
 
         calls.append(_AttentionCall(module, repeat, output))
         return output, weights
