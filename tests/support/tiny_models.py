@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
@@ -272,6 +273,8 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path, **generati
     torch.manual_seed(0)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config, dtype=torch.float32)
+    if config.model_type == "umt5" and not model.get_decoder().block[0].layer[0].SelfAttention.is_causal:
+        pytest.skip("tokens of UMT5's decoder see later ones in this release of transformers, such as 5.17")
     for path, weight in model.named_parameters():
         if weight.dim() > 1 or path.endswith(".A"):  # which is zero in a new Doge: its mask would do nothing
             torch.nn.init.normal_(weight, std=0.2)
