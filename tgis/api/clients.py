@@ -129,12 +129,17 @@ class Clients:
             "nothing has happened for", float("inf"),
             f"more than {MAX_SLOW_CALLS} calls watch health", MAX_SLOW_CALLS, crowd_seconds=0,
         )  # fmt: skip
+        self._by_address = config.limit_by_address
         self._waiting = (self.connecting, self.sending, self.reading, self.idle)
         self.awake = asyncio.Event()  # not set: nothing happens, so nothing need be watched
         for waiting in self._waiting:
             waiting.awake = self.awake
         self.served: set[Waiter] = set()  # the end of the server waits for them
         self._last_end = 0.0
+
+    def account(self, identity: bytes, address: str) -> "Account":
+        """An account of who a caller has proven to be; of its address if LIMIT_BY_ADDRESS and nothing is proven."""
+        return Account(self, identity or (address.encode() if self._by_address else b""))
 
     def started(self, call: Waiter) -> None:
         """Let the end of the server wait for a call, unless it has begun."""

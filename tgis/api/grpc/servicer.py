@@ -87,10 +87,8 @@ class GenerationServicer:
     def _admitted(self, data: bytes, call: GrpcCall) -> Iterator[tuple[Generator, Account, bytes]]:
         """A call that the server can take: who calls, and what it holds in memory; its message is in there already."""
         generator = self._require_generator()
-        client = identity = caller_identity(call.context, bearer_auth=self._config.auth_token_path is not None)
-        if not client and self._config.limit_by_address:
-            client = call.client.encode()
-        with Account(self._calls.clients, client) as account:
+        identity = caller_identity(call.context, bearer_auth=self._config.auth_token_path is not None)
+        with self._calls.clients.account(identity, call.client) as account:
             account.charge(MESSAGE_BYTE * len(data))
             yield generator, account, identity
 

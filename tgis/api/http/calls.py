@@ -144,10 +144,8 @@ class HttpApi:
             self._auth.check(request)
             if self.generator is None:
                 raise Unavailable("the model is still loading")
-            client = identity = self._auth.identity(request)
-            if not client and self._config.limit_by_address:
-                client = (request.remote or "").encode()
-            with Account(self._clients, client) as account:
+            identity = self._auth.identity(request)
+            with self._clients.account(identity, request.remote or "") as account:
                 call = HttpCall(request, self._config, self.generator, account, identity)
                 call.kind, call.api = operation.kind, operation.errors.api
                 return await self._handle(operation.handle, call)
