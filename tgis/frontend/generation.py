@@ -73,7 +73,6 @@ class Generator:
     ) -> None:
         self.server_info = server_info
         self._tracer = tracer
-        self.traces = tracer is not None  # calls should say which span they belong to
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
             None: decoder,

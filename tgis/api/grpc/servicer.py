@@ -49,7 +49,7 @@ class GenerationServicer:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
             deadline = self._answer_deadline(grpc_call.context)
-            parent = _trace_parent(generator, grpc_call)
+            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
             call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline, parent)
             outputs = await generator.generate(call)
             cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
@@ -60,7 +60,7 @@ class GenerationServicer:
     async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
-            parent = _trace_parent(generator, grpc_call)
+            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
             call = convert.generate_call(message, account, identity, logs.correlation_id(), trace_parent=parent)
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
@@ -100,10 +100,6 @@ class GenerationServicer:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
-
-
-def _trace_parent(generator: Generator, call: GrpcCall) -> dict[str, str] | None:
-    return parent_headers(call.context.invocation_metadata() or ()) if generator.traces else None
 
 
 def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:

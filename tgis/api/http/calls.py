@@ -89,7 +89,7 @@ class HttpCall:
             adapter=("adapter_id", adapter) if adapter else None,
             correlation_id=logs.correlation_id(),
             n=n,
-            trace_parent=parent_headers(self.request.headers.items()) if self.generator.traces else None,
+            trace_parent=parent_headers(self.request.headers.items()),
         )
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ class _Parser:
 class Connection(web.RequestHandler):
     """A connection of aiohttp's that knows what it waits for."""
 
-    __slots__ = ("_answers", "_body", "_clients", "_connections", "_resumes", "call_until", "client", "received")
+    __slots__ = ("_answers", "_body", "_connections", "_resumes", "call_until", "client", "clients", "received")
 
     def __init__(self, server: web.Server, connections: Connections) -> None:
         super().__init__(
@@ -117,7 +117,7 @@ class Connection(web.RequestHandler):
             max_field_size=MAX_HEAD_BYTES,
         )
         self.client = ""
-        self._connections, self._clients = connections, connections.clients
+        self._connections, self.clients = connections, connections.clients
         self._answers = False  # a request whose head is complete
         self._body: StreamReader | None = None  # while it arrives
         self.received = 0  # bytes: first those of a head, then those of a body
@@ -131,26 +131,21 @@ class Connection(web.RequestHandler):
         return cast("Connection", request.protocol)
 
     @property
-    def ends(self) -> bool:
-        """Whether the answer to its request is the last one."""
-        return self._clients.draining
-
-    @property
     def waits(self) -> bool:
         """Whether it waits for a head or a body, or for the client to read."""
-        return not self._answers or self._body is not None or self in self._clients.reading
+        return not self._answers or self._body is not None or self in self.clients.reading
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
         """The head of a request is there; when it is its turn, it is answered until the end of the block."""
-        self._clients.sending.remove(self)
-        self._clients.started(self)
+        self.clients.sending.remove(self)
+        self.clients.started(self)
         self._answers, self.received = True, 0
         try:
             await self._connections.turn()
             yield
         finally:
-            self._clients.finished(self)
+            self.clients.finished(self)
             self._answers, self.received = False, 0
 
     @contextmanager
@@ -158,7 +153,7 @@ class Connection(web.RequestHandler):
         """The body of a request arrives; reading it raises TimeoutError with the reason if it cannot go on."""
         self._body = body
         try:
-            with self._clients.sending.entered(self):
+            with self.clients.sending.entered(self):
                 yield
         finally:
             self._body = None
@@ -191,9 +186,9 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         if data and not self._answers:
-            if self not in self._clients.sending:
-                self._clients.connecting.remove(self)
-                self._clients.sending.add(self)
+            if self not in self.clients.sending:
+                self.clients.connecting.remove(self)
+                self.clients.sending.add(self)
             if self.received > MAX_HEAD_BYTES + _READ_AHEAD_BYTES:
                 self.end(None)
                 return
@@ -233,9 +228,9 @@ class Connection(web.RequestHandler):
         self._body.set_exception(TimeoutError(error))  # what aiohttp expects when it reads on after the answer
 
     def pause_writing(self) -> None:
-        self._clients.reading.add(self)
+        self.clients.reading.add(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._clients.reading.remove(self)
+        self.clients.reading.remove(self)
         super().resume_writing()

@@ -49,7 +49,7 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         self._written_at = time.monotonic()
         if not self.response.prepared:
-            if Connection.of(self._request).ends:
+            if Connection.of(self._request).clients.draining:
                 self.response.force_close()
             await self.response.prepare(self._request)
         await self.response.write(data)

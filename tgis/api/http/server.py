@@ -94,7 +94,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await _respond(request, handler)
     if response.status == 503 and not response.prepared:
         response.headers.setdefault("Retry-After", str(RETRY_SECONDS))
-    if connection.ends or request.content.exception() is not None:
+    if connection.clients.draining or request.content.exception() is not None:
         response.force_close()
     return response
 
