@@ -129,7 +129,7 @@ def test_a_usage_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert __main__.run(["prompts"]) == 2
     assert capsys.readouterr().err == (
         f"tgis: {tmp_path}/absent is not a directory\n"
-        "tgis: argument --dtype: 'int8' must be one of float32, float16, bfloat16 (see tgis prompts check --help)\n"
+        "tgis: argument --dtype: 'int8' must be one of float32, float16, bfloat16 (see tgis prompts --help)\n"
         f"tgis: {tmp_path} has no config.json\n"
         "tgis: the following arguments are required: ACTION (see tgis prompts --help)\n"
     )

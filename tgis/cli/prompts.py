@@ -53,25 +53,23 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _parser(prog: str) -> Parser:
-    parser = Parser(prog=prog, description="Manage soft prompts and LoRA adapters.")
-    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
-    check = actions.add_parser(
-        "check",
-        help="list the adapters of a store with their problems",
-        description="List the adapters of a store with their problems. The exit code is 1 if there is a problem.",
-    )
-    check.add_argument("path", type=Path, metavar="PATH", help="the store: PREFIX_STORE_PATH of a server")
-    check.add_argument("--model", metavar="NAME", help="directory of the model that the adapters are for")
+    description = "List the adapters of a store with their problems. The exit code is 1 if there is a problem."
+    parser = Parser(prog=prog, description=description)
+    parser.add_argument("action", choices=["check"], metavar="check", help="the only action")
+    parser.add_argument("path", type=Path, metavar="PATH", help="the store: PREFIX_STORE_PATH of a server")
+    parser.add_argument("--model", metavar="NAME", help="directory of the model that the adapters are for")
     number, dtype = integer(1), choice("float32", "float16", "bfloat16")
-    check.add_argument(
+    parser.add_argument(
         "--max-length",
         type=number,
         metavar="N",
         help="virtual tokens allowed (default: half the model's length)",
     )
-    check.add_argument("--dtype", type=dtype, metavar="NAME", default="float32", help="of the model (default: float32)")
-    check.add_argument("--cache-mb", type=number, metavar="N", default=512, help="PROMPT_CACHE_SIZE_MB (default: 512)")
-    check.add_argument("--json", action="store_true", help="print one line of JSON per adapter")
+    parser.add_argument(
+        "--dtype", type=dtype, metavar="NAME", default="float32", help="of the model (default: float32)"
+    )
+    parser.add_argument("--cache-mb", type=number, metavar="N", default=512, help="PROMPT_CACHE_SIZE_MB (default: 512)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per adapter")
     return parser
 
 
