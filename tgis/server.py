@@ -307,7 +307,6 @@ class Server:
             self._service_metrics.engine_up.set(0)
         if (generator := self._servicer.generator) is None:
             return
-        generator.accepting = False
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
         inputs, num_cancelled = self._clients.inputs, generator.num_cancelled
         num_inputs = inputs.held.total()

@@ -233,7 +233,9 @@ class Account:
         self._memory += num_bytes
 
     def take_places(self, num_inputs: int) -> None:
-        """Hold places for inputs in flight; Overloaded if there are not so many."""
+        """Hold places for inputs in flight; Overloaded if there are too few, Unavailable at the end of the server."""
+        if self._clients.draining:
+            raise Unavailable("the server is shutting down")
         self._clients.inputs.take(self.client, num_inputs)
         self._places = num_inputs
 

@@ -29,7 +29,7 @@ class Account(Protocol):
         """Hold more memory until the call ends; RequestError if there is not so much."""
 
     def take_places(self, num_inputs: int) -> None:
-        """Hold places for inputs in flight; Overloaded if there are not so many."""
+        """Hold places for inputs in flight; Overloaded if there are too few, Unavailable at the end of the server."""
 
     def output_complete(self, unread_bytes: int) -> None:
         """Give the places back although the client has yet to read so much, if that is not too much."""

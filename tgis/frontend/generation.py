@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from tgis.errors import InvalidRequest, QueueFull, Unavailable
+from tgis.errors import InvalidRequest, QueueFull
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
@@ -86,7 +86,6 @@ class Generator:
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
         self.num_cancelled = 0  # ever, by clients or by the end of the server
-        self.accepting = True  # else reject new calls
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
@@ -200,8 +199,6 @@ class Generator:
     def _admission(self, call: GenerateCall) -> Iterator[None]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
         num_inputs = call.num_outputs
-        if not self.accepting:
-            raise Unavailable("the server is shutting down")
         _check_num_inputs(num_inputs, call.account.max_inputs)
         call.account.charge(_INPUT_BYTES * num_inputs)
         call.account.take_places(num_inputs)
