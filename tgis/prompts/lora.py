@@ -16,7 +16,6 @@ import torch
 from tgis.errors import AdapterError
 from tgis.prompts.files import CONFIG, AdapterDirectory
 from tgis.prompts.tensor_file import (
-    FileTensor,
     TargetModel,
     allocated_bytes,
     check_tensor,
@@ -120,7 +119,7 @@ def _pairs(name: str, content: Any, config: _LoraConfig, limit: int) -> dict[str
         if match is None:
             raise AdapterError(f"{name} holds {repr(key)[:100]}, which is no matrix of LoRA for a linear layer")
         layer, side = match.groups()
-        layers.setdefault(layer, {})[side] = check_tensor(FileTensor(f"{name}: {layer}.lora_{side}", tensor))
+        layers.setdefault(layer, {})[side] = check_tensor(f"{name}: {layer}.lora_{side}", tensor)
     if (size := sum(tensor.nbytes for pair in layers.values() for tensor in pair.values())) > limit:
         raise AdapterError(f"{name} holds matrices of {size} bytes, at most {limit} are allowed")  # some share theirs
     for layer, pair in sorted(layers.items()):

@@ -1,6 +1,7 @@
 """Soft prompts: read from the layouts of TGIS and PEFT, checked, and converted for a model."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -9,7 +10,6 @@ from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem
 from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, AdapterDirectory
 from tgis.prompts.tensor_file import (
-    FileTensor,
     TargetModel,
     allocated_bytes,
     check_tensor,
@@ -22,7 +22,8 @@ from tgis.prompts.tensor_file import (
 _PROMPT_EMBEDDINGS = "prompt_embeddings"
 _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 
-Parts = tuple[FileTensor | None, FileTensor | None]  # of the decoder and of the encoder, not checked yet
+Part = tuple[str, Any] | None  # the name of a file, and what it holds, which may be anything
+Parts = tuple[Part, Part]  # of the decoder and of the encoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,17 +85,16 @@ def read_soft_prompt(directory: AdapterDirectory, limit: int, target: TargetMode
     if target.encoder_decoder is False:
         if decoder is None:
             raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
-        return SoftPrompt(version, _fit_tensor(decoder, target))
+        return SoftPrompt(version, _fit_tensor(*decoder, target))
     if target.encoder_decoder and is_peft and encoder is None:
         raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
-    before_output, before_input = (_fit_tensor(part, target) if part else None for part in (decoder, encoder))
+    before_output, before_input = (_fit_tensor(*part, target) if part else None for part in (decoder, encoder))
     return SoftPrompt(version, before_output, before_input, target.encoder_decoder is True)
 
 
 def _read_tgis(directory: AdapterDirectory, limit: int) -> Parts:
     decoder, encoder = (
-        FileTensor(name, load_tensors(directory, name, limit)) if directory.has(name) else None
-        for name in (DECODER, ENCODER)
+        (name, load_tensors(directory, name, limit)) if directory.has(name) else None for name in (DECODER, ENCODER)
     )
     if decoder is None and encoder is None:
         raise AdapterError(f"invalid adapter: no {CONFIG} found", AdapterProblem.NOT_FOUND)
@@ -108,24 +108,24 @@ def _read_peft(directory: AdapterDirectory, limit: int) -> Parts:
     name, content = load_peft_tensors(directory, limit)
     if not isinstance(content, dict) or _PROMPT_EMBEDDINGS not in content:
         raise AdapterError(f"{name} holds no {_PROMPT_EMBEDDINGS}")
-    part = FileTensor(name, content[_PROMPT_EMBEDDINGS])
+    part = name, content[_PROMPT_EMBEDDINGS]
     if config is None:
         return part, None
-    tensor = check_tensor(part)
+    tensor = check_tensor(*part)
     if config.num_rows != len(tensor) and (config.encoder_decoder or config.num_rows is not None):
         raise AdapterError(f"{name} has {len(tensor)} virtual tokens, {CONFIG} says {config.num_rows}")
     if config.encoder_decoder:  # PEFT itself ignores the other rows
-        return None, FileTensor(name, tensor[: config.num_virtual_tokens])
+        return None, (name, tensor[: config.num_virtual_tokens])
     return part, None
 
 
-def _fit_tensor(part: FileTensor, target: TargetModel) -> torch.Tensor:
+def _fit_tensor(name: str, content: Any, target: TargetModel) -> torch.Tensor:
     """A copy of the tensor for the model; AdapterError if it does not fit."""
-    name, tensor = part.file, check_tensor(part)
+    tensor = check_tensor(name, content)
     rows, width = tensor.shape
     if not 1 <= rows <= target.max_length:
         raise AdapterError(f"{name} has {rows} virtual tokens, from 1 to {target.max_length} are allowed")
-    if target.encoder_decoder and rows % 2 and part.file in (DECODER, ENCODER):
+    if target.encoder_decoder and rows % 2 and name in (DECODER, ENCODER):
         raise AdapterError(f"{name} has {rows} virtual tokens, it must be an even number")
     if target.embedding_size not in (None, width):
         raise AdapterError(f"{name} has rows of {width} numbers, the model's embeddings have {target.embedding_size}")

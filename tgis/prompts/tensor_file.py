@@ -26,14 +26,6 @@ may_wait = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor as read, with the name of its file for error messages."""
-
-    file: str
-    tensor: torch.Tensor  # not checked yet: may be of any type and shape
-
-
-@dataclass(frozen=True, slots=True)
 class TargetModel:
     """The model that adapters must fit; None for unknown properties."""
 
@@ -78,18 +70,17 @@ def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
         raise AdapterError(f"{name} is damaged, or not of this format") from error
 
 
-def check_tensor(part: FileTensor) -> torch.Tensor:
-    """The tensor if it is dense, 2-dimensional and of floats, else AdapterError."""
-    tensor = part.tensor
+def check_tensor(name: str, tensor: Any) -> torch.Tensor:
+    """What is in the file of this name if it is a dense, 2-dimensional tensor of floats, else AdapterError."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise AdapterError(f"{part.file} holds a {type(tensor).__name__}, not a tensor")
+        raise AdapterError(f"{name} holds a {type(tensor).__name__}, not a tensor")
     if tensor.dim() != 2:
-        raise AdapterError(f"{part.file} holds a tensor of {tensor.dim()} dimensions, not 2")
+        raise AdapterError(f"{name} holds a tensor of {tensor.dim()} dimensions, not 2")
     if tensor.dtype not in _SUPPORTED_DTYPES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-        raise AdapterError(f"{part.file} holds a tensor that is no dense one of floats ({kind})")
+        raise AdapterError(f"{name} holds a tensor that is no dense one of floats ({kind})")
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view, which may claim any size
-        raise AdapterError(f"{part.file} holds a tensor that is larger than what is stored of it")
+        raise AdapterError(f"{name} holds a tensor that is larger than what is stored of it")
     return tensor.detach()
 
 
