@@ -74,7 +74,9 @@ def test_azure_traces_are_read(tmp_path: Path) -> None:
     assert read_trace(path) == [TraceRequest(0.0, 879, 55), TraceRequest(1.5, 396, 109)]
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"]
+)
 def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(text.encode("latin1"))
@@ -97,6 +99,20 @@ def test_the_command_writes_a_table_and_json(options: list[str], capsys: pytest.
     summary = json.loads(last)
     assert [line.split()[0] for line in table] == list(summary)
     assert summary["requests"] == 20
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--requests=0", "argument --requests: '0' must be a whole number from 1"),
+        ("--rate=0", "argument --rate: '0' must be a number above 0"),
+        ("--step-ms=nan", "argument --step-ms: 'nan' must be a number from 0"),
+        ("--weight-limit=9", "--weight-limit=9 is too low for a request of"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_error_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--engine", "chunked", option]) == 2
+    assert capsys.readouterr().err.startswith(f"tgis: {said}")
 
 
 def test_copies_of_prompts_are_guessed() -> None:

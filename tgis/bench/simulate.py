@@ -64,7 +64,7 @@ class SimulationResult:
 
     def summary(self) -> dict[str, float]:
         """The figures, ready for JSON."""
-        figures = {"requests": len(self.records), "tokens_per_second": self.tokens / self.seconds}
+        figures = {"requests": len(self.records), "tokens_per_second": self.tokens / max(self.seconds, 1e-6)}
         for shown, name in (("ttft", "ttft"), ("tpot", "tpot"), ("longest_gap", "gap")):
             found = percentiles(self.times(name))
             figures |= {f"{shown}_p50_ms": found.p50 or 0.0, f"{shown}_p99_ms": found.p99 or 0.0}
@@ -204,9 +204,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         with path.open(newline="") as file:
             rows = [(_seconds(r["TIMESTAMP"]), r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
-        start = min((time for time, _, _ in rows), default=0.0)
+        start = min(time for time, _, _ in rows)
         return sorted(
-            (TraceRequest(time - start, int(i), max(int(o), 1)) for time, i, o in rows),
+            (TraceRequest(time - start, max(int(i), 1), max(int(o), 1)) for time, i, o in rows),
             key=lambda request: request.arrival_time,
         )
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
