@@ -19,8 +19,8 @@ import grpc.aio
 
 from benchmarks.serving import running_server
 from demo.fetch import ensure
-from tgis.bench.client import BenchSettings, Client, RequestRecord
-from tgis.bench.grpc_client import connect
+from tgis.bench.client import BenchSettings, RequestRecord
+from tgis.bench.grpc_client import GrpcClient, connect
 from tgis.bench.workload import BenchRequest
 
 _WORDS = tuple("time year people way day man thing woman life child world school state family student group".split())  # noqa: SIM905 - one line is easier to read
@@ -40,7 +40,7 @@ class _UniquePrompts:
         return " ".join([*str(number), *rng.choices(_WORDS, k=tokens - 4)])
 
 
-async def _send(client: Client, text: str, new_tokens: int) -> RequestRecord:
+async def _send(client: GrpcClient, text: str, new_tokens: int) -> RequestRecord:
     """Run one stream to its end."""
     sample = RequestRecord(scheduled_at=perf_counter(), requested_tokens=new_tokens)
     await client.send(BenchRequest(text, new_tokens), sample)
@@ -55,7 +55,7 @@ async def _with_client(part: Any, target: str) -> dict[str, float]:
         return figures
 
 
-async def _long_prompt(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
+async def _long_prompt(client: GrpcClient, prompts: _UniquePrompts) -> dict[str, float]:
     """The longest gap of running streams while a long prompt is computed, relative to their usual step."""
 
     async def streams() -> list[RequestRecord]:
@@ -79,7 +79,7 @@ async def _long_prompt(client: Client, prompts: _UniquePrompts) -> dict[str, flo
     }
 
 
-async def _shared_prefix(client: Client, prompts: _UniquePrompts) -> dict[str, float]:
+async def _shared_prefix(client: GrpcClient, prompts: _UniquePrompts) -> dict[str, float]:
     """Time to first token of requests that share a prefix: with an empty cache, and with the prefix cached."""
     prefix = prompts.text(_SHARED)
 

@@ -1,6 +1,8 @@
 """Replies have every field of the values of the front end, and no other."""
 
+import itertools
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
 from tgis.config import Config
 from tgis.errors import InvalidRequest
-from tgis.frontend.generation import TokenizeResult
 from tgis.frontend.output import RequestOutput, TokenInfo
+from tgis.frontend.tokenizer import Encoding
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
 
@@ -84,15 +86,16 @@ def test_generated_texts(ids: bool) -> None:
 
 def test_tokenized_texts() -> None:
     spans = [(0, 0), (0, 1), (127, 128), (4_000_000, 2**32 - 1)]
-    results, expected = [], []
+    encodings, expected = [], []
     for count, tokens, offsets in [(0, [], []), (7, TEXTS, []), (300, [], spans), (8, TEXTS, spans * 500)]:
-        results.append(TokenizeResult(count, [], tokens, offsets))
+        packed = (memoryview(array("I", numbers)) for numbers in (range(len(tokens)), itertools.chain(*offsets)))
+        encodings.append(Encoding(*packed, count))
         placed = [{"start": start, "end": end} for start, end in offsets]
         expected.append(pb.TokenizeResponse(token_count=count, tokens=tokens, offsets=placed))
     whole = pb.BatchedTokenizeResponse(responses=expected).SerializeToString()
-    assert convert.tokenize_response(results, len(whole)) == whole
+    assert convert.tokenize_response(encodings, TEXTS.__getitem__, len(whole)) == whole
     with pytest.raises(InvalidRequest, match=f"the reply has more than {len(whole) - 1} bytes"):
-        convert.tokenize_response(results, len(whole) - 1)
+        convert.tokenize_response(encodings, TEXTS.__getitem__, len(whole) - 1)
 
 
 @pytest.mark.parametrize(("tokens", "offsets"), [(True, False), (False, True), (True, True), (False, False)])

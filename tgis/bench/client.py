@@ -1,13 +1,11 @@
-"""What the load generator is to measure, what it asks of a server of any API, and what it records of each request."""
+"""What the load generator is to measure, and what it records of each request."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tgis.bench.load import ClosedLoop, Level
-from tgis.bench.workload import BenchRequest
 
 _SETUP_TIMEOUT = 30.0
 STREAMS_PER_CONNECTION = 100  # a common limit of servers
@@ -95,15 +93,3 @@ class FailedAnswer(Exception):
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
         self.status = status
-
-
-class Client(Protocol):
-    """Calls one server."""
-
-    async def model_name(self) -> str | None:
-        """Connects, and returns what the server calls its model; StartError, RpcError or OSError if that fails."""
-        ...
-
-    async def send(self, job: BenchRequest, record: RequestRecord) -> None:
-        """Send a request and fill in its record."""
-        ...

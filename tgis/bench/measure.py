@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from tgis.bench.client import BenchSettings, Client, RequestRecord
+from tgis.bench.client import BenchSettings, RequestRecord
+from tgis.bench.grpc_client import GrpcClient
+from tgis.bench.http_client import HttpClient
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
@@ -20,6 +22,8 @@ from tgis.bench.workload import (
     random_requests,
 )
 from tgis.errors import StartError
+
+Client = GrpcClient | HttpClient
 
 _AHEAD = "tgi_speculation_"
 

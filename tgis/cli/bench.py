@@ -13,9 +13,9 @@ import grpc.aio
 import uvloop
 
 from tgis.bench import grpc_client, http_client
-from tgis.bench.client import BenchSettings, Client
+from tgis.bench.client import BenchSettings
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
-from tgis.bench.measure import Report, measure
+from tgis.bench.measure import Client, Report, measure
 from tgis.bench.plot import to_svg
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.cli import client

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, QueueFull
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
@@ -47,16 +47,6 @@ class ServerInfo:
     max_queued_tokens: int  # of inputs that wait; 0 is no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeResult:
-    """One text; there are no tokens and offsets unless requested."""
-
-    token_count: int
-    ids: Sequence[int]
-    tokens: Iterable[str]  # to be read once
-    offsets: Iterable[tuple[int, int]]  # likewise
 
 
 class Generator:
@@ -137,8 +127,11 @@ class Generator:
                         yield chunk
                     num_open -= bool(output.stop_reason)
 
-    async def tokenize(self, call: TokenizeCall) -> list[TokenizeResult]:
-        """Tokenize texts, special tokens included. An adapter must exist, but changes nothing. Takes no places."""
+    async def tokenize(self, call: TokenizeCall) -> list[Encoding]:
+        """Tokenize texts, special tokens included; there are no ids unless tokens or offsets are wanted.
+
+        An adapter must exist, but changes nothing. Takes no places.
+        """
         started = time.monotonic()
         self._metrics.tokenize.count.inc()
         self._metrics.tokenize.input_count.inc(len(call.texts))
@@ -151,19 +144,11 @@ class Generator:
         limit = call.truncate_input_tokens or sys.maxsize
         keep = limit if call.return_tokens or call.return_offsets else 0
         wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
-        encodings = await self._tokenizer.encode(call.texts, wanted)
-        results = [self._tokenize_result(encoding, call) for encoding in encodings]
-        self._metrics.tokenize.tokens.observe(sum(result.token_count for result in results))
+        whole = await self._tokenizer.encode(call.texts, wanted)
+        encodings = [replace(encoding, num_tokens=min(encoding.num_tokens, limit)) for encoding in whole]
+        self._metrics.tokenize.tokens.observe(sum(encoding.num_tokens for encoding in encodings))
         self._metrics.tokenize.duration.observe(time.monotonic() - started)
-        return results
-
-    def _tokenize_result(self, encoding: Encoding, call: TokenizeCall) -> TokenizeResult:
-        return TokenizeResult(
-            token_count=min(encoding.num_tokens, call.truncate_input_tokens or encoding.num_tokens),
-            ids=encoding.packed_ids,
-            tokens=map(self._tokenizer.token_text, encoding.packed_ids if call.return_tokens else ()),
-            offsets=encoding.offsets,
-        )
+        return encodings
 
     def _request_log(self, call: GenerateCall) -> RequestLog:
         return RequestLog(call, self._metrics, self._tracer, log_text=self.server_info.log_text)

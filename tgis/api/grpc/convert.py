@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
-from tgis.frontend.generation import ServerInfo, TokenizeResult
+from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
-from tgis.frontend.tokenizer import reply_too_large
+from tgis.frontend.tokenizer import Encoding, reply_too_large
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
@@ -38,6 +38,7 @@ _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a toke
 _RESPONSES_TAG = b"\x0a"  # of BatchedTokenizeResponse.responses
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
+TokenText = Callable[[int], str]  # likewise; None where tokens are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
@@ -143,23 +144,23 @@ def tokenize_call(
     )
 
 
-def tokenize_response(tokenized: list[TokenizeResult], max_bytes: int) -> bytes:
+def tokenize_response(encodings: list[Encoding], token_text: TokenText | None, max_bytes: int) -> bytes:
     """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes."""
     data = bytearray()
-    for result in tokenized:
-        response = b"".join(_tokenize_parts(result))
+    for encoding in encodings:
+        response = b"".join(_tokenize_parts(encoding, token_text))
         data += _RESPONSES_TAG + _varint(len(response)) + response
         if len(data) > max_bytes:
             raise reply_too_large(max_bytes)
     return bytes(data)
 
 
-def _tokenize_parts(result: TokenizeResult) -> Iterator[bytes]:
+def _tokenize_parts(encoding: Encoding, token_text: TokenText | None) -> Iterator[bytes]:
     """A serialized TokenizeResponse. Serialized in parts: a million tokens at once hold the GIL for 0.1 s."""
-    yield pb.TokenizeResponse(token_count=result.token_count).SerializeToString()
-    for tokens in _batched(result.tokens):
+    yield pb.TokenizeResponse(token_count=encoding.num_tokens).SerializeToString()
+    for tokens in _batched(map(token_text, encoding.packed_ids) if token_text else ()):
         yield pb.TokenizeResponse(tokens=tokens).SerializeToString()
-    for offsets in _batched(result.offsets):
+    for offsets in _batched(encoding.offsets):
         part = pb.TokenizeResponse()
         for start, end in offsets:  # a message that is made apart has memory of its own, ten times as much
             part.offsets.add(start=start, end=end)

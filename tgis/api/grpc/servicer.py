@@ -74,9 +74,10 @@ class GenerationServicer:
             max_bytes = _REPLY_BYTES * self._calls.max_message_bytes
             message = parse(data, pb.BatchedTokenizeRequest, MAX_TOKENIZE_INPUTS)
             call = convert.tokenize_call(message, len(data), account, max_bytes)
-            results = await generator.tokenize(call)
-            cost = sum(len(result.ids) for result in results)
-            return await generator.pool.run(cost, lambda: convert.tokenize_response(results, max_bytes))
+            encodings = await generator.tokenize(call)
+            cost = sum(len(encoding.packed_ids) for encoding in encodings)
+            token_text = generator.token_decoder.tokenizer.token_text if call.return_tokens else None
+            return await generator.pool.run(cost, lambda: convert.tokenize_response(encodings, token_text, max_bytes))
 
     async def _model_info(self, data: bytes, _call: GrpcCall) -> bytes:
         parse(data, pb.ModelInfoRequest)

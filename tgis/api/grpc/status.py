@@ -18,9 +18,7 @@ from tgis.errors import (
     InvalidRequest,
     OutOfMemory,
     Overloaded,
-    QueueFull,
     RequestError,
-    TooLong,
     Unavailable,
 )
 from tgis.utils import logs
@@ -32,9 +30,7 @@ _MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, 
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLong: grpc.StatusCode.INVALID_ARGUMENT,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     ClientTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -73,7 +69,7 @@ def status_name(context: Context) -> str:
 
 async def abort(context: Context, error: RequestError) -> None:
     """End the call with the status of an error and the trailing metadata set before; raises AbortError."""
-    code = _STATUS_CODES[type(error)]
+    code = next(code for kind, code in _STATUS_CODES.items() if isinstance(error, kind))
     message = _limited(str(error))
     details: list[Any] = []
     match error:

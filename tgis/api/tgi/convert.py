@@ -22,9 +22,10 @@ from tgis.api.tgi.schema import (
 from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.detokenizer import Detokenizer
-from tgis.frontend.generation import Generator, TokenizeResult
+from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.tokenizer import Encoding
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions, StopReason
@@ -196,11 +197,11 @@ def stream_details(
     return StreamDetails(reason, output.generated_token_count, output.seed if given.samples else None, num_input_tokens)
 
 
-def tokens_json(text: bytes, result: TokenizeResult) -> bytes:
+def tokens_json(text: bytes, encoding: Encoding) -> bytes:
     """The tokens of `text` in UTF-8, of which a token may be a part that is no text."""
     tokens = (
         SimpleToken(id_, text[start:stop].decode(errors="replace"), start, stop)
-        for id_, (start, stop) in zip(result.ids, result.offsets, strict=True)
+        for id_, (start, stop) in zip(encoding.packed_ids, encoding.offsets, strict=True)
     )
     return msgspec.json.encode(list(tokens))
 

@@ -171,9 +171,9 @@ class TgiApi:
             add_special_tokens=add_special_tokens,
             max_tokens=max_bytes // _MIN_TOKEN_BYTES,
         )
-        (result,) = await call.generator.tokenize(tokenize_call)
-        make_json = functools.partial(convert.tokens_json, data, result)
-        tokens = await call.generator.pool.run(len(result.ids), make_json)
+        (encoding,) = await call.generator.tokenize(tokenize_call)
+        make_json = functools.partial(convert.tokens_json, data, encoding)
+        tokens = await call.generator.pool.run(len(encoding.packed_ids), make_json)
         if len(tokens) > max_bytes:
             raise reply_too_large(max_bytes)
         return tokens
