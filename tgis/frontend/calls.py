@@ -55,7 +55,6 @@ class GenerateCall:
     api: str = "grpc"  # through which it came
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
-    correlation_id: str | None = None  # for logs
     answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
     n: int = 1  # outputs of each input
     trace_parent: Mapping[str, str] | None = None  # W3C's headers: the span that this call belongs to

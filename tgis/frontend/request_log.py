@@ -15,6 +15,7 @@ from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import LOGGED_CHARACTERS, Output
 from tgis.ipc.request import SamplingParams, StopReason
 from tgis.tracing import Tracer
+from tgis.utils import logs
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class RequestLog:
     def _fields(self, output: Output, num_tokens: int) -> dict[str, Any]:
         timings, now, request = output.timings, time.monotonic(), output.request
         alone = self._call.kind is CallKind.STREAM and len(self._outputs) == 1
-        correlation_id, index = self._call.correlation_id, "" if alone else f"-{output.index}"
+        correlation_id, index = logs.correlation_id(), "" if alone else f"-{output.index}"
         return {
             "request_id": request.id if correlation_id is None else correlation_id + index,  # as in vllm-tgis-adapter
             "api": self._call.api,

@@ -46,9 +46,8 @@ def generate_call(
     message: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
     account: Account,
     identity: bytes,
-    correlation_id: str | None,
+    trace_parent: Mapping[str, str],
     answer_deadline: float | None = None,
-    trace_parent: Mapping[str, str] | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
         kind, fields = CallKind.STREAM, ["request.text"]
@@ -65,7 +64,6 @@ def generate_call(
         account=account,
         identity=identity,
         adapter=_adapter(message),
-        correlation_id=correlation_id,
         answer_deadline=answer_deadline,
         trace_parent=trace_parent,
     )

@@ -20,7 +20,6 @@ from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
 from tgis.tracing import parent_headers
-from tgis.utils import logs
 
 GENERATION_SERVICE = "fmaas.GenerationService"
 
@@ -49,8 +48,7 @@ class GenerationServicer:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
             deadline = self._answer_deadline(grpc_call.context)
-            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
-            call = convert.generate_call(message, account, identity, logs.correlation_id(), deadline, parent)
+            call = convert.generate_call(message, account, identity, _trace_parent(grpc_call), deadline)
             outputs = await generator.generate(call)
             cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
             return await generator.pool.run(
@@ -60,8 +58,7 @@ class GenerationServicer:
     async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
-            parent = parent_headers(grpc_call.context.invocation_metadata() or ())
-            call = convert.generate_call(message, account, identity, logs.correlation_id(), trace_parent=parent)
+            call = convert.generate_call(message, account, identity, _trace_parent(grpc_call))
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
@@ -101,6 +98,10 @@ class GenerationServicer:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
+
+
+def _trace_parent(call: GrpcCall) -> dict[str, str]:
+    return parent_headers(call.context.invocation_metadata() or ())
 
 
 def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:

@@ -87,7 +87,6 @@ class HttpCall:
             api=self.api,
             identity=self._identity,
             adapter=("adapter_id", adapter) if adapter else None,
-            correlation_id=logs.correlation_id(),
             n=n,
             trace_parent=parent_headers(self.request.headers.items()),
         )
