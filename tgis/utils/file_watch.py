@@ -44,7 +44,6 @@ class WatchedFiles(Generic[T]):
         self._clock = clock
         self._checked_at = clock()
         self._seen = file_signature(paths)  # before they are read, so that a change meanwhile is noticed
-        self._failed = False  # perhaps only for now: no free descriptor
         self._value = load()
 
     def value(self) -> T:
@@ -56,14 +55,10 @@ class WatchedFiles(Generic[T]):
         return self._value
 
     def _reload_if_changed(self) -> None:
-        before, self._seen = self._seen, file_signature(self._paths)
-        changed = self._seen != before
-        if not changed and not self._failed:
-            return
-        try:
-            self._value, self._failed = self._load(), False
-            _log.info("reloaded %s", ", ".join(self._paths))
-        except OptionError as error:
-            self._failed = True
-            if changed:
+        signature = file_signature(self._paths)
+        if signature != self._seen:
+            try:
+                self._value, self._seen = self._load(), signature
+                _log.info("reloaded %s", ", ".join(self._paths))
+            except OptionError as error:  # perhaps only for now: no free descriptor
                 _log.warning("changed files are unusable, the previous ones stay in use: %s", error)
