@@ -205,7 +205,7 @@ class Server:
         self._structured_output = bool(vocabulary.tokens)
         if template := await asyncio.to_thread(ChatTemplate.load, self._model.path):
             self._chat_template = template
-            self._openai_api.chat.use_template(template)
+            self._openai_api.chat.template = template
         info = await asyncio.shield(client.ready)
         try:
             await self._load_lora_modules(client, info)

@@ -182,7 +182,7 @@ class RequestFamilies:
             "tgi_request_inference_duration", "From the first step to the end, of inputs that succeeded."
         )
         self.mean_time_per_token = add.duration(
-            "tgi_request_mean_time_per_token_duration", "The same per generated token."
+            "tgi_request_mean_time_per_token_duration", "From the first step to the end per generated token."
         )
         self.time_to_first_token = add.duration(
             "tgi_request_time_to_first_token_duration",
@@ -204,7 +204,7 @@ class SpeculationFamilies:
     def __init__(self, add: MetricFamilies) -> None:
         ahead = "Tokens computed ahead: `lookup`, or `draft` by SPECULATOR_NAME."
         proposed = add.counter("tgi_speculation_proposed_tokens", ahead, _PROPOSERS)
-        accepted = add.counter("tgi_speculation_accepted_tokens", "Of these, tokens kept.", _PROPOSERS)
+        accepted = add.counter("tgi_speculation_accepted_tokens", "Tokens computed ahead that were kept.", _PROPOSERS)
         self.counters = [
             each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)
         ]  # in the order of BatcherCounters
@@ -245,7 +245,7 @@ class BatchFamilies:
         self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, whatever becomes of them.")
         self.discarded_tokens = add.counter(
             "tgi_batch_discarded_tokens",
-            "Those in no answer: of cancelled and failed calls, or after a stop sequence.",
+            "Generated tokens in no answer: of cancelled and failed calls, or after a stop sequence.",
         )
 
         self.size = add.histogram(

@@ -53,12 +53,7 @@ class ChatCompletions:
     def __init__(self, models: ServedModels, reader: RequestReader) -> None:
         self._models = models
         self._reader = reader
-        self._template: ChatTemplate | None = None
-        self._format: ToolFormat | None = None
-
-    def use_template(self, template: ChatTemplate) -> None:
-        """Set the chat template of the model, which is known once it has loaded."""
-        self._template, self._format = template, tool_format(template)
+        self.template: ChatTemplate | None = None  # of the model, which is known once it has loaded
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
         body = await self._reader.read(call, ChatCompletionRequest)
@@ -91,14 +86,14 @@ class ChatCompletions:
     async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
         shown = ToolChoice.of(body).tools
-        if self._template is None:
+        if self.template is None:
             raise TemplateError("messages", "the model has no chat template")
-        if shown and not self._template.mentions("tools"):
+        if shown and not self.template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         convert = functools.partial(template_messages, body.messages)
         messages = await call.generator.pool.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
         tools = list(template_tools(shown))
-        return await self._template.render(
+        return await self.template.render(
             messages,
             tools or None,
             body.chat_template_kwargs,
@@ -110,7 +105,8 @@ class ChatCompletions:
         """The format of tool calls in the output; required calls are plain JSON if the template has no known format."""
         if not choice.tools:
             return None
-        return self._format or (LLAMA3 if choice.required else None)
+        known = tool_format(self.template) if self.template else None
+        return known or (LLAMA3 if choice.required else None)
 
 
 class Choice:
