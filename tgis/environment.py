@@ -1,4 +1,4 @@
-"""What the environment of a process and its children is made to be, before libraries read it."""
+"""Sets the environment of a process and of its children before libraries read it."""
 
 import os
 import tempfile

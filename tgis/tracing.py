@@ -89,7 +89,7 @@ class Tracer:
 
 
 def make_tracer(endpoint: str | None, service_name: str | None, model: str) -> Tracer | None:
-    """None without an endpoint or the packages, of which the options have warned."""
+    """A tracer; None without an endpoint or the packages, of which the options have warned."""
     return Tracer(endpoint, service_name, model) if endpoint and can_trace() else None
 
 

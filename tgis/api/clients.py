@@ -78,7 +78,7 @@ class Waiting:
             self.remove(waiter)
 
     def longer_than(self, seconds: float) -> list[Waiter]:
-        """Those that have waited so long, the oldest first."""
+        """The waiters that have waited so long, the oldest first."""
         since = time.monotonic() - seconds
         return [waiter for waiter, began in takewhile(lambda item: item[1] <= since, self._since.items())]
 

@@ -39,7 +39,7 @@ class WaitingQueue:
 
     @property
     def num_requeued(self) -> int:
-        """How many have been in a step before."""
+        """How many waiting sequences have been in a step before."""
         return sum(seq.was_scheduled for seq in self)
 
     def append(self, seqs: list[Sequence], running: Iterable[Sequence]) -> None:

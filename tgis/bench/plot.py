@@ -57,6 +57,6 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12,
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2, 4 or 10 times a power of ten: its quarters have few digits."""
+    """Round up to 1, 2, 4 or 10 times a power of ten, whose quarters have few digits."""
     power = 10.0 ** math.floor(math.log10(value)) if value else 1.0
     return next(step * power for step in (1, 2, 4, 10, 20) if step * power >= value)

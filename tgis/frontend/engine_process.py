@@ -117,7 +117,7 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code of the engine process; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     async def stop(self, *, at_once: bool = False) -> None:

@@ -76,7 +76,7 @@ class RequestOutput:
 
 
 def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """By the mean of the logprobs of their tokens, which must have been asked for; of equal ones the first."""
+    """Sort by the mean of the logprobs of the tokens, which must have been asked for; of equal ones the first."""
     return sorted(outputs, key=_mean_logprob, reverse=True)
 
 

@@ -56,7 +56,7 @@ class Encoding:
 
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
-        """In UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens."""
+        """Spans in UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens."""
         numbers = iter(self.packed_offsets)
         return zip(numbers, numbers, strict=True)
 
@@ -191,7 +191,7 @@ class Tokenizer:
         return token_id in self._special
 
     def special_token_id(self, text: str) -> int | None:
-        """None if the text is no special token."""
+        """The id of a special token; None if the text is none."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._special else None
 
@@ -289,7 +289,7 @@ def _packed(numbers: Iterable[int]) -> "memoryview[int]":
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Those put before and after every text, found by trying rather than from a configuration file; None: unclear."""
+    """What is put before and after every text, found by trying, not from a configuration file; None: unclear."""
     try:
         encoding = backend.encode("A")
     except _NOT_OF_LIBRARY:

@@ -16,7 +16,7 @@ class AdapterCatalog:
     """The ids of a store and of LORA_MODULES; their files may still be unusable."""
 
     def __init__(self, options: AdapterStoreOptions | None) -> None:
-        """None: there are no adapters."""
+        """`options` are None where there are no adapters."""
         path = options.path if options else None
         self._path = None if path is None else os.path.realpath(path)
         self._lora_modules = options.lora_modules if options else {}

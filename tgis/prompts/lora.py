@@ -110,7 +110,7 @@ def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, vers
 
 
 def _pairs(name: str, content: Any, config: _LoraConfig, limit: int) -> dict[str, dict[str, torch.Tensor]]:
-    """For each module its "A" [rank, in features] and "B" [out features, rank], checked except against the model."""
+    """The matrices "A" [rank, in] and "B" [out, rank] of each module, checked except against the model."""
     if not isinstance(content, dict) or not content:
         raise AdapterError(f"{name} holds no tensors by name")
     layers: dict[str, dict[str, torch.Tensor]] = {}

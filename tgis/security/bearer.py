@@ -70,5 +70,5 @@ def _read_digests(path: Path) -> list[bytes]:
 
 
 def digest(token: str) -> bytes:
-    """What tokens are compared by: it says nothing about their lengths."""
+    """The digest by which tokens are compared: it says nothing about their lengths."""
     return hashlib.sha256(token.encode()).digest()

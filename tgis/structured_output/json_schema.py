@@ -153,7 +153,7 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """With exclusive bounds of numbers a bit further in: llguidance may allow the bound itself if it is an integer."""
+    """The schema with exclusive bounds a bit further in: llguidance may allow a bound itself if it is an integer."""
     changed = dict(schema)
     for name, inner, best, step in _EXCLUSIVE if schema.get("type") != "integer" else ():
         bound, other = schema.get(name), schema.get(inner)

@@ -54,7 +54,7 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
-    """And the kind for `problem_of`. GrammarError if the text is none of its kind, too deep, or repeats too much."""
+    """A grammar in Lark, and the kind for `problem_of`. GrammarError if it is none, too deep, or repeats too much."""
     if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
         return _HEAD + ebnf_to_lark(spec.text), None
     return _HEAD + _rules(spec), spec.kind

@@ -36,7 +36,7 @@ class MaskThreads:
         self._open = {future for future in self._open | quick | others if not future.done()}
 
     def wait(self) -> None:
-        """Until one more is ready, or not for long."""
+        """Wait until one more mask is ready, but not for long."""
         wait(self._open, _MAX_WAIT, FIRST_COMPLETED)
         self._open = {future for future in self._open if not future.done()}
 

@@ -104,7 +104,7 @@ class GrammarMatcher:
         return self._prepared
 
     def abandon(self) -> None:
-        """Its output is gone: a mask that no thread has begun with is not made."""
+        """Cancel a mask that no thread has begun with: the output is gone."""
         if self._prepared:
             self._prepared.cancel()
 

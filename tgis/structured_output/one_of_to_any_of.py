@@ -96,7 +96,7 @@ class OneOfRewriter:
 
 
 def _both_typed(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With the type that is meant where both have the same: a null would validate with one that has none as well."""
+    """Both schemas, with the type that is meant if it is the same: a null would validate with one without a type."""
     typed = _typed(first), _typed(second)
     return typed if _types(typed[0]) == _types(typed[1]) else (first, second)
 
@@ -107,7 +107,7 @@ def _typed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(schema: dict[str, Any]) -> int:
-    """How many values and names are looked at."""
+    """How many values and names of a schema are looked at."""
     return sum(len(found) for name in ("enum", "required") if isinstance(found := schema.get(name), list))
 
 

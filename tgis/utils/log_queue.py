@@ -45,7 +45,7 @@ class LineQueue(QueueHandler):
         super().close()
 
     def _write(self, fd: int) -> None:
-        """Where nobody reads a pipe, only this thread stops."""
+        """Write the lines as they come; where nobody reads a pipe, only this thread stops."""
         for line in iter(self.queue.get, None):
             try:
                 while line:

@@ -106,7 +106,7 @@ class FairServer(_AioServer):  # type: ignore[misc]
         queue.on_ready = self._offer
 
     async def _request_call(self) -> Any:
-        """In versions of grpc.aio before 1.80."""
+        """Called by grpc.aio before 1.80."""
         return await self._make_request_call_future()
 
     def _make_request_call_future(self, _method: bytes | None = None) -> "asyncio.Future[Any]":

@@ -29,7 +29,7 @@ class HttpAuth:
             raise HttpError(401, "a valid bearer token is required")
 
     def identity(self, request: web.Request) -> bytes:
-        """The same digest as gRPC's `caller_identity`: a client has one identity everywhere."""
+        """A digest of who the caller is, as gRPC's `caller_identity`: a client has one identity everywhere."""
         token = _token(request) if self.needed else ""
         certificate = request.transport.get_extra_info("peercert") if request.transport else None
         return identity_of(token, _certificate_names(certificate or {}))
@@ -45,7 +45,7 @@ def _token(request: web.Request) -> str:
 
 
 def _certificate_names(certificate: dict[str, Any]) -> Iterator[bytes]:
-    """As in gRPC: the alternative names of the subject, else its common name."""
+    """The names that gRPC, too, takes of a certificate: the alternative names of the subject, else its common name."""
     names = certificate.get("subjectAltName", ())
     for kind, value in names:
         if kind in _NAMES:

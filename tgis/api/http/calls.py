@@ -92,7 +92,7 @@ class HttpCall:
         )
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
-        """As in TGI: where the answer is computed, and the length of the prompts."""
+        """Headers of TGI, which say where the answer is computed, and the length of the prompts."""
         kind = f"{self._config.num_shard}-{self.generator.server_info.engine.device}"
         return {"x-compute-type": kind, "x-compute-characters": str(sum(map(len, prompts)))}
 

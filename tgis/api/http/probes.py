@@ -49,16 +49,16 @@ class Probes:
         self._next_scrape: asyncio.Task[bytes] | None = None
 
     def health_routes(self) -> list[web.RouteDef]:
-        """Also for ports of the APIs; clients of TGI ask `/`."""
+        """Routes of health checks, which ports of the APIs have, too; clients of TGI ask `/`."""
         return [web.get(path, self.health) for path in ("/", "/health", "/ping")]
 
     def routes(self) -> list[web.RouteDef]:
-        """In the clear, without a token."""
+        """Routes in the clear, without a token."""
         off = [web.get("/debug/batch", _debug_is_off)] if self._batch_state is None else []
         return [*self.health_routes(), web.get("/metrics", self._limited(self._metrics)), *off]
 
     def debug_routes(self) -> list[web.RouteDef]:
-        """With a token, where one is needed."""
+        """Routes that take a token, where one is needed."""
         return [] if self._batch_state is None else [web.get("/debug/batch", self._limited(self._debug_batch))]
 
     def _limited(self, handle: Callable[[web.Request], Awaitable[web.Response]]) -> Handler:

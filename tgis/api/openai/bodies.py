@@ -27,7 +27,7 @@ class StructuredOutputs(Struct):
 
 
 class SamplingBody(Struct, kw_only=True):
-    """What both kinds of completions have."""
+    """The fields that requests for both kinds of completions have."""
 
     model: str | None = None
     add_special_tokens: bool | None = None  # null: in completions only, since a chat template writes them
@@ -144,7 +144,7 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct, omit_defaults=True):
-    """In a stream, what is new of it."""
+    """A function that is called; in a stream, what is new of it."""
 
     arguments: str
     name: str | None = None
@@ -180,7 +180,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token of a pro
 
 
 class _Answer(Struct, kw_only=True):
-    """What whole answers and chunks have."""
+    """The fields that whole answers and chunks have."""
 
     id: str
     created: int
@@ -237,7 +237,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(_Answer, kw_only=True):
-    """Also a chunk of a stream."""
+    """A whole answer, or a chunk of a stream."""
 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET

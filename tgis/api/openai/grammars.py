@@ -10,7 +10,7 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:
-    """None: anything."""
+    """The grammar that the output must follow; None for any output."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     structured = [body.structured_outputs, guided if guided != StructuredOutputs() else None]
     specs = [_response_format(body.response_format), *map(_structured, structured)]

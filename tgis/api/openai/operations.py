@@ -1,4 +1,4 @@
-"""What this API serves."""
+"""The operations of OpenAI's API."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -67,7 +67,7 @@ def num_choices(body: SamplingBody) -> int:
 
 
 def num_candidates(body: CompletionRequest) -> int:
-    """How many are generated, for the best ones to be chosen."""
+    """How many outputs of each prompt are generated, for the best ones to be chosen."""
     best_of = num_choices(body) if body.best_of is None else _positive("best_of", body.best_of)
     if best_of < num_choices(body):
         raise InvalidRequest("best_of", f"best_of must be >= n ({num_choices(body)})", str(best_of))
@@ -92,7 +92,7 @@ def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: boo
 
 
 def _params(body: SamplingBody, generator: Generator, max_tokens: int | None) -> RawParams:
-    """What both kinds of completions have, without logprobs."""
+    """The parameters of both kinds of completions, without logprobs."""
     if body.repetition_penalty == 0.0:
         raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
     limits, stops = generator.server_info.limits, (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

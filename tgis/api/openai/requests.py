@@ -30,7 +30,7 @@ class SamplingDefaults(Struct):
 
     @classmethod
     def of(cls, generation_config: Mapping[str, Any]) -> "SamplingDefaults":
-        """None of them, with a warning, if one cannot be used."""
+        """The defaults; none, with a warning, if one cannot be used."""
         try:
             return msgspec.convert(generation_config, cls, strict=False)
         except msgspec.ValidationError as error:

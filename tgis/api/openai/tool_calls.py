@@ -198,7 +198,7 @@ class ToolCallParser:
         self._held, self._at, self._mark_end = self._held[end:], 0, 0
 
     def _no_call(self) -> list[Piece]:
-        """It is text after all, up to the end of the mark; a call may begin behind it."""
+        """Take what is held for text, up to the end of the mark; a call may begin behind it."""
         self._state = self._content
         return []
 

@@ -53,7 +53,7 @@ class GenerateParameters(Struct):
 
     @property
     def asks_for_sampling(self) -> bool:
-        """Even with values that change nothing."""
+        """True if any parameter asks for sampling, even with a value that changes nothing."""
         return self.do_sample or self.temperature is not None or self._filters
 
     @property

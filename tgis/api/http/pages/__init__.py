@@ -1,1 +1,1 @@
-"""What browsers get."""
+"""Pages for browsers."""

@@ -45,7 +45,7 @@ def render_json(state: BatchState) -> str:
 
 
 def render_page(state: BatchState) -> Page:
-    """The same fields as tables."""
+    """The state of the batch and advice as tables."""
     title = f"{state.num_running:,} running, {state.num_waiting:,} waiting"
     fields = [(name, value) for name, value in _fields(state).items() if not isinstance(value, list)]
     body = (
