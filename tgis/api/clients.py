@@ -112,28 +112,26 @@ class Clients:
         self.max_connections = MAX_CONNECTIONS
         self.draining = False  # the server is about to end: what is refused now does not delay that
         self.unread_bytes = 0
+        self.awake = asyncio.Event()  # not set: nothing happens, so nothing need be watched
         max_receiving = max(MAX_RECEIVING_BYTES // config.grpc_max_message_bytes, 1)
         self.connecting = Waiting(
             "no request has arrived within", config.client_timeout_seconds,
-            "too many connections", self.max_connections,
+            "too many connections", self.max_connections, awake=self.awake,
         )  # fmt: skip
         self.sending = Waiting(
             "the message has not arrived within", config.client_timeout_seconds,
-            "too many messages arrive slowly", max_receiving,
+            "too many messages arrive slowly", max_receiving, awake=self.awake,
         )  # fmt: skip
         self.reading = Waiting(
             "the client has not read for", config.client_timeout_seconds,
-            f"more than {MAX_SLOW_CALLS} calls are not read", MAX_SLOW_CALLS, told=False,
+            f"more than {MAX_SLOW_CALLS} calls are not read", MAX_SLOW_CALLS, told=False, awake=self.awake,
         )  # fmt: skip
         self.idle = Waiting(
             "nothing has happened for", float("inf"),
-            f"more than {MAX_SLOW_CALLS} calls watch health", MAX_SLOW_CALLS, crowd_seconds=0,
+            f"more than {MAX_SLOW_CALLS} calls watch health", MAX_SLOW_CALLS, crowd_seconds=0, awake=self.awake,
         )  # fmt: skip
         self._by_address = config.limit_by_address
         self._waiting = (self.connecting, self.sending, self.reading, self.idle)
-        self.awake = asyncio.Event()  # not set: nothing happens, so nothing need be watched
-        for waiting in self._waiting:
-            waiting.awake = self.awake
         self.served: set[Waiter] = set()  # the end of the server waits for them
         self._last_end = 0.0
 
