@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,21 +34,19 @@ B = TypeVar("B")
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class HttpCall:
     """A request to an API as its route sees it: authenticated, and with a generator that takes calls."""
 
-    def __init__(
-        self, request: web.Request, config: Config, generator: Generator, account: Account, identity: bytes
-    ) -> None:
-        self.request = request
-        self.generator = generator
-        self.account = account
-        self.events: EventStream | None = None
-        self.api = ""  # in logs
-        self.kind: CallKind | None = None  # that metrics count if it is refused, until the generator does
-        self._config = config
-        self._identity = identity
-        self._data: bytes | None = None
+    request: web.Request
+    config: Config
+    generator: Generator
+    account: Account
+    identity: bytes
+    api: str  # in logs
+    kind: CallKind | None  # that metrics count if it is refused, until the generator does
+    events: EventStream | None = None
+    data: bytes | None = None
 
     async def body(self, type_: type[B]) -> B:
         """The request's JSON; HttpError if it is anything else, or not what the type says."""
@@ -55,9 +54,9 @@ class HttpCall:
 
     async def receive(self) -> bytes:
         """The request's body; HttpError if it is not JSON or too large, ClientTimeout if it does not come."""
-        if self._data is None:
-            self._data = await receive(self.request)
-        return self._data
+        if self.data is None:
+            self.data = await receive(self.request)
+        return self.data
 
     def parse(self, data: bytes, type_: type[B], *, strict: bool = True) -> B:
         """The body as a value; unless `strict`, 16.0 and "16" are the integer 16, and so on."""
@@ -85,7 +84,7 @@ class HttpCall:
             account=self.account,
             token_ids=token_ids,
             api=self.api,
-            identity=self._identity,
+            identity=self.identity,
             adapter=("adapter_id", adapter) if adapter else None,
             n=n,
             trace_parent=parent_headers(self.request.headers.items()),
@@ -93,7 +92,7 @@ class HttpCall:
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """Headers of TGI, which say where the answer is computed, and the length of the prompts."""
-        kind = f"{self._config.num_shard}-{self.generator.server_info.engine.device}"
+        kind = f"{self.config.num_shard}-{self.generator.server_info.engine.device}"
         return {"x-compute-type": kind, "x-compute-characters": str(sum(map(len, prompts)))}
 
     def event_stream(self, headers: Mapping[str, str]) -> EventStream:
@@ -145,8 +144,8 @@ class HttpApi:
                 raise Unavailable("the model is still loading")
             identity = self._auth.identity(request)
             with self._clients.account(identity, request.remote or "") as account:
-                call = HttpCall(request, self._config, self.generator, account, identity)
-                call.kind, call.api = operation.kind, operation.errors.api
+                given = account, identity, operation.errors.api, operation.kind
+                call = HttpCall(request, self._config, self.generator, *given)
                 return await self._handle(operation.handle, call)
         except RequestError as error:
             if call is not None and call.kind is not None and http_status(error) in _REFUSALS:

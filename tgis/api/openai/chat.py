@@ -3,7 +3,7 @@
 import functools
 import random
 import string
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -109,25 +109,23 @@ class ChatCompletions:
         return known or (LLAMA3 if choice.required else None)
 
 
+@dataclass(slots=True)
 class Choice:
     """One output, whole or while it is streamed."""
 
-    def __init__(
-        self, index: int, body: ChatCompletionRequest, parser: ToolCallParser | None, texts: TokenTexts
-    ) -> None:
-        self._index = index
-        self._body = body
-        self._parser = parser
-        self._texts = texts
-        self._has_begun = False
-        self._held: list[Piece] = []  # of a tool call: the last one must have the finish reason
+    index: int
+    body: ChatCompletionRequest
+    parser: ToolCallParser | None
+    texts: TokenTexts
+    has_begun: bool = False
+    held: list[Piece] = field(default_factory=list)  # of a tool call: the last one must have the finish reason
 
     def whole(self, output: RequestOutput) -> ChatChoice:
         """The choice that a whole output becomes."""
         text, named = complete_calls(self._pieces(output))
         calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
         message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
-        return ChatChoice(self._index, message, self._logprobs(output), self._finish_reason(output) or "stop")
+        return ChatChoice(self.index, message, self._logprobs(output), self._finish_reason(output) or "stop")
 
     def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
         """The chunks that a message of the front end becomes."""
@@ -137,28 +135,28 @@ class Choice:
         finish, logprobs = self._finish_reason(output), self._logprobs(output)
         if not deltas and (finish or logprobs):
             deltas = [Delta() if finish else Delta(content="")]
-        if deltas and not self._has_begun:
-            self._has_begun, deltas[0].role = True, "assistant"
-        found = [ChunkChoice(self._index, delta) for delta in deltas]
+        if deltas and not self.has_begun:
+            self.has_begun, deltas[0].role = True, "assistant"
+        found = [ChunkChoice(self.index, delta) for delta in deltas]
         if found:
             found[0].logprobs, found[-1].finish_reason = logprobs, finish
         return found
 
     def _finish_reason(self, output: RequestOutput) -> str | None:
-        return finish_reason(output.stop_reason, self._parser.num_calls if self._parser else 0)
+        return finish_reason(output.stop_reason, self.parser.num_calls if self.parser else 0)
 
     def _logprobs(self, output: RequestOutput) -> ChatLogprobs | None:
-        return self._texts.chat_logprobs(output.tokens, self._body.top_logprobs or 0) if self._body.logprobs else None
+        return self.texts.chat_logprobs(output.tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def _pieces(self, output: RequestOutput) -> list[Piece]:
-        if self._parser is None:
+        if self.parser is None:
             return [output.text] if output.text else []
-        pieces = [*self._held, *_limited(self._parser.add(output.text), self._body)]
-        self._held = []
+        pieces = [*self.held, *_limited(self.parser.add(output.text), self.body)]
+        self.held = []
         if output.stop_reason:
-            return [*pieces, *self._parser.finish()]
+            return [*pieces, *self.parser.finish()]
         if pieces and isinstance(pieces[-1], ToolCallPiece):
-            self._held = [pieces.pop()]
+            self.held = [pieces.pop()]
         return pieces
 
     def _delta(self, piece: Piece) -> Delta:
