@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tgis.engines.host_memory import Download, HugePages, Mapping, to_device, upload
+from tgis.engines.host_memory import HugePages, Mapping, download, to_device, upload
 
 CPU = torch.device("cpu")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -26,8 +26,8 @@ def test_parts_are_views_of_one_copy() -> None:
 
 def test_there_and_back() -> None:
     there = to_device([0.1, -0.0, float("inf")], torch.float64, CPU)
-    assert Download(there).wait() == [0.1, -0.0, float("inf")]
-    assert Download(torch.empty(0)).wait() == []
+    assert download(there)() == [0.1, -0.0, float("inf")]
+    assert download(torch.empty(0))() == []
 
 
 def flags_at(address: int) -> set[str]:

@@ -6,7 +6,7 @@ What every step reads, weights and KV cache, is in huge pages: address translati
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -44,24 +44,22 @@ def _copy_async(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-class Download:
-    """A copy to the host, queued behind what computes the numbers."""
+def download(numbers: Tensor) -> Callable[[], list[float]]:
+    """Queue a copy to the host behind what computes the numbers. Returns what waits for these, and gives them, while
+    work that was queued later keeps running.
+    """
+    host, copied = numbers, torch.cuda.Event() if numbers.is_cuda else None
+    if copied is not None:
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+        copied.record()
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._host = numbers
-        self._copied: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def wait() -> list[float]:
+        if copied is not None:
+            copied.synchronize()
+        found: list[float] = host.tolist()
+        return found
 
-    def wait(self) -> list[float]:
-        """Wait for the numbers only, while work that was queued later keeps running."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
+    return wait
 
 
 class Mapping:

@@ -55,7 +55,8 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
     plain = type(modules[0])
     hook = _HOOKS[plain.__name__]
     bias = hook.bias(model, num_positions)
-    hooked = type(plain.__name__, (plain,), {hook.method: hook.function, "attend": _attend})
+    # What follows the output is nothing, where T5 may want it twice.
+    hooked = type(plain.__name__, (plain,), {hook.method: hook.function, "attend": _attend, "no_others": (None,)})
     for module in modules:
         module.layer_idx = module.layer_id if hasattr(module, "layer_id") else module.layer_idx
         module.paged_attention, module.attention_params = attention, hook.params(module) | bias
@@ -122,34 +123,26 @@ def _mpt(module: nn.Module, hidden_states: Tensor, **_: Any) -> _Output:
     return module.out_proj(module.attend(q, k, v).flatten(2)), None
 
 
-def _t5(
-    module: nn.Module,
-    hidden_states: Tensor,
-    key_value_states: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    encoded = key_value_states if encoder_hidden_states is None else encoder_hidden_states
-    states = hidden_states if encoded is None else encoded
-    size = module.key_value_proj_dim
-    q, k, v = _heads(module.q(hidden_states), size), _heads(module.k(states), size), _heads(module.v(states), size)
-    return module.o(module.attend(q, k, v).flatten(2)), *module.no_others
+def _projecting(*names: str, size: str = "head_dim") -> Callable[..., tuple[Tensor | None, ...]]:
+    """A `forward` with projections of these names: to queries, keys and values with heads of `size`, and to the
+    output.
+    """
 
+    def forward(
+        module: nn.Module,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor | None, ...]:
+        encoded = key_value_states if encoder_hidden_states is None else encoder_hidden_states
+        states = hidden_states if encoded is None else encoded
+        to_q, to_k, to_v, to_output = (getattr(module, name) for name in names)
+        projected = to_q(hidden_states), to_k(states), to_v(states)
+        q, k, v = (_heads(each, getattr(module, size)) for each in projected)
+        return to_output(module.attend(q, k, v).flatten(2)), *module.no_others
 
-def _bart(module: nn.Module, hidden_states: Tensor, key_value_states: Tensor | None = None, **_: Any) -> _Output:
-    states = hidden_states if key_value_states is None else key_value_states
-    return module.out_proj(_attend_projected(module, hidden_states, states)), None
-
-
-def _t5gemma_cross(
-    module: nn.Module, hidden_states: Tensor, *_: Any, encoder_hidden_states: Tensor, **__: Any
-) -> _Output:
-    return module.o_proj(_attend_projected(module, hidden_states, encoder_hidden_states)), None
-
-
-def _attend_projected(module: nn.Module, hidden_states: Tensor, states: Tensor) -> Tensor:
-    projected = module.q_proj(hidden_states), module.k_proj(states), module.v_proj(states)
-    return module.attend(*(_heads(each, module.head_dim) for each in projected)).flatten(2)
+    return forward
 
 
 def _heads(x: Tensor, size: int) -> Tensor:
@@ -185,7 +178,7 @@ def _t5gemma_params(module: nn.Module) -> _Params:
 
 def _t5_params(module: nn.Module) -> _Params:
     shares_bias = "position_bias" in inspect.signature(type(module).forward).parameters
-    module.no_others = (None, None) if shares_bias else (None,)  # that follow the output
+    module.no_others = (None, None) if shares_bias else (None,)
     return {"scaling": 1.0}
 
 
@@ -245,6 +238,7 @@ def _mpt_bias(model: PreTrainedModel, num_positions: int) -> _Params:
 
 _CROSS_ATTENTION = ("cross_attn", "EncDecAttention", "encoder_attn")  # names of modules
 _LIKE_BART = ("Bart", "MBart", "Marian", "M2M100", "Pegasus", "Blenderbot", "BlenderbotSmall", "PLBart")
+_QKV = "q_proj", "k_proj", "v_proj"
 _HOOKS = {
     "GPTJAttention": _Hook("_attn", _method, _gptj_params),
     "GPTNeoSelfAttention": _Hook("_attn", _method, _gpt_neo_params),
@@ -257,9 +251,13 @@ _HOOKS = {
     ),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
     "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),
-    "T5GemmaCrossAttention": _Hook("forward", _t5gemma_cross, _t5gemma_params),
+    "T5GemmaCrossAttention": _Hook("forward", _projecting(*_QKV, "o_proj"), _t5gemma_params),
     **dict.fromkeys(
-        (f"{name}Attention" for name in _LIKE_BART), _Hook("forward", _bart, lambda module: {"scaling": module.scaling})
+        (f"{name}Attention" for name in _LIKE_BART),
+        _Hook("forward", _projecting(*_QKV, "out_proj"), lambda module: {"scaling": module.scaling}),
     ),
-    **dict.fromkeys(("T5Attention", "MT5Attention", "UMT5Attention"), _Hook("forward", _t5, _t5_params)),
+    **dict.fromkeys(
+        ("T5Attention", "MT5Attention", "UMT5Attention"),
+        _Hook("forward", _projecting("q", "k", "v", "o", size="key_value_proj_dim"), _t5_params),
+    ),
 }

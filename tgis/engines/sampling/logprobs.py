@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.host_memory import Download
+from tgis.engines.host_memory import download
 from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
@@ -96,11 +96,13 @@ class PendingCopy:
 
     def __init__(self, tables: list[LogprobTable]) -> None:
         self._tables = tables
-        self._download = Download(torch.cat([each.table.flatten() for each in tables])) if tables else None
+        self._wait: Callable[[], list[float]] = (
+            download(torch.cat([each.table.flatten() for each in tables])) if tables else list
+        )
 
     def wait(self) -> None:
         """Wait for the copy; the tables have their rows then."""
-        numbers, start = self._download.wait() if self._download else [], 0
+        numbers, start = self._wait(), 0
         for each in self._tables:
             end = start + each.table.numel()
             each.receive(numbers[start:end])
