@@ -58,7 +58,7 @@ class CausalLM(PaddedModel):
         chunk_tokens = self.max_logprob_tokens if wanting else MAX_PREFILL_TOKENS[self._device.type]
 
         def forward(start: int, stop: int) -> Tensor:
-            self._cache.view_prefill(first_row, start, stop)
+            self._cache.view(first_row, start, stop)
             chunk = ids[:, start:stop].to(self._device)
             embeds = embed_with_prompts(self._embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
             return self._forward(chunk, first_row, stop, 0 if wanting else 1, embeds)

@@ -159,23 +159,22 @@ class PaddedKVCache:
         for layer in self.past_key_values.layers:
             layer.zero(slice(first, len(self.seq_lens)), slice(0, self._end_column))
 
-    def view_prefill(self, first: int, start: int, stop: int) -> int:
-        """View the rows from `first` on to compute columns start..stop of the longest; returns its width."""
-        width = max(self.seq_lens[first:])
-        left = self._end_column - width
-        self._set_view(slice(first, len(self.seq_lens)), left, left + start, left + stop)
-        return width
+    def view(self, first: int, start: int, stop: int) -> None:
+        """View the rows from `first` on to compute columns start..stop of the longest."""
+        w, left = self._view, self._end_column - max(self.seq_lens[first:])
+        w.rows, w.read_start = slice(first, len(self.seq_lens)), left
+        w.write_start, w.write_end = left + start, left + stop
 
     def view_decode(self) -> None:
         """View all rows to compute one more token for each."""
         self._reserve(len(self.seq_lens), self.width, extra_columns=1)
         self.seq_lens = [length + 1 for length in self.seq_lens]
         self._end_column += 1
-        self._view_all(self._end_column - 1)
+        self.view(0, self.width - 1, self.width)
 
     def read_all(self) -> None:
         """View all rows for reading only."""
-        self._view_all(self._end_column)
+        self.view(0, self.width, self.width)
         for layer in self.past_key_values.layers:
             layer.refresh()
 
@@ -194,13 +193,6 @@ class PaddedKVCache:
         self.seq_lens.pop()
         if not self.seq_lens:
             self._end_column = 0
-
-    def _view_all(self, write_start: int) -> None:
-        self._set_view(slice(0, len(self.seq_lens)), self._end_column - self.width, write_start, self._end_column)
-
-    def _set_view(self, rows: slice, read_start: int, write_start: int, write_end: int) -> None:
-        w = self._view
-        w.rows, w.read_start, w.write_start, w.write_end = rows, read_start, write_start, write_end
 
     def _reserve(self, slots: int, width: int, extra_columns: int = 0) -> None:
         """Ensure `slots` rows, `width` columns left of the end and `extra_columns` right of it."""

@@ -66,7 +66,7 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
         """Encode the inputs, then decode what there is of outputs."""
         first_row = len(self._self_attention_cache.seq_lens) - len(seqs)
         encoded = self._encode(seqs)
-        self._cross_attention_cache.view_prefill(first_row, 0, encoded.shape[1])
+        self._cross_attention_cache.view(first_row, 0, encoded.shape[1])
         self._past_key_values.is_updated.clear()  # so that the first pass fills the cross-attention cache
         outputs = [self.decoder_input(seq) for seq in seqs]
         prompts = [decoder_prompt(seq) for seq in seqs]
@@ -76,7 +76,7 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
         chunk_size = max(1, MAX_PREFILL_TOKENS["cpu"] // len(seqs))  # small, because every token gets logits
         for start in range(0, width, chunk_size):
             stop = min(start + chunk_size, width)
-            self._self_attention_cache.view_prefill(first_row, start, stop)
+            self._self_attention_cache.view(first_row, start, stop)
             chunk = ids[:, start:stop].to(self._device)
             embeds = embed_with_prompts(self._decoder_embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
             logits = self._forward(chunk, first_row, stop, encoded, embeds)
