@@ -19,8 +19,8 @@ class PromptSpan:
     embeddings: Tensor  # [tokens, H]
 
 
-def embed_with_prompts(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterable[PromptSpan]) -> Tensor | None:
-    """`inputs_embeds` [rows, columns, H] for `ids` [rows, columns]; None where there are no spans.
+def model_inputs(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterable[PromptSpan]) -> dict[str, Tensor]:
+    """The argument of a pass for `ids` [rows, columns]: these, or their embeddings [rows, columns, H] with the spans.
 
     Like in PEFT, prompts replace the output of the embedding layer, before the model scales it, for example.
     """
@@ -28,7 +28,7 @@ def embed_with_prompts(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterab
     for span in spans:
         found = embed_tokens(ids) if found is None else found
         found[span.row, span.start : span.start + len(span.embeddings)] = span.embeddings
-    return found
+    return {"input_ids": ids} if found is None else {"inputs_embeds": found}
 
 
 def decoder_prompt(seq: Sequence) -> Tensor | None:

@@ -129,7 +129,7 @@ class Decoder:
 
     def _inputs(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None) -> dict[str, Tensor]:
         mask = past.attention_mask(past.columns + ids.shape[1]).long()
-        positions = token_positions(mask, ids.shape[1]).contiguous()
+        positions = token_positions(mask, ids).contiguous()
         inputs = {
             "input_ids": ids.contiguous(),
             "attention_mask": mask.to(ids.device),

@@ -8,7 +8,7 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import load_model, max_positions, model_info, select_kernels
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.lora.soft_prompts import decoder_prompt, embed_with_prompts, padded_spans
+from tgis.engines.lora.soft_prompts import decoder_prompt, model_inputs, padded_spans
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
@@ -59,30 +59,27 @@ class CausalLM(PaddedModel):
 
         def forward(start: int, stop: int) -> Tensor:
             self._cache.view(first_row, start, stop)
-            chunk = ids[:, start:stop].to(self._device)
-            embeds = embed_with_prompts(self._embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
-            return self._forward(chunk, first_row, stop, 0 if wanting else 1, embeds)
+            chunk, spans = ids[:, start:stop].to(self._device), padded_spans(prompts, lengths, start, stop)
+            return self._forward(model_inputs(self._embed_tokens, chunk, spans), first_row, stop, 0 if wanting else 1)
 
         return chunked_prefill(seqs, max(1, chunk_tokens // len(seqs)), forward)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         self._cache.view_decode()
-        return self._forward(last_tokens[:, None], first_row=0, width=self._cache.width, logits_to_keep=1)[:, -1]
+        inputs = {"input_ids": last_tokens[:, None]}
+        return self._forward(inputs, first_row=0, width=self._cache.width, logits_to_keep=1)[:, -1]
 
-    def _forward(
-        self, ids: Tensor, first_row: int, width: int, logits_to_keep: int, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """The logits of one pass for the rows from `first_row` on, ids [rows, columns] in the last of `width` columns.
-
-        `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
+    def _forward(self, inputs: dict[str, Tensor], first_row: int, width: int, logits_to_keep: int) -> Tensor:
+        """The logits of one pass for the rows from `first_row` on, `inputs` [rows, columns, ...] in the last of `width`
+        columns.
         """
         mask = self._cache.attention_mask(first_row, width)
-        positions = token_positions(mask, ids.shape[1])
+        positions = token_positions(mask, *inputs.values())
         arguments = {"position_ids": positions.to(self._device)} if "position_ids" in self._arguments else {}
         if "logits_to_keep" in self._arguments:
             arguments["logits_to_keep"] = logits_to_keep
         output = self.model(
-            **({"input_ids": ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}),
+            **inputs,
             attention_mask=mask.to(self._device),
             past_key_values=self._cache.past_key_values,
             use_cache=True,

@@ -119,8 +119,8 @@ def padding_mask(lengths: list[int], columns: int, *, left_padded: bool) -> Tens
     return column >= own.max() - own if left_padded else column < own
 
 
-def token_positions(mask: Tensor, columns: int) -> Tensor:
-    """The positions in their rows of the tokens in the last `columns` of a mask, int64 [rows, columns]; 0 for
-    padding.
+def token_positions(mask: Tensor, inputs: Tensor) -> Tensor:
+    """The positions in their rows of `inputs` [rows, columns, ...], which are in the last columns of a mask: int64
+    [rows, columns]; 0 for padding.
     """
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -columns:]
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]

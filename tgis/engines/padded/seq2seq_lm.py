@@ -18,9 +18,9 @@ from tgis.engines.lora.layers import LoraLayers, lora_of
 from tgis.engines.lora.soft_prompts import (
     PromptSpan,
     decoder_prompt,
-    embed_with_prompts,
     encoder_input,
     encoder_prompt,
+    model_inputs,
     padded_spans,
 )
 from tgis.engines.padded.attention import use_gqa_attention
@@ -77,9 +77,8 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
         for start in range(0, width, chunk_size):
             stop = min(start + chunk_size, width)
             self._self_attention_cache.view(first_row, start, stop)
-            chunk = ids[:, start:stop].to(self._device)
-            embeds = embed_with_prompts(self._decoder_embed_tokens, chunk, padded_spans(prompts, lengths, start, stop))
-            logits = self._forward(chunk, first_row, stop, encoded, embeds)
+            chunk, spans = ids[:, start:stop].to(self._device), padded_spans(prompts, lengths, start, stop)
+            logits = self._forward(model_inputs(self._decoder_embed_tokens, chunk, spans), first_row, stop, encoded)
         return self.prefilled(seqs, logits[:, -1])
 
     def decode(self, last_tokens: Tensor) -> Tensor:
@@ -87,7 +86,8 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
         self._cross_attention_cache.read_all()
         shape = (len(last_tokens), self._cross_attention_cache.width, 1)
         unread = torch.zeros((1, 1, 1), dtype=self.model.dtype, device=self._device).expand(shape)
-        logits = self._forward(last_tokens[:, None], 0, self._self_attention_cache.width, unread)[:, -1]
+        inputs = {"input_ids": last_tokens[:, None]}
+        logits = self._forward(inputs, 0, self._self_attention_cache.width, unread)[:, -1]
         self.constrain(logits, [])
         return logits
 
@@ -101,31 +101,26 @@ class Seq2SeqLM(EncoderDecoder, PaddedModel):
 
     def _encode_batch(self, seqs: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
         """The output for each sequence, [columns, H]."""
-        inputs = [encoder_input(seq) for seq in seqs]
-        ids, mask = (each.to(self._device) for each in left_aligned(inputs))
+        tokens = [encoder_input(seq) for seq in seqs]
+        ids, mask = (each.to(self._device) for each in left_aligned(tokens))
         spans = [
             PromptSpan(row, 0, prompt) for row, seq in enumerate(seqs) if (prompt := encoder_prompt(seq)) is not None
         ]
-        embeds = embed_with_prompts(self._encoder_embed_tokens, ids, spans)
-        arguments = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
+        inputs = model_inputs(self._encoder_embed_tokens, ids, spans)
         with self.lora.applied([lora_of(seq) for seq in seqs]):
-            states = self.model.get_encoder()(**arguments, attention_mask=mask).last_hidden_state
-        return ((seq, state[: len(tokens)]) for seq, state, tokens in zip(seqs, states, inputs, strict=True))
+            states = self.model.get_encoder()(**inputs, attention_mask=mask).last_hidden_state
+        return ((seq, state[: len(own)]) for seq, state, own in zip(seqs, states, tokens, strict=True))
 
-    def _forward(
-        self, ids: Tensor, first_row: int, width: int, encoded: Tensor, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """The logits of one pass of the decoder for the rows from `first_row` on, ids [rows, columns], the last of
-        `width`.
-
-        `inputs_embeds` [rows, columns, H] replaces the ids where there are soft prompts.
+    def _forward(self, inputs: dict[str, Tensor], first_row: int, width: int, encoded: Tensor) -> Tensor:
+        """The logits of one pass of the decoder for the rows from `first_row` on, `inputs` [rows, columns, ...] in the
+        last of `width` columns.
         """
         mask = self._self_attention_cache.attention_mask(first_row, width)
-        positions = token_positions(mask, ids.shape[1])
+        positions = token_positions(mask, *inputs.values())
         output = self.model(
             attention_mask=self._cross_attention_cache.attention_mask(first_row, encoded.shape[1]).to(self._device),
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
-            **({"decoder_input_ids": ids} if inputs_embeds is None else {"decoder_inputs_embeds": inputs_embeds}),
+            **{f"decoder_{name}": value for name, value in inputs.items()},
             decoder_attention_mask=mask.to(self._device),
             past_key_values=self._past_key_values,
             use_cache=True,

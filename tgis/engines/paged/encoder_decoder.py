@@ -23,7 +23,7 @@ from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.loading.loader import model_info
 from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.lora.soft_prompts import PromptSpan, embed_with_prompts, encoder_input, encoder_prompt
+from tgis.engines.lora.soft_prompts import PromptSpan, encoder_input, encoder_prompt, model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, install_hooks
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch, Work, adapters_of, slots
@@ -99,8 +99,7 @@ class PagedEncoder:
         )
         for embeddings in self._embeddings[:1]:
             embeddings.positions = positions
-        embeds = embed_with_prompts(self.embed_tokens, batch.input_ids[None], batch.spans)
-        arguments |= {"input_ids": batch.input_ids[None]} if embeds is None else {"inputs_embeds": embeds}
+        arguments |= model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
         with self._lora.using(batch.adapters):
             states = self._encoder(**arguments).last_hidden_state
             for module in self._cross_attention:

@@ -25,7 +25,7 @@ from tgis.engines.loading.loader import (
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
 from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.lora.soft_prompts import embed_with_prompts
+from tgis.engines.lora.soft_prompts import model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch, StaticInputs
 from tgis.engines.paged.compile import CompiledLayers, can_compile
@@ -147,9 +147,7 @@ class ModelRunner:
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""
         self.attention.batch = batch
-        input_ids = batch.input_ids[None]
-        embeds = embed_with_prompts(self.embed_tokens, input_ids, batch.spans)
-        arguments = {"input_ids": input_ids} if embeds is None else {"inputs_embeds": embeds}
+        arguments = model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
         selects = self.encoder is not None or "logits_to_keep" in self.arguments
         if self.encoder:
             arguments = self.encoder.decoder_arguments(batch, arguments)
