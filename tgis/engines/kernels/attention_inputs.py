@@ -22,11 +22,8 @@ class AttentionParams:
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
     bias: Tensor | None = None  # float32 [heads, columns + BIAS_PADDING], added to the scaled scores
     bias_origin: int | None = None  # the column of a token's own key; None: columns are the positions of keys
-    causal: bool = True  # False: a token sees later ones, too, up to the last of its sequence in the step
+    causal: bool = True  # False: a token sees later ones, too, up to the last of its sequence; there is no window then
     key_scales: Tensor | None = None  # float32 [K, D]: what keys in codes were divided by
-
-    def __post_init__(self) -> None:
-        assert self.causal or self.window is None
 
     @property
     def kind(self) -> tuple[Hashable, ...]:

@@ -18,22 +18,18 @@ class MergedLinear(nn.Module):  # type: ignore[misc]
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         super().__init__()
-        self.linear, self._sizes = linear, sizes
+        self.linear, self.sizes = linear, sizes
         self._input: Tensor | None = None
         self._outputs: list[Tensor] = []
 
     def output_slice(self, x: Tensor, index: int) -> Tensor:
         """The output of the layer of that index."""
         if self._input is not x:
-            self._input, self._outputs = x, self.linear(x).split(self._sizes, -1)
+            self._input, self._outputs = x, self.linear(x).split(self.sizes, -1)
         output = self._outputs[index]
-        if index == len(self._sizes) - 1:
+        if index == len(self.sizes) - 1:
             self._input, self._outputs = None, []
         return output
-
-    def weight_slice(self, index: int) -> Tensor:
-        weight: Tensor = self.linear.weight.split(self._sizes)[index]
-        return weight
 
 
 class MergedLinearSlice(nn.Module):  # type: ignore[misc]
@@ -49,7 +45,8 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> Tensor:  # [out, in]
-        return self.merged.weight_slice(self._index)
+        weight: Tensor = self.merged.linear.weight.split(self.merged.sizes)[self._index]
+        return weight
 
 
 Pack = Callable[[nn.Linear, str], nn.Module | None]

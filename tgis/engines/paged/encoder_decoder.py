@@ -117,7 +117,7 @@ class PagedEncoder:
 
 
 class _NothingToAdd:
-    """In place of the bias of logits, which have it already: their layer adds it for less."""
+    """Takes the place of the bias of logits, which their layer has added already, for less."""
 
     def to(self, _device: torch.device) -> "_NothingToAdd":
         return self

@@ -89,14 +89,9 @@ class QuantizedWeight:
         result = torch.empty(self.codes.shape, dtype=dtype)
         size = max(_CHUNK // self.codes.shape[1], 1)
         for start in range(0, len(result), size):
-            rows = slice(start, start + size)
-            result[rows] = self.of_outputs(rows).dequantized()
+            rows = torch.arange(start, min(start + size, len(result)))
+            result[start : start + size] = self.part(rows, 0).dequantized()
         return result
-
-    def of_outputs(self, rows: slice) -> "QuantizedWeight":
-        """The part for some outputs."""
-        offset = None if self.offset is None else self.offset[rows]
-        return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
     def part(self, own: Tensor, dim: int) -> "QuantizedWeight":
         """The part for some outputs (dim 0), or for consecutive inputs (dim 1), which begin with a group."""

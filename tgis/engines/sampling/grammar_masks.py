@@ -19,10 +19,6 @@ from tgis.errors import GrammarError
 from tgis.ipc.messages import FailureKind
 
 
-def has_grammar(seq: Sequence) -> bool:
-    return seq.grammar is not None
-
-
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
     """What the grammars of a batch forbid; a row without a grammar may get any token."""
@@ -34,13 +30,13 @@ class GrammarMasks:
     @classmethod
     def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> Self | None:
         """The masks of a step; None if no row has a grammar."""
-        table = next((seq.grammar.table for seq in seqs if has_grammar(seq)), None)
+        table = next((seq.grammar.table for seq in seqs if seq.grammar is not None), None)
         if table is None:
             return None
         everything, problems = ~table.new_mask(), {}
         masks = [everything] * len(seqs)
         for row, seq in enumerate(seqs):
-            if has_grammar(seq):
+            if seq.grammar is not None:
                 try:
                     masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :]).copy()
                 except GrammarError as error:
@@ -53,7 +49,8 @@ def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:
     """Append the tokens that a grammar forces after those of a step, which then need no pass of the model each."""
     for seq, tokens in zip(seqs, result.tokens, strict=True):
         request, params = seq.request, seq.request.sampling_params
-        if tokens and has_grammar(seq) and not (request.output_details.wants_details or params.excluding_field):
+        excluded = request.output_details.wants_details or params.excluding_field
+        if tokens and seq.grammar is not None and not excluded:
             generated = seq.tokens[seq.prompt_length :] + tokens
             try:
                 tokens += seq.grammar.forced_tokens(generated, seq.num_remaining_tokens - len(tokens))

@@ -22,7 +22,6 @@ _TIE_DIGITS = 9  # to which logprobs are compared: those of equal scores may dif
 _MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # of the first list
 _TIE_MARGIN = 12  # extra candidates for those that tie with the last one needed
 _RETRY_GROWTH = 32  # times, when a list was too short
-_CANDIDATE_LIMIT = 1 << 40  # far beyond any vocabulary: such a list is always long enough
 
 Retry = Callable[[Tensor, int], Tensor]  # row indices, number of candidates -> their table
 
@@ -82,8 +81,7 @@ class LogprobTable:
         num_candidates = self.num_candidates
         while inexact := [i for i, row in enumerate(rows) if row[1] == RowState.INEXACT]:
             assert self.retry is not None
-            assert num_candidates < _CANDIDATE_LIMIT
-            num_candidates *= _RETRY_GROWTH
+            num_candidates *= _RETRY_GROWTH  # a list of the whole vocabulary is exact
             found = self.retry(torch.tensor(inexact, device=self.table.device), num_candidates).tolist()
             for i, row in zip(inexact, found, strict=True):
                 first_tokens.setdefault(i, rows[i][0])

@@ -15,7 +15,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.draws import FilteredRows, SamplingOps, draw_filtered, noise_keys
-from tgis.engines.sampling.grammar_masks import GrammarMasks, has_grammar
+from tgis.engines.sampling.grammar_masks import GrammarMasks
 from tgis.engines.sampling.histories import Histories, TokenHistory
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
@@ -65,7 +65,7 @@ class SamplingGroup:
         self.indices = indices
         self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)
         self.penalties = Penalties(params, indices, eos)
-        self.constrained = any(has_grammar(seqs[index]) for index in indices)
+        self.constrained = any(seqs[index].grammar is not None for index in indices)
         self.filters = Filters.of(params, vocab_size, eos.device)
         self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
@@ -196,7 +196,7 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
     details = seq.request.output_details
     if details.top_n_tokens:
         return _list_greedy
-    changed = Penalties.used_by(params) or has_grammar(seq)
+    changed = Penalties.used_by(params) or seq.grammar is not None
     return _sample_greedy if changed or details.wants_details else _argmax
 
 

@@ -114,7 +114,7 @@ class AtenKernels:
 
 
 def _selects_tokens(states: Tensor, indices: list[Tensor | None]) -> bool:
-    """Whether it is states [1, tokens, size][:, indices]."""
+    """Whether the operator gives states [1, tokens, size][:, indices]."""
     return states.ndim == 3 and len(states) == 1 and len(indices) == 2 and indices[0] is None
 
 

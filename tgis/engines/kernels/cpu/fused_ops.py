@@ -230,7 +230,7 @@ def _replacements(
 
 
 def _is_special(module: nn.Module) -> bool:
-    """Whether it has a kernel, or a forward that is not that of its class."""
+    """Whether a module has a kernel, or a forward that is not that of its class."""
     return hasattr(module, "runs_cpu_kernel") or "forward" in vars(module)
 
 
@@ -345,7 +345,7 @@ def _computes_logits(model: PreTrainedModel, formula: Callable[[Tensor], Tensor]
 
 
 def _applies_rotary(module: nn.Module) -> bool:
-    """Whether its forward calls a function that computes what `RotaryEmbedding` does."""
+    """Whether the forward of a module calls a function that computes what `RotaryEmbedding` does."""
     forward = getattr(type(module), "forward", None)
     if not isinstance(forward, FunctionType) or "forward" in vars(module):
         return False

@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, add_tile, attention_scores, biases
+from tgis.engines.kernels.cuda.paged_prefill import LOG2_E, MIN_DOT, NO_WINDOW, add_tile, attention_scores, biases
 
-_NO_WINDOW = 2**31 - 1
-_MIN_DOT = 16  # smallest dimension of tl.dot
 _TILE_BYTES = 16384  # of keys per loop iteration
 _MAX_TILE_TOKENS = 128
 _PROGRAMS_PER_SM = 4
@@ -44,17 +42,17 @@ def paged_decode(
     assert q.stride(2) == block_tables.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (key_cache, value_cache, seq_lens))
     group_size = num_heads // num_kv_heads
-    block_m, block_k, block_v = (max(triton.next_power_of_2(size), _MIN_DOT) for size in (group_size, k_size, v_size))
+    block_m, block_k, block_v = (max(triton.next_power_of_2(size), MIN_DOT) for size in (group_size, k_size, v_size))
     block_m = min(block_m, 128 // q.element_size())  # more would not fit into shared memory
     tile_tokens = _TILE_BYTES // (max(block_k, block_v) * q.element_size())
-    tile = min(max(tile_tokens, _MIN_DOT), _MAX_TILE_TOKENS)
+    tile = min(max(tile_tokens, MIN_DOT), _MAX_TILE_TOKENS)
     programs_per_split = num_kv_heads * triton.cdiv(group_size, block_m)
     num_splits = num_seqs + triton.cdiv(_PROGRAMS_PER_SM * num_sms, programs_per_split)
     output = torch.empty(num_seqs, num_heads, v_size, dtype=q.dtype, device=q.device)
     split_outputs = torch.empty(num_splits, num_heads, v_size, dtype=torch.float32, device=q.device)
     split_lse = torch.empty(num_splits, num_heads, dtype=torch.float32, device=q.device)
     results = seq_lens, params.sinks, output, split_outputs, split_lse
-    partition = num_seqs, num_splits, _NO_WINDOW if params.window is None else params.window
+    partition = num_seqs, num_splits, NO_WINDOW if params.window is None else params.window
     padded_seqs = max(triton.next_power_of_2(num_seqs), _MIN_PADDED_SEQS)
     sizes = {"padded_seqs": padded_seqs, "tile": tile, "v_size": v_size, "block_v": block_v}
     _split_attention[programs_per_split, num_splits](
@@ -73,7 +71,7 @@ def paged_decode(
         block_m=block_m,
         block_k=block_k,
         num_warps=8 if block_m * block_v > 8192 else 4,
-        num_stages=3 if block_m == _MIN_DOT else 2,
+        num_stages=3 if block_m == MIN_DOT else 2,
     )
     # No more sequences have several splits than there are spare ones.
     _combine_splits[min(num_seqs, num_splits - num_seqs), num_heads](*results, *partition, **sizes)

@@ -14,8 +14,8 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import AttentionParams, PagedChunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax is computed to the base of 2
-_NO_WINDOW = 2**31 - 1
-_MIN_DOT = 16  # smallest dimension of tl.dot
+NO_WINDOW = 2**31 - 1
+MIN_DOT = 16  # smallest dimension of tl.dot
 _QUERY_BYTES, _KEY_BYTES = 16384, 16384  # of a tile
 
 
@@ -33,15 +33,15 @@ def paged_prefill(
     assert q.stride(2) == 1
     assert key_cache.is_contiguous()
     assert value_cache.is_contiguous()
-    block_k, block_v = (max(triton.next_power_of_2(size), _MIN_DOT) for size in (k_size, v_size))
+    block_k, block_v = (max(triton.next_power_of_2(size), MIN_DOT) for size in (k_size, v_size))
     token_bytes = max(block_k, block_v) * q.element_size()
-    block_m = min(max(_QUERY_BYTES // token_bytes, _MIN_DOT), 128)
+    block_m = min(max(_QUERY_BYTES // token_bytes, MIN_DOT), 128)
     output = torch.empty(num_tokens, num_heads, v_size, dtype=q.dtype, device=q.device)
     _prefill_attention[triton.cdiv(chunks.max_tokens, block_m), num_heads, len(chunks.seq_lens)](
         *(output, q, key_cache, value_cache, params.sinks, params.bias),
         *(chunks.block_tables, chunks.cu_seqlens, chunks.seq_lens),
         *(q.stride(0), q.stride(1), chunks.block_tables.stride(0), params.scale),
-        _NO_WINDOW if params.window is None else params.window,
+        NO_WINDOW if params.window is None else params.window,
         softcap=params.softcap,
         bias_row=0 if params.bias is None else params.bias.stride(0),
         bias_origin=params.bias_origin,
@@ -52,7 +52,7 @@ def paged_prefill(
         v_size=v_size,
         block_size=block_size,
         block_m=block_m,
-        tile=min(max(_KEY_BYTES // token_bytes, _MIN_DOT), 64),
+        tile=min(max(_KEY_BYTES // token_bytes, MIN_DOT), 64),
         block_k=block_k,
         block_v=block_v,
         num_warps=8 if block_m * block_v > 8192 else 4,

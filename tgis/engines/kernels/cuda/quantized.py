@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear, quantized_weight
 from tgis.engines.kernels.cpu.quantized import PlainGemm
+from tgis.engines.kernels.cuda.paged_prefill import MIN_DOT
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight
 
 _WIDTH = 256  # bytes: rows of codes have a multiple of them
-_MIN_DOT = 16  # smallest dimension of tl.dot
 _ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): 256}  # as the kernel explains
 _ALL = 1 << 30  # columns
 _TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
@@ -44,7 +44,7 @@ class DeviceGemms(GemmSelector):
         if weight is None:
             return None
         self.counts["Triton"] += 1
-        sample = TritonGemm(weight.of_outputs(slice(64)), self._device)
+        sample = TritonGemm(weight.part(torch.arange(min(64, len(weight.codes))), 0), self._device)
         for rows in (16, 32, 64, 128):  # self-tests, which would take much memory in steps with whole layers
             x = torch.randn(rows, weight.codes.shape[1], dtype=self._how.dtype, device=self._device)
             sample(x, x[0, :1].expand(sample.outputs).contiguous())
@@ -109,8 +109,8 @@ class TritonGemm:
 
 def _tiles(x: Tensor) -> tuple[int, int, int]:
     """Rows, outputs and bytes of codes of a tile: few rows wait for memory, many for tensor cores."""
-    block_m = min(max(triton.next_power_of_2(x.numel() // x.shape[-1]), _MIN_DOT), 256 // x.element_size())
-    return (block_m, 32, 256) if block_m == _MIN_DOT else (block_m, 64, 64)
+    block_m = min(max(triton.next_power_of_2(x.numel() // x.shape[-1]), MIN_DOT), 256 // x.element_size())
+    return (block_m, 32, 256) if block_m == MIN_DOT else (block_m, 64, 64)
 
 
 @torch.library.custom_op("tgis::quantized_product", mutates_args=())
