@@ -97,16 +97,11 @@ class LoraLayers:
         finally:
             self._foreign_columns, self.active = outer, outer is not None
 
-    def hook_all(self, operator: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    def use_operator(self, operator: Callable[[nn.Module, Tensor, Tensor], Tensor] | None) -> None:
         """Hook every layer, since compiled graphs keep the hooks that they find: in passes with adapters `operator`
-        returns the new output for a layer, its input and its output.
+        returns the new output for a layer, its input and its output. None: hook only layers that adapters change.
         """
-        self._hooks_all, self.operator = True, operator
-        self._update_hooks()
-
-    def unhook_all(self) -> None:
-        """Hook only layers that adapters change again."""
-        self._hooks_all, self.operator = False, self._change_in_place
+        self._hooks_all, self.operator = operator is not None, operator or self._change_in_place
         self._update_hooks()
 
     def changed_output(self, layer: int, x: Tensor, output: Tensor) -> Tensor:

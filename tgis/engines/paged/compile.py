@@ -68,7 +68,7 @@ class CompiledLayers:
         if self.lora:
             for index, module in enumerate(self.lora.modules):
                 module.register_buffer("lora_layer", torch.tensor([index]), persistent=False)
-            self.lora.hook_all(_call_lora)
+            self.lora.use_operator(_call_lora)
         if self._sharding:
             self._sharding.collectives = _CompiledCollectives()
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
@@ -94,7 +94,7 @@ class CompiledLayers:
         """Run eagerly, as before `enable`."""
         self.attention.operator = self._eager_operator
         if self.lora:
-            self.lora.unhook_all()
+            self.lora.use_operator(None)
         for layer in self._layers:
             layer._compiled_call_impl = None
         if self._sharding:

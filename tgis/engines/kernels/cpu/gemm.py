@@ -62,7 +62,7 @@ class CpuGemm:
         return y
 
 
-def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> "dict[str, partial[CpuGemm]]":
+def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, partial[CpuGemm]]:
     """Our GEMMs that can multiply by this weight, by the instruction set that they use; that of gemm.c comes first."""
     if kernels is None or weight.dtype not in _PAIR or weight.shape[1] % _PAIR[weight.dtype]:
         return {}

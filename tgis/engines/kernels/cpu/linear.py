@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,6 @@ from tgis.engines.kernels.cpu.quantized import (
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import QuantizedWeight, quantize
 from tgis.utils.memory import trim_heap
-
-if TYPE_CHECKING:
-    from functools import partial
-
-    from tgis.engines.quantization.checkpoint import QuantizedLayer
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +101,7 @@ class GemmSelector:
                 log.warning("CPU kernels: linear layers %s are wrong on this CPU, and off", which)
         return self._right[key]
 
-    def _measured(self, weight: Tensor, makers: "dict[str, partial[CpuGemm]]") -> str:
+    def _measured(self, weight: Tensor, makers: dict[str, partial[CpuGemm]]) -> str:
         shape = weight.dtype, weight.shape
         if shape not in self._fastest:
             seconds = {name: _seconds(make, weight) for name, make in makers.items()}
@@ -118,9 +113,8 @@ class GemmSelector:
 
 def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
     """The weight of a layer in codes; None where it stays plain."""
-    layer: QuantizedLayer | None = getattr(linear, "quantized", None)
-    if layer is not None:
-        weight = layer.checked()
+    if hasattr(linear, "quantized"):
+        weight: QuantizedWeight = linear.quantized.checked()
         return replace(weight, activations=how.activations_of(weight))
     bits = 8 if is_head and how.logits else None if is_head else how.bits
     if bits is None or not _ROUTERS.isdisjoint(path.split(".")):
