@@ -2,7 +2,6 @@
 replaces it here.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,12 +66,11 @@ class NewVarlen(OldVarlen):
 
 
 @pytest.fixture(params=[OldVarlen, NewVarlen])
-def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OldVarlen]:
+def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> OldVarlen:
     fake: OldVarlen = request.param()
     monkeypatch.setattr(varlen_prefill, "varlen_attn", fake)
-    varlen_prefill._gqa_arguments.cache_clear()
-    yield fake
-    varlen_prefill._gqa_arguments.cache_clear()
+    monkeypatch.setattr(varlen_prefill, "_GQA", {"enable_gqa": True} if isinstance(fake, NewVarlen) else {})
+    return fake
 
 
 @pytest.mark.parametrize("rows", [NEW, MIXED, MIXED[:1]])

@@ -7,7 +7,6 @@ sink, and nothing for CPUs. Its paged mode wants blocks of a multiple of 256 tok
 """
 
 from dataclasses import dataclass
-from functools import cache
 from inspect import signature
 from itertools import accumulate
 
@@ -19,6 +18,7 @@ from tgis.engines.host_memory import to_device
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 
 MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied per call, unless a single sequence has more
+_GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # torch 2.11 does not need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,9 @@ def varlen_prefill(
         if batch.context_slots is not None:
             keys, values = (states.flatten(0, 1).index_select(0, batch.context_slots) for states in kv_cache)
         lengths = *batch.cu_seqlens, *batch.max_seqlens
-        arguments = {"scale": params.scale, "window_size": window_size, **_gqa_arguments()}
+        arguments = {"scale": params.scale, "window_size": window_size, **_GQA}
         outputs.append(varlen_attn(q[batch.tokens], keys, values, *lengths, **arguments))
     return outputs
-
-
-@cache
-def _gqa_arguments() -> dict[str, bool]:
-    """torch 2.11 neither knows nor needs `enable_gqa`."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _groups(chunks: list[PrefillChunk]) -> list[list[PrefillChunk]]:
