@@ -49,7 +49,9 @@ def new_model(out: Path, command: str, extra: str, packages: Iterable[str]) -> I
 def replace_config_files(source: Path, made: Path, kept: Iterable[str]) -> None:
     """Replace all files that match no pattern of `kept` by the config and tokenizer of the model in `source`."""
     for file in made.iterdir():
-        if not any(map(file.match, kept)):
+        if any(map(file.match, kept)):
+            file.chmod(0o644)  # safetensors makes its files readable by their owner only
+        else:
             file.unlink()
     for file in source.iterdir():
         wanted = file.name.endswith((*CONFIG_EXTENSIONS, ".jinja")) and not file.name.endswith(".index.json")
