@@ -24,15 +24,18 @@ def _speculative_config(text: str) -> SpeculativeConfig:
     try:
         return msgspec.json.decode(text.encode(), type=SpeculativeConfig)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise ValueError(f"must be JSON with a method that is known here: {str(error)[:200]}") from None
+        known = "ngram, suffix, draft_model or mlp_speculator"
+        raise ValueError(f"must be JSON with the method {known}: {str(error)[:200]}") from None
 
 
 def named_by(config: SpeculativeConfig | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """The options that it stands for; OptionError if `values` has others."""
     if config is None:
         return {}
-    if (config.method in ("ngram", "suffix")) == bool(config.model):
-        raise OptionError(f"SPECULATIVE_CONFIG: method {config.method!r} with model {config.model!r}")
+    is_lookup = config.method in ("ngram", "suffix")
+    if is_lookup == bool(config.model):
+        needs = "takes no" if is_lookup else "needs a"
+        raise OptionError(f"SPECULATIVE_CONFIG: method {config.method!r} {needs} model, got {config.model!r}")
     given: dict[str, Any] = {
         "speculation": "auto" if config.model else "lookup",
         "speculator_name": config.model,
