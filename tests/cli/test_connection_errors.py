@@ -25,6 +25,7 @@ NO_TLS = "{} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server
 CLOSED = "{} closes the connection: it may want TLS, see --tls and --ca-cert"
 NO_CERTIFICATE = "{} closes the connection: it may want a certificate, see --tls-cert and --tls-key"
 UNTRUSTED = "the certificate of {} is not trusted: --ca-cert names a file with its CA"
+BAD_FILES = "--ca-cert, --tls-cert and --tls-key must name PEM files of certificates and their key"
 OTHER_NAME = "the certificate of {} has another name, which --tls-server-name may tell"
 HTTP_PORT = "{} is an HTTP port: gRPC has another, 8033 by default"
 GRPC_PORT = "{} is a gRPC port: HTTP has another, 3000 by default"
@@ -115,6 +116,7 @@ def said(capsys: pytest.CaptureFixture[str], target: str, command: str, *argv: s
         ("grpc", CA, NO_TLS),
         ("grpc tls", (), CLOSED),
         ("grpc tls", ("--tls",), UNTRUSTED),
+        ("grpc tls", ("--ca-cert", "key"), BAD_FILES),
         ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
         ("grpc mutual", CA, NO_CERTIFICATE),
         ("http", (), HTTP_PORT),

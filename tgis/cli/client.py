@@ -28,6 +28,7 @@ _CAUSES = {  # of what gRPC, aiohttp and the standard library say: the first tha
     "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
     "[Hh]ostname (Ver|mis)|Peer name": "the certificate of {target} has another name, which --tls-server-name may tell",
     "CERTIFICATE_VERIFY_FAILED": "the certificate of {target} is not trusted: --ca-cert names a file with its CA",
+    "security handshaker": "--ca-cert, --tls-cert and --tls-key must name PEM files of certificates and their key",
     _CLOSED: "{target} closes the connection: it may want {wanted}",
     "resol(ving|ution)|lookup|gaierror|Name or service": "{target}: there is no host of this name",
     "UNAVAILABLE: (Socket closed|recvmsg)|IncompleteRead": "{target} has closed the connection within the answer",
