@@ -89,8 +89,8 @@ def check_max_sequence_length(max_request_tokens: int, length: int) -> None:
     """Raise StartError unless one request of this many tokens fits into memory."""
     if max_request_tokens < length:
         raise StartError(
-            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {max_request_tokens} does: lower it, "
-            "or BATCH_SAFETY_MARGIN, or choose a smaller dtype"
+            f"MAX_SEQUENCE_LENGTH {length} does not fit into memory, {max_request_tokens} does: lower it "
+            "or BATCH_SAFETY_MARGIN, raise KV_CACHE_SIZE_MB if it is set, or choose a smaller dtype"
         )
 
 

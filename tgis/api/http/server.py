@@ -60,7 +60,8 @@ class HttpServer:
             await self._listen(listener)
         except OSError as error:
             await self._runner.cleanup()
-            raise StartError(f"cannot listen for HTTP: {str(error.strerror).lower()}") from error
+            reason = str(error.strerror).partition(" (")[0]  # asyncio repeats the address there
+            raise StartError(f"cannot listen for HTTP on {self._host}:{self._port}: {reason}") from error
         port: int = listener.getsockname()[1]
         return port
 
