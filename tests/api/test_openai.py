@@ -275,7 +275,7 @@ def test_prompts_of_token_ids(
         ([1] * 300, "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
         ([1, "a", *[1] * 298], "prompt[0]", "input tokens (300) plus prefix length (0) must be < 200"),
         ([*[1] * 299, "a"], "prompt", "prompt must be a text, token ids, or several of one of them"),
-        ([*["a"] * 200, 1], "prompt", "prompt must have at most 4 prompts, got 201"),
+        ([*["a"] * 200, 1], "prompt", "prompt must have at most 4 prompts (MAX_CLIENT_BATCH_SIZE), got 201"),
     ],
 )
 def test_bad_prompts(client: openai.OpenAI, prompt: Any, field: str, said: str) -> None:

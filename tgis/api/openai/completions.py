@@ -66,7 +66,8 @@ def _prompts(
         case []:
             raise InvalidRequest("prompt", "prompt cannot be empty")
     if not isinstance(prompt[0], int) and len(prompt) > max_prompts:
-        raise InvalidRequest("prompt", f"prompt must have at most {max_prompts} prompts", str(len(prompt)))
+        bound = f"prompt must have at most {max_prompts} prompts (MAX_CLIENT_BATCH_SIZE)"
+        raise InvalidRequest("prompt", bound, str(len(prompt)))
     last = prompt[-max(max_prompts, max_tokens) :]  # of more token ids, the number is refused later
     kinds = {type(prompt[0]), *map(type, last)}
     if kinds == {str}:
