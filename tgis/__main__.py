@@ -3,6 +3,7 @@
 Only the module of the command is imported, so that no command pays for the dependencies of another.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -74,14 +75,20 @@ def grpc_healthcheck() -> int:
 
 @contextmanager
 def _reader_may_leave() -> Iterator[None]:
-    """Ends the command with exit code 1 and without a traceback when the reader of stdout, e.g. `head`, has exited."""
+    """Ends the command with exit code 1 and without a traceback when stdout takes no more: its reader, e.g. `head`, has
+    exited, or its disk is full.
+    """
     try:
         try:
             yield
         finally:
             if sys.stdout:  # None where the shell closed it
                 sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"tgis: cannot write: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids a second error on exit
         sys.exit(1)
 

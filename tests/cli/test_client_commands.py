@@ -235,6 +235,13 @@ def test_a_reader_that_has_left_is_no_traceback(argv: list[str], *, buffered: bo
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["simulate", "--requests", "1"]])
+def test_a_full_disk_is_one_line(argv: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-m", "tgis", *argv], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"tgis: cannot write: No space left on device\n")
+
+
 def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     served.service.texts = ["a\x1b[31mb\n", "\x9b\u00e9"]
     text, _, statistics = tgis_on_terminal("generate", "--target", served.target, "x").partition("\x1b[2m")
