@@ -347,6 +347,7 @@ def test_grpc_healthcheck_with_tls(tmp_path: Path) -> None:
             for command in ("health", "chat")
             for target in ("http://localhost:8033", "localhost", "localhost:8033/")
         ),
+        (("generate", "x", "--stop", "a\udcff"), r"'a\udcff' is not UTF-8"),
         (("health", "--tls-cert", "c"), "--tls-cert and --tls-key belong together"),
         (("health", "--ca-cert", "/none"), "cannot read /none: No such file or directory"),
         (("health", "--token-file", "/none"), "cannot read /none: No such file or directory"),

@@ -41,7 +41,7 @@ _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d
 
 
 def _address(text: str) -> str:
-    if not re.fullmatch(r"(?!https?:)\S+:\d+|unix:\S+", text):
+    if not re.fullmatch(r"(?!https?:)[!-~]+:\d+|unix:[!-~]+", text):
         raise ValueError("must be HOST:PORT, without http://")
     return text
 

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from tgis.cli import client
+from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.utils.options import Parser, decimal, integer
@@ -26,7 +27,10 @@ _GUIDED = {
 
 def main(argv: list[str], prog: str) -> int:
     options = _parser(prog).parse_args(argv)
-    request = _request(client.read_text(options.prompt), options)
+    try:
+        request = _request(client.read_text(options.prompt), options)
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{error.object!r:.80} is not UTF-8") from error
     with client.open_channel(options) as channel:
         stub = GenerationServiceStub(channel)
         call = stub.GenerateStream(request, timeout=options.timeout, metadata=client.metadata(options))
