@@ -21,6 +21,7 @@ from tgis.errors import OptionError
 
 MODEL = StepModel(padded=True, step_seconds=1.0, row_seconds=0.1, prefill_token_seconds=0.01)
 BOUNDS = BatchLimits(4, 10**6, 10**6, 1.0, padded=True, max_waiting_tokens=0)
+COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
 def test_two_requests_computed_by_hand() -> None:
@@ -75,7 +76,8 @@ def test_azure_traces_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", "TIMESTAMP\xff"]
+    "text",
+    ["", "a,b\n1,2\n", f"{COLUMNS}soon,1,1\n", f"{COLUMNS}nan,1,1\n", "TIMESTAMP\xff"],
 )
 def test_an_invalid_trace_is_one_error_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.csv"

@@ -7,6 +7,7 @@ their duration is measured, and nothing else.
 
 import csv
 import heapq
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -204,6 +205,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
     try:
         with path.open(newline="") as file:
             rows = [(_seconds(r["TIMESTAMP"]), r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
+        if not math.isfinite(sum(time for time, _, _ in rows)):
+            raise ValueError("a TIMESTAMP is not finite")
         start = min(time for time, _, _ in rows)
         return sorted(
             (TraceRequest(time - start, max(int(i), 1), max(int(o), 1)) for time, i, o in rows),
