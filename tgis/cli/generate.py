@@ -49,7 +49,8 @@ def _parser(prog: str) -> Parser:
     client.add_arguments(parser, timeout=None)
     client.add_adapter_arguments(parser)
     stopping = parser.add_argument_group("Stopping")
-    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help="maximum number of tokens")
+    most = "maximum number of tokens (default: the server's, 20 if unset)"
+    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help=most)
     stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="minimum number of tokens")
     stopping.add_argument("--stop", **MORE, metavar="TEXT", help="stop sequence; may be repeated")
     stopping.add_argument("--stop-token-id", type=UINT32, **MORE, metavar="N", help="token that ends the output, too")
