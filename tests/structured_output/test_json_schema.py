@@ -38,6 +38,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"dependentRequired": {"a": ["b"]}}, 'unsupported keywords: ["dependentRequired"]'),
     ({"dependentSchemas": {"a": {}}}, 'unsupported keywords: ["dependentSchemas"]'),
     ({"unevaluatedProperties": False}, 'unsupported keywords: ["unevaluatedProperties"]'),
+    ({"$ref": "https://a.example/b"}, "$ref is not in this document"),
+    ({"$ref": "#/$defs/b"}, "Pointer does not exist"),
     ({"$dynamicRef": "#a"}, 'unsupported keywords: ["$dynamicRef"]'),
     ({"type": "string", "format": "nonsense"}, "Unknown format: nonsense"),
     ({"type": "nonsense"}, "Invalid type: nonsense"),

@@ -40,12 +40,14 @@ _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
 _WORDS = {
     "Unimplemented keys": "unsupported keywords",
     'failed to parse "%json"': "not JSON",  # that Python has read
+    "Resource '": "$ref '",
+    "present in a registry and retrieving it failed: Default retriever does not fetch resources": "in this document",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
 # Texts of a client in an error, the last one perhaps cut off; short names of properties, rules, types and formats stay.
 _QUOTED = re.compile(
     r"""[ ]?(/.*/|"([^"\\]|\\.)*("|\\?\Z)|\(And[ ].*)
-    |(?<=Resource[ ])'.*'|(?<=Pointer[ ])'.*'|(?<=erence[ ])'.*'|'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
+    |(?<=[$]ref)[ ]'.*'|(?<=Pointer)[ ]'.*'|(?<=erence[ ])'.*'|'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
     re.DOTALL | re.VERBOSE,
 )
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
