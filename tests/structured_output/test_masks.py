@@ -101,10 +101,17 @@ def test_texts_may_have_any_character() -> None:
 
 
 def test_a_text_that_no_token_continues_fails() -> None:
-    matcher = compiled(GrammarKind.CHOICE, "", token_table([b"a", b"b", b"c"]), choices=["abx", "ac"])
-    assert matcher.allowed_ids([1]) == [2, 3]
-    with pytest.raises(GrammarError, match="no text of the model's tokens matches"):
-        matcher.allowed_ids([1, 2])
+    """Again and again, but not the output if such a text was only a guess."""
+    compiled_once = compiled(GrammarKind.CHOICE, "", token_table([b"a", b"b", b"c"]), choices=["abx", "ac"])
+    for matcher in (compiled_once.copy(), compiled_once):
+        for _ in range(2):
+            assert matcher.allowed_ids([1]) == [2, 3]
+            for _ in range(2):
+                with pytest.raises(GrammarError, match="no text of the model's tokens matches"):
+                    matcher.allowed_ids([1, 2])
+            assert matcher.num_allowed([1, 2], [3]) == 0
+            assert matcher.num_allowed([1], [3, EOS]) == 2
+            assert matcher.allowed_ids([1, 3]) == [EOS]
 
 
 def test_special_tokens_and_ids_beyond_the_model_are_never_allowed() -> None:

@@ -78,7 +78,8 @@ class GrammarMatcher:
         self.table = table
         self.in_thread = in_thread
         self.quick = True  # the last mask was
-        self._matcher = matcher
+        self._start = matcher  # stays before the first token
+        self._matcher = matcher.deep_copy()
         self._consumed: list[int] = []
         self._mask = table.new_mask()
         self._has_mask = False  # of what comes after these tokens
@@ -87,7 +88,7 @@ class GrammarMatcher:
     def copy(self) -> "GrammarMatcher":
         """A matcher for another output, before its first token."""
         assert not self._consumed
-        copied = GrammarMatcher(self._matcher.deep_copy(), self.table, in_thread=self.in_thread)
+        copied = GrammarMatcher(self._matcher, self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask
         copied._has_mask = self._has_mask
         copied.quick = self.quick
@@ -168,9 +169,9 @@ class GrammarMatcher:
         if self._consumed[:kept] != tokens[:kept]:
             kept = next(at for at, pair in enumerate(zip(self._consumed, tokens, strict=False)) if pair[0] != pair[1])
         back = len(self._consumed) - kept
-        if back and (self._matcher.is_stopped() or not self._matcher.rollback(back)):  # ends cannot be rolled back
-            self._matcher.reset()
-            kept = 0
+        failed = self._matcher.is_error()  # perhaps at a token that was only proposed
+        if failed or (back and (self._matcher.is_stopped() or not self._matcher.rollback(back))):
+            self._matcher, kept = self._start.deep_copy(), 0  # neither errors nor ends can be rolled back
         self._has_mask = self._has_mask and kept == len(self._consumed) == len(tokens)
         for index in range(kept, len(tokens)):
             token = tokens[index]

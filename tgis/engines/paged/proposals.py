@@ -48,7 +48,7 @@ def keep_what_follows(plan: StepPlan, rows: StepPlan, result: StepResult) -> Ste
         proposed = plan.proposals.get(seq.id, [])
         last = first
         for token in proposed:
-            if result.tokens[last] != [token] or not result.tokens[last + 1]:
+            if result.tokens[last] != [token] or rows.sampled[last + 1].id in result.failed:
                 break
             last += 1
         kept.tokens.append([token for tokens in result.tokens[first : last + 1] for token in tokens])
