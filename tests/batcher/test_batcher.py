@@ -6,6 +6,7 @@ from unittest import mock
 import msgspec
 import pytest
 from batches import EOS, busy, ids, limits, next_plan, next_prefill, queued, request, run_step
+from proposers import Adversary, ForcedDrafts, proposing
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.batcher import Batcher
@@ -15,6 +16,7 @@ from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import Request, SamplingParams, StopReason
+from tgis.speculation.speculator import Speculator
 
 
 def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: float = 0.0) -> Sequence:
@@ -268,6 +270,22 @@ def test_a_request_that_is_out_of_memory_alone_fails() -> None:
     (refused,) = batcher.rollback(plan, out_of_memory=True)
     assert (refused.id, refused.stop_reason) == (1, StopReason.ERROR)
     assert ids(next_plan(batcher).seqs) == [2]
+
+
+@pytest.mark.parametrize(("kind", "drafted"), [(Adversary, 0), (ForcedDrafts, 3)])
+def test_a_request_whose_proposals_are_out_of_memory_goes_on_without(kind: type[Speculator], drafted: int) -> None:
+    with proposing(kind):
+        guessing = {"block_size": 4, "proposed_tokens": 3, "drafted_tokens": drafted}
+        batcher = queued([request(1, max_new=20)], padded=False, **guessing)
+    while not ((plan := next_plan(batcher)).proposals or plan.drafts):
+        batcher.commit(plan, [[7]], 0.0)
+    limit = batcher.context_limit
+    assert batcher.rollback(plan, out_of_memory=True) == []
+    assert batcher.context_limit == limit
+    while not batcher.idle and (plan := batcher.plan(0.0)).seqs:
+        assert not plan.proposals | plan.drafts
+        (ended,) = batcher.commit(plan, [[7]], 0.0) or plan.seqs
+    assert (ended.stop_reason, ended.num_generated_tokens) == (StopReason.MAX_TOKENS, 20)
 
 
 def test_capacity_recovers_slowly_after_out_of_memory() -> None:

@@ -143,7 +143,9 @@ class Batcher:
         Returns the sequences that are dropped instead, because they failed alone.
         """
         self._interleaving.step_failed(plan)
-        if out_of_memory:
+        if out_of_memory and (plan.proposals or plan.drafts):
+            self._speculator, failed = None, []  # there may be room for the tokens of the sequences alone
+        elif out_of_memory:
             self._shrink_capacity(plan)
             failed = plan.seqs if len(self.running) == 1 else []
         else:
