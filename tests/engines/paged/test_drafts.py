@@ -290,6 +290,9 @@ def test_a_draft_model_that_does_not_fit_is_refused(paths: dict[str, Path], tmp_
     (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(StartError, match=str(tmp_path)):
         load(paths | {"broken": tmp_path}, "broken")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(StartError, match=f"{tmp_path} is an encoder-decoder, which cannot draft"):
+        load(paths | {"broken": tmp_path}, "broken")
     (tmp_path / "config.json").write_text(json.dumps(TIED))
     with pytest.raises(StartError, match=str(tmp_path)):
         load(paths | {"broken": tmp_path}, "broken")

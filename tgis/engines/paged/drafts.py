@@ -74,6 +74,8 @@ def _mlp_config(path: str, model: PreTrainedModel) -> MLPConfig | None:
         raise StartError(f"{path}: SPECULATOR_NAME is for decoder-only models, which {type(model).__name__} is not")
     with library_errors(path):
         config = PreTrainedConfig.get_config_dict(path, local_files_only=True)[0]
+    if config.get("is_encoder_decoder"):
+        raise StartError(f"{path} is an encoder-decoder, which cannot draft")
     return MLPConfig.of(Path(path), config, model) if config.get("model_type") == "mlp_speculator" else None
 
 
