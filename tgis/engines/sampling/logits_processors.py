@@ -239,5 +239,5 @@ class Candidates:
 
     def _expected_logit(self) -> Tensor:
         """The logit of a token whose surprise is the entropy, [b, 1]."""
-        inside = torch.linalg.vecdot(self.mass, self.logits.clamp(min=_LOG_ZERO))[:, None] / self.total_mass
+        inside = _sums(self.mass * self.logits.clamp(min=_LOG_ZERO))[:, None] / self.total_mass
         return torch.where(self.complete, inside, self.total_mass.log() - self.entropy)
