@@ -220,7 +220,7 @@ def test_proposals_with_grammars_and_beside_them(llama: Path) -> None:
 
     bounds = replace(PAGED, lookahead=0, proposed_tokens=5, drafted_tokens=3)
     subject = _subject(llama, drafting, bounds, block_size=4)
-    for kind, least in ((ForcedLookup, 0), (Adversary, 5), (ForcedDrafts, 2)):
+    for kind, least in ((ForcedLookup, 0), (Adversary, 5), (ForcedDrafts, 8)):
         subject.forced = subject.guessed = 0
         with proposing(kind, subject.ended):
             _check_all(subject, random.Random(5), share=0.5)
