@@ -60,26 +60,23 @@ class CpuKernels:
         """
         function = self._library[f"{name}_{_SUFFIXES[dtype]}"]
         function.argtypes, function.restype = argtypes, restype
-        return KernelFunction(function)
+        return _recordable(function)
 
     def functions(self, name: str, argtypes: list[Any], restype: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
         """The function of this name for each dtype."""
         return {dtype: self.function(name, dtype, argtypes, restype) for dtype in DTYPES}
 
 
-class KernelFunction:
-    """A function of the library, whose calls can be recorded."""
+def _recordable(function: Any) -> Callable[..., Any]:
+    """A function of the library whose calls can be recorded."""
 
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         record = call_recorder.get()
-        if record is not None and record(self._function, arguments):
+        if record is not None and record(function, arguments):
             return 0
-        return self._function(*arguments)
+        return function(*arguments)
+
+    return call
 
 
 @cache
