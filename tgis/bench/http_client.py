@@ -39,7 +39,6 @@ class HttpClient:
 
     def __init__(self, session: aiohttp.ClientSession, settings: BenchSettings, tls_server_name: str | None) -> None:
         self._session = session
-        self._url = settings.target
         self._api = TgiRequests(settings) if settings.api == "tgi" else OpenAIRequests(settings)
         self._settings = settings
         self._tls_server_name = tls_server_name
@@ -51,11 +50,11 @@ class HttpClient:
         except FailedAnswer as error:
             if error.status == "HTTP 404":
                 return None
-            raise StartError(f"{self._url}{self._api.model_path}: {error.status}: {error}") from error
+            raise StartError(f"{self._settings.target}{self._api.model_path}: {error.status}: {error}") from error
         except aiohttp.ClientError as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         except (msgspec.DecodeError, ValueError) as error:
-            raise StartError(f"{self._url}{self._api.model_path}: {error}") from error
+            raise StartError(f"{self._settings.target}{self._api.model_path}: {error}") from error
 
     async def send(self, job: BenchRequest, record: RequestRecord) -> None:
         record.sent_at = perf_counter()
@@ -89,7 +88,7 @@ class HttpClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         async with self._session.request(
             method,
-            self._url + path,
+            self._settings.target + path,
             data=None if body is None else msgspec.json.encode(body),
             headers=None if body is None else {"Content-Type": "application/json"},
             timeout=aiohttp.ClientTimeout(total=timeout),

@@ -20,12 +20,7 @@ from tgis.utils import logs
 log = logging.getLogger(__name__)
 
 _COUNTED = ("logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words")
-_DEFAULTS = msgspec.structs.asdict(SamplingParams()) | {
-    **dict.fromkeys(_COUNTED, 0),
-    "stop_sequences": 0,
-    "time_limit": False,
-    "details": False,
-}
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
 _PHASES = "queue", "prefill", "decode"
 
 
@@ -160,7 +155,7 @@ def _describe_params(output: Output) -> str:
         "details": options.generated_tokens or options.input_tokens,
         "grammar": output.params.given.grammar and output.params.given.grammar.kind,
     }
-    return " ".join(f"{name}={value}" for name, value in values.items() if value != _DEFAULTS.get(name))
+    return " ".join(f"{name}={value}" for name, value in values.items() if value and value != _DEFAULTS.get(name))
 
 
 def _level(error_type: type[RequestError]) -> int:
