@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health, health_pb2_grpc
 
 from benchmarks.certificates import make_pair
@@ -43,8 +44,8 @@ HTTP_COMMANDS = {"chat": (), "bench": ("--requests", "1", "--api", "openai")}
 
 
 @contextmanager
-def serving_http(certificates: Certificates | None) -> Iterator[int]:
-    """The port of our own server, with nothing on it."""
+def serving_http(certificates: Certificates | None, *routes: web.RouteDef) -> Iterator[int]:
+    """The port of our own server, with nothing else on it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -54,7 +55,7 @@ def serving_http(certificates: Certificates | None) -> Iterator[int]:
 
     async def start() -> tuple[HttpServer, int]:
         config = Config(model_name="m", bind_address="127.0.0.1")
-        server = HttpServer(config, 0, [], Clients(config), certificates)
+        server = HttpServer(config, 0, routes, Clients(config), certificates)
         return server, await server.start()
 
     server, port = run(start())
@@ -171,3 +172,13 @@ def test_http(
 def test_a_silent_listener_of_grpc(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, targets["silent"], "health", "--timeout", "0.1")
     assert line == f"tgis: {SLOW.format(targets['silent'])}"
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}'])
+def test_another_api_than_openais(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def models(_request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    with serving_http(None, web.get("/v1/models", models)) as port:
+        line = said(capsys, f"localhost:{port}", "chat")
+    assert line == f"tgis: localhost:{port}: there is no API of OpenAI"

@@ -15,6 +15,7 @@ from tgis.utils.options import TEXT, Parser, integer
 
 TARGET = "localhost:3000"
 _LARGEST_ERROR = 2000  # bytes
+_NO_API = "there is no API of OpenAI"
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -53,8 +54,11 @@ class Chat:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        models = json.loads(b"".join(self._lines("/v1/models", None, options.timeout or client.CALL_TIMEOUT_SECONDS)))
-        self.model: str = options.model or models["data"][0]["id"]
+        models = b"".join(self._lines("/v1/models", None, options.timeout or client.CALL_TIMEOUT_SECONDS))
+        try:
+            self.model: str = options.model or json.loads(models)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise StartError(f"{options.target}: {_NO_API}") from None
         self._messages: list[dict[str, str]] = []
 
     def read(self, line: str) -> None:
@@ -111,4 +115,4 @@ def _message(answer: bytes) -> str:
         error = json.loads(answer)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return "there is no API of OpenAI"
+        return _NO_API
