@@ -30,7 +30,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "frontend": "errors ipc models tracing utils",
     "api": "config errors",
     "api/grpc": "api config errors frontend ipc pb security tracing utils",
-    "api/http": "api config errors frontend ipc security tracing utils",
+    "api/http": "api config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",

@@ -14,9 +14,10 @@ _FLUSH_SECONDS = 2.0
 _SERVICE, _SPAN = "tgis", "generate"
 
 Phase = tuple[str, float, float]  # of a request: its name, start and end, in `time.monotonic()`
+Headers = Iterable[tuple[str, str | bytes]]
 
 
-def parent_headers(headers: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+def parent_headers(headers: Headers) -> dict[str, str]:
     """W3C's trace context in the metadata or headers of a call, if it is not too long."""
     found = ((name.lower(), value) for name, value in headers)
     return {
@@ -56,7 +57,7 @@ class Tracer:
 
     def record(
         self,
-        parent: Mapping[str, str] | None,
+        headers: Headers,
         started: float,
         phases: Iterable[Phase] = (),
         attributes: Mapping[str, Any] | None = None,
@@ -64,13 +65,13 @@ class Tracer:
     ) -> None:
         """The span of a request that ends now, `error` if it failed so, and those of its phases.
 
-        `started` is a value of `time.monotonic()`.
+        Its `headers` may say which span it belongs to. `started` is a value of `time.monotonic()`.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
         epoch = time.time() - time.monotonic()
-        context = TraceContextTextMapPropagator().extract(parent or {})
+        context = TraceContextTextMapPropagator().extract(parent_headers(headers))
         found = {**self._common, **(attributes or {}), **({"error.type": error} if error else {})}
         span = self._tracer.start_span(_SPAN, context, SpanKind.SERVER, found, start_time=_nanoseconds(epoch + started))
         if error:

@@ -74,13 +74,13 @@ def requests(data: bytes) -> None:
         match data[:1]:
             case b"\0":
                 single = parse(data[1:], pb.SingleGenerationRequest, 1)
-                _validate(convert.generate_call(single, account, b"", {}))
+                _validate(convert.generate_call(single, account, b"", ()))
             case b"\1":
                 texts = parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
                 convert.tokenize_call(texts, len(data), account, 1 << 24)
             case _:
                 batch = parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
-                _validate(convert.generate_call(batch, account, b"", {}))
+                _validate(convert.generate_call(batch, account, b"", ()))
 
 
 def _validate(call: GenerateCall) -> None:

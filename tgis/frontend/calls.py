@@ -1,11 +1,11 @@
 """What an API reads from one RPC and hands to the front end. Knows no proto."""
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tgis.frontend.sampling_params import RawParams
+from tgis.tracing import Headers
 
 
 class CallKind(enum.StrEnum):
@@ -57,7 +57,7 @@ class GenerateCall:
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
     n: int = 1  # outputs of each input
-    trace_parent: Mapping[str, str] | None = None  # W3C's headers: the span that this call belongs to
+    headers: Headers = field(default=(), repr=False)  # or metadata, which may name the span that it belongs to
 
     @property
     def num_outputs(self) -> int:

@@ -50,7 +50,7 @@ class RequestLog:
         elif error is not None and not self._outputs:  # cancelled before its inputs were queued
             self._metrics.request_failed(FailureReason.CANCELLED, self._call.num_outputs)
         if self._tracer and error is not None and not self._outputs:
-            self._tracer.record(self._call.trace_parent, self.started, error=type(error).__name__)
+            self._tracer.record(self._call.headers, self.started, error=type(error).__name__)
         for output in list(self._open):
             self.finish(output)
         for output in self._outputs:
@@ -102,7 +102,7 @@ class RequestLog:
         if request.adapter:
             attributes["gen_ai.request.model"] = request.adapter.id
         tracer.record(
-            self._call.trace_parent,
+            self._call.headers,
             timings.arrived,
             [each for each in zip(_PHASES, marks, marks[1:], strict=False) if all(each[1:])],
             attributes,

@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from tgis.frontend.tokenizer import Encoding, reply_too_large
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
+from tgis.tracing import Headers
 from tgis.utils.thread_pool import leave_gil
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def generate_call(
     message: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
     account: Account,
     identity: bytes,
-    trace_parent: Mapping[str, str],
+    metadata: Headers,
     answer_deadline: float | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
@@ -65,7 +66,7 @@ def generate_call(
         identity=identity,
         adapter=_adapter(message),
         answer_deadline=answer_deadline,
-        trace_parent=trace_parent,
+        headers=metadata,
     )
 
 

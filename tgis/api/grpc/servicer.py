@@ -19,7 +19,6 @@ from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
 from tgis.pb import generation_pb2 as pb
 from tgis.security.bearer import caller_identity
-from tgis.tracing import parent_headers
 
 GENERATION_SERVICE = "fmaas.GenerationService"
 
@@ -48,7 +47,8 @@ class GenerationServicer:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
             deadline = self._answer_deadline(grpc_call.context)
-            call = convert.generate_call(message, account, identity, _trace_parent(grpc_call), deadline)
+            metadata = grpc_call.context.invocation_metadata() or ()
+            call = convert.generate_call(message, account, identity, metadata, deadline)
             outputs = await generator.generate(call)
             cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
             return await generator.pool.run(
@@ -58,7 +58,8 @@ class GenerationServicer:
     async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
         with self._admitted(data, grpc_call) as (generator, account, identity):
             message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
-            call = convert.generate_call(message, account, identity, _trace_parent(grpc_call))
+            metadata = grpc_call.context.invocation_metadata() or ()
+            call = convert.generate_call(message, account, identity, metadata)
             is_special = _is_special(call, generator)
             async with aclosing(generator.stream(call)) as outputs:
                 async for output in outputs:
@@ -98,10 +99,6 @@ class GenerationServicer:
         if self.generator is None:
             raise Unavailable("the model is still loading")
         return self.generator
-
-
-def _trace_parent(call: GrpcCall) -> dict[str, str]:
-    return parent_headers(call.context.invocation_metadata() or ())
 
 
 def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:

@@ -21,7 +21,6 @@ from tgis.errors import RequestError, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.sampling_params import RawParams
-from tgis.tracing import parent_headers
 from tgis.utils import logs
 
 _REFUSALS = (400, 413, 415, 422)
@@ -87,7 +86,7 @@ class HttpCall:
             identity=self.identity,
             adapter=("adapter_id", adapter) if adapter else None,
             n=n,
-            trace_parent=parent_headers(self.request.headers.items()),
+            headers=self.request.headers.items(),
         )
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
