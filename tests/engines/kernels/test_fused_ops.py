@@ -315,7 +315,7 @@ def test_every_architecture_computes_in_bfloat16_what_it_did(
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     path = make_model(name, tmp_path)
     plain, fused = (family.from_pretrained(path, dtype=torch.bfloat16).eval() for _ in range(2))
-    ids = torch.randint(3, 60, (2, 9))
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))  # no expert is a near tie
     arguments = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :4]} if config.is_encoder_decoder else {})
     pack_linears(fused, GemmSelector(best_kernels))
     fuse(fused, best_kernels)
