@@ -1,4 +1,5 @@
-"""Triton's kernels in its interpreter: `TRITON_INTERPRET=1 python interpreted_kernels.py KIND...`.
+"""Triton's kernels in its interpreter: `TRITON_INTERPRET=1 python interpreted_kernels.py KIND...`, or `KIND+` for the
+cases of attention that take longer than they are worth in every run.
 
 A process of its own, since Triton decides at import whether to interpret. It prints one line of JSON: for each kind and
 case how far the kernel's result is from the expected one. Triton cannot interpret bfloat16.
@@ -30,6 +31,23 @@ from tgis.engines.kernels.cuda.sampling import gumbel_max
 from tgis.engines.loading import loader
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
+CORNERS = {  # of attention
+    "one token",
+    "of every length around a block and a tile",
+    "only empty sequences",
+    "a long sequence among short ones",
+    "one KV head for all, in parts",
+    "window, in splits",
+    "bias by key, in splits",
+    "all at once",
+    "head size 96, int32, float16",
+    "values wider than keys",
+    "prompts",
+    "chunks with context",
+    "window of one token",
+    "not causal, all at once",
+    "one KV head, of 256",
+}
 
 
 def repair() -> None:
@@ -77,13 +95,27 @@ def model_error(name: str) -> float:
     return float((model(IDS).logits - logits).norm() / logits.norm())
 
 
+def corners(cases: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: case for name, case in cases.items() if name in CORNERS}
+
+
+def others(cases: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: case for name, case in cases.items() if name not in CORNERS}
+
+
+def prefill_error(case: prefill_cases.Case) -> float:
+    return prefill_cases.error(case, "cpu")
+
+
 def each(cases: Mapping[str, Any], off: Callable[[Any], float]) -> dict[str, float]:
     return {name: off(case) for name, case in cases.items() if name != "bfloat16"}
 
 
 KINDS: dict[str, Callable[[], Mapping[str, float]]] = {
-    "decode": lambda: each(decode_cases.CASES, decode_error),
-    "prefill": lambda: each(prefill_cases.CASES, lambda case: prefill_cases.error(case, "cpu")),
+    "decode": lambda: each(corners(decode_cases.CASES), decode_error),
+    "decode+": lambda: each(others(decode_cases.CASES), decode_error),
+    "prefill": lambda: each(corners(prefill_cases.CASES), prefill_error),
+    "prefill+": lambda: each(others(prefill_cases.CASES), prefill_error),
     "draw": lambda: each(gumbel_max_cases.CASES, changed_draws),
     "filtered": lambda: each(filtered_cases.CASES, lambda case: filtered_cases.changed(case, "cpu")),
     "quantized": lambda: each(quantized_cases.CASES, quantized_error),
