@@ -162,6 +162,7 @@ def soak(cache: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_short_soak_of_the_front_end(glassllm_dir: Path, cache_dir: Path) -> None:
     code, report = soak(cache_dir, "--engine", "fake", "--minutes", "0.05", "--in-flight", "16")
     assert report["problems"] == []

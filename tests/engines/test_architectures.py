@@ -4,7 +4,6 @@ import dataclasses
 import random
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,8 @@ from tiny_models import (
     VOCAB_SIZE,
     check_best,
     generate_all,
-    greedy_requests,
     make_config,
     make_model,
-    run_steps,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
@@ -43,7 +40,7 @@ from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError, Unsupported
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.request import Request
 
 NEW_TOKENS = 12
 
@@ -92,13 +89,12 @@ def class_name(name: str) -> str:
     return names[config.model_type]
 
 
-def padded(name: str) -> Any:
-    """Slow where another engine is the first choice."""
+def slow_if_native(name: str) -> Any:
     marks = [pytest.mark.slow] if TABLE[class_name(name)][0] == "tgis_native" else []
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", [*map(padded, ARCHITECTURES), *ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [slow_if_native(name) for name in (*ARCHITECTURES, *ENCODER_DECODERS)])
 def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
     engine = PaddedEngine(engine_options(directory, 6, threads=1))
@@ -122,35 +118,6 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
     check(directory, PagedEngine(options), dataclasses.replace(bounds, encoder_decoder=encodes))
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if TABLE[class_name(name)][0] == "tgis_native"])
-def test_drawn_tokens_and_logprobs_are_those_of_single_padded_rows(name: str, tmp_path: Path) -> None:
-    options = engine_options(make_model(name, tmp_path), 6, threads=1)
-    paged = {"padded": False, "block_size": 16, "max_batch_size": 6, "encoder_decoder": True}
-    expected, expected_logprobs = drawn(PaddedEngine(options), limits(200, max_batch_size=1))
-    found, found_logprobs = drawn(PagedEngine(options), limits(200, prefill_tokens=40, **paged))
-    assert found == expected
-    for number, numbers in expected_logprobs.items():
-        assert found_logprobs[number] == pytest.approx(numbers, abs=1e-4)
-
-
-def drawn(engine: Engine, bounds: BatchLimits) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
-    """Tokens drawn for requests that come at random steps, and their logprobs and ranks, by request."""
-    engine.warm_up()
-    rng = random.Random(1)
-    tokens: dict[int, list[int]] = defaultdict(list)
-    logprobs: dict[int, list[float]] = defaultdict(list)
-    details = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
-    requests = [
-        Request(one.id, one.tokens, NEW_TOKENS, False, SamplingParams(temperature=1.0, seed=one.id), details)
-        for one in greedy_requests(8, NEW_TOKENS, rng)
-    ]
-    for plan, result, _ in run_steps(engine, bounds, requests, rng):
-        for seq, new, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
-            tokens[seq.id] += new
-            logprobs[seq.id] += [number for each in facts for number in (each.logprob, each.rank)]
-    return tokens, logprobs
-
-
 def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
     """Prompts that come at random times get what transformers gives each alone."""
     reference = Reference(directory)
@@ -164,7 +131,7 @@ def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
     assert_context_matters(reference, prompts, generated)
 
 
-@pytest.mark.parametrize("name", [*MORE_ARCHITECTURES, *REFUSED_ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [*map(slow_if_native, MORE_ARCHITECTURES), *REFUSED_ENCODER_DECODERS])
 def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     engine, why = TABLE[class_name(name)]
     options = engine_options(make_model(name, tmp_path), 6, threads=1)

@@ -49,6 +49,7 @@ def greedy_text(model: Path, text: str, max_new_tokens: int) -> str:
     return decoded
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_that_dies_ends_all(glassllm_dir: Path, tmp_path: Path) -> None:
     with running_cluster(tmp_path, glassllm_dir, Network()) as servers, servers.stub() as stub:
         node_0, node_1 = servers.nodes

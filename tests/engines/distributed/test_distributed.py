@@ -64,7 +64,7 @@ SMALL: dict[str, Any] = {
 
 
 def options_of(model: Path, **changes: Any) -> EngineOptions:
-    options = engine_options(model, 4, threads=2)
+    options = engine_options(model, 4, threads=1)
     return msgspec.structs.replace(
         options, **{"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2} | changes
     )
@@ -107,7 +107,10 @@ def small_drafter(kind: str, model: Path) -> Path:
     return model if kind == "itself" else make_model_from_config(config, directory)
 
 
-@pytest.mark.parametrize("speculation", ["off", "lookup", "itself", "another", "an MLP"])
+@pytest.mark.parametrize(
+    "speculation",
+    ["off", "another", "an MLP", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lookup", "itself"))],
+)
 def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Path) -> None:
     """In chunks, side by side, with cached prefixes and so few blocks that rows are preempted; with proposed tokens."""
     model, rng = small_llama(tmp_path), random.Random(1)

@@ -68,7 +68,7 @@ def test_loading_needs_the_predicted_memory(
         load_model(options, CPU)
 
 
-@pytest.mark.parametrize(("asked", "bits"), [("int8", 8), ("int4", 5)])
+@pytest.mark.parametrize(("asked", "bits"), [("int4", 5), pytest.param("int8", 8, marks=pytest.mark.slow)])
 def test_quantizing_needs_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
     head = 49152 * 576
     result, largest = (LINEARS - head) * bits // 8 + head, 2 * head

@@ -30,7 +30,7 @@ def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernel
         kernels_of(CPU_ISA)  # or the test is skipped
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
-    options = engine_options(make_model_from_config(OWN_ATTENTION[name], tmp_path), 4, threads=2)
+    options = engine_options(make_model_from_config(OWN_ATTENTION[name], tmp_path), 4, threads=1)
     isa = options.cpu_isa if kernels == "auto" else kernels
     engine = PagedEngine(msgspec.structs.replace(options, max_sequence_length=len(tokens), cpu_isa=isa))
     engine.warm_up()

@@ -246,7 +246,11 @@ PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS = (
 )
 
 
-@pytest.mark.parametrize("subject", [PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS], indirect=True)
+@pytest.mark.parametrize(
+    "subject",
+    [PLAIN, SLIDING_WINDOW, *(pytest.param(each, marks=pytest.mark.slow) for each in (SOFT_CAPPING, SINKS))],
+    indirect=True,
+)
 def test_chunks_of_every_size(subject: Subject) -> None:
     """Alone, and beside a decode."""
     long = Request(1, list(PROMPTS[5]), 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
