@@ -24,7 +24,10 @@ from tgis.ipc.messages import EngineOptions
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LONGEST = 128
-FIRST_READ = 10 << 20  # bytes of libraries and heap that one start touches in its largest step, and another before
+# What steps free, the C library keeps or not, as the heap happens to look: 25 MB in some runs. Larger blocks have
+# mappings of their own in these starts, so that memory is that in use; an estimate allows for some that is kept.
+NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+KEPT = 12 << 20
 SETTINGS: dict[str, Any] = {"engine": "auto", "max_sequence_length": LONGEST, "estimate_memory": "auto"}
 LLAMA = LlamaConfig(vocab_size=8000, **LLAMA_LIKE | {"hidden_size": 128, "num_hidden_layers": 4})
 GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "intermediate_size": 2048})
@@ -60,6 +63,8 @@ STARTS: dict[str, tuple[Any, str, Any]] = {  # a model, KV_CACHE_DTYPE, and what
     "qwen2, a draft model": (GROUPED, "auto", DRAFTER),
     "qwen2, an MLP speculator": (GROUPED, "auto", MLP),
 }
+FAST = ("llama", "t5", "qwen2, KV int8", "qwen2, an MLP speculator")
+CASES = [pytest.param(name in FAST, name, id=name, marks=() if name in FAST else pytest.mark.slow) for name in STARTS]
 
 
 def make_drafter(config: Any, path: Path) -> str | None:
@@ -76,8 +81,9 @@ def make_drafter(config: Any, path: Path) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What a check and a start said of each, in processes of their own."""
+def starts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What a check and a start said of each of the fast or slow ones, in processes of their own."""
+    chosen = {name: start for name, start in STARTS.items() if (name in FAST) == request.param}
     changes = [
         {
             "model_path": str(make_model_from_config(config, tmp_path_factory.mktemp("model"))),
@@ -86,13 +92,13 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
             "speculation": "auto",
             **SETTINGS,
         }
-        for config, kv_cache_dtype, drafter in STARTS.values()
+        for config, kv_cache_dtype, drafter in chosen.values()
     ]
-    found = run_python("tests/support/measured_starts.py", json.dumps(changes))
-    return dict(zip(STARTS, found, strict=True))
+    found = run_python("tests/support/measured_starts.py", json.dumps(changes), **NOTHING_KEPT)
+    return dict(zip(chosen, found, strict=True))
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize(("starts", "name"), CASES, indirect=["starts"], scope="module")
 def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[str, Any]]) -> None:
     (_, kv_cache_dtype, drafter), found = STARTS[name], starts[name]
     (title, weights, *drafting, kv_cache, step, together), text, info = found["check"], found["log"], found["info"]
@@ -109,8 +115,8 @@ def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[s
     assert [bytes_in(line) for line in (weights, *drafting)] == pytest.approx(found["files"], rel=0.05)
     assert [info["drafted_tokens"] > 0, len(drafting)] == [drafter is not None] * 2
     assert bytes_in(kv_cache) == pytest.approx(kv_bytes, rel=0.05)
-    assert bytes_in(step) == pytest.approx(measured, rel=0.05, abs=FIRST_READ)
-    assert bytes_in(together) == pytest.approx(sum(found["files"]) + kv_bytes + measured, rel=0.05, abs=FIRST_READ)
+    assert 0.99 * measured < bytes_in(step) < 1.05 * measured + KEPT
+    assert bytes_in(together) == pytest.approx(sum(found["files"]) + kv_bytes + measured, rel=0.05, abs=KEPT)
 
 
 @pytest.mark.parametrize(
