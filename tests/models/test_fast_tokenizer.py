@@ -20,6 +20,22 @@ from tgis.models.convert import gguf
 from tgis.models.convert.fast_tokenizer import add_tokenizer, convert_here, ensure_tokenizer
 from tgis.models.files import ModelFiles, find_model, special_tokens
 
+CHILD = staging.run_child
+
+
+@pytest.fixture(autouse=True)
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert in this process, since importing transformers takes seconds; some tests restore the real child."""
+
+    def run(command: list[str], seconds: float | None) -> str | None:
+        try:
+            convert_here(*command[3:])
+        except SystemExit as left:
+            return str(left.code)
+        return None
+
+    monkeypatch.setattr(staging, "run_child", run)
+
 
 class TestOfAServer:
     def test_an_existing_one_is_used(self, tmp_path: Path) -> None:
@@ -28,6 +44,7 @@ class TestOfAServer:
         assert not (tmp_path / "cache").exists()
 
     def test_converted_once(self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staging, "run_child", CHILD)
         with ThreadPoolExecutor(2) as pool:  # two servers start at the same time
             first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
         assert first == second
@@ -52,7 +69,10 @@ class TestOfAServer:
         assert "\n" not in str(caught.value)
         assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
 
-    def test_the_code_of_a_model_is_not_run(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+    def test_the_code_of_a_model_is_not_run(
+        self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "run_child", CHILD)
         settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
         write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
         (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
