@@ -308,15 +308,14 @@ class Server:
         if (generator := self._servicer.generator) is None:
             return
         started, grace = time.monotonic(), self._config.shutdown_grace_seconds
-        inputs, num_cancelled = self._clients.inputs, generator.num_cancelled
-        num_inputs = inputs.held.total()
+        num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
         await wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
         await self._clients.end_calls()
         await grpc_server.stop()
         await stopped
-        cancelled = generator.num_cancelled - num_cancelled + inputs.held.total()  # some have yet to notice
+        cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
     def _make_http_ports(self, client: EngineClient) -> HttpPorts:

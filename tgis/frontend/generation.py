@@ -75,6 +75,7 @@ class Generator:
         self._metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
+        self.num_inputs = 0  # of open calls, also of those that have given back their places
         self.num_cancelled = 0  # ever, by clients or by the end of the server
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
@@ -187,12 +188,14 @@ class Generator:
         _check_num_inputs(num_inputs, call.account.max_inputs)
         call.account.charge(_INPUT_BYTES * num_inputs)
         call.account.take_places(num_inputs)
+        self.num_inputs += num_inputs
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += num_inputs
             raise
         finally:
+            self.num_inputs -= num_inputs
             call.account.give_back_places()
 
     async def _prepare(
