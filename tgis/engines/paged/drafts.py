@@ -98,23 +98,23 @@ class DraftModel(Drafter):
     def draft(self, plan: StepPlan) -> None:
         """Draft, except for sequences of which more than a step may compute is new."""
         left = _MAX_PROMPT_TOKENS
-        asked = {seq.id: self._start(seq, plan.drafts[seq.id]) for seq in plan.seqs if seq.id in plan.drafts}
+        asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
         for seq in asked.values():
             if (tokens := min(seq.num_uncomputed_tokens - 1, left)) >= _MAX_ROWS:
                 self._engine.runner.compute_logits(StepPlan([seq], [tokens], [], has_prefill=True))
                 seq.num_computed_tokens += tokens
                 left -= tokens
-        ready = {number: seq for number, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
-        while unfinished := [seq for seq in ready.values() if seq.num_remaining_tokens]:
-            self._extend(unfinished)
+        ready = {at: len(seq.tokens) for at, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
+        for done in range(max((plan.drafts[number] for number in ready), default=0)):
+            self._extend([asked[number] for number in ready if plan.drafts[number] > done])
         for seq in plan.seqs:
             if seq.id in ready:
-                drafted = ready[seq.id].tokens[len(seq.tokens) :]
+                drafted = asked[seq.id].tokens[ready[seq.id] :]
                 plan.proposals[seq.id] = drafted[: seq.num_allowed(drafted)]
-            if seq.id in asked:
-                end = asked[seq.id].num_computed_tokens
-                length = min(len(seq.tokens), end)
-                self._computed[seq.id] = length, asked[seq.id].tokens[length:end]
+        for number, seq in asked.items():
+            end = seq.num_computed_tokens
+            length = min(ready.get(number, end), end)
+            self._computed[number] = length, seq.tokens[length:end]
 
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
@@ -124,24 +124,23 @@ class DraftModel(Drafter):
         self._engine.warm_up_with(num_blocks)
         self.caches = self._engine.caches
 
-    def _start(self, seq: Sequence, count: int) -> Sequence:
-        """The sequence as the model drafts tokens for it: without adapter, and no details are asked for."""
+    def _start(self, seq: Sequence) -> Sequence:
+        """The sequence as the model computes it: without adapter, and no details are asked for."""
         length, drafted = self._computed.get(seq.id, (0, []))
         own = copy(seq)
         own.request = msgspec.structs.replace(seq.request, logprob_options=LogprobOptions())
-        own.tokens, own.adapter, own.max_length = [*seq.tokens], None, len(seq.tokens) + count
+        own.tokens, own.adapter = [*seq.tokens], None
         own.num_computed_tokens = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
         return own
 
     def _extend(self, seqs: list[Sequence]) -> None:
-        """Append the model's next token to each sequence, and those that its grammar forces after it, in one pass of a
-        row for each token.
-        """
+        """Append the model's next token to each sequence, in one pass of a row for each token."""
         rows = []
         for seq in seqs:
             *known, newest = rows_of(seq, seq.tokens, seq.num_computed_tokens)
             for row in known:
                 row.grammar = None  # what follows is there
+            newest.max_length = len(seq.tokens) + 1  # a token that a grammar forces has a pass of its own
             rows += [*known, newest]
         result = self._engine.step(StepPlan(rows, [1] * len(rows), rows, has_prefill=False))
         ends = [*accumulate(seq.num_uncomputed_tokens for seq in seqs)]
