@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
-from cpu_kernels import CPU_ISA, kernels_of
+from cpu_kernels import CPU_ISA, kernels_of, num_threads
 from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
 from tiny_models import SHAPE_OF_512, VOCAB_SIZE, make_model_from_config, run_steps
-from torch.nn.functional import gelu
+from torch.nn.functional import cross_entropy, gelu
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tgis.engines.paged.engine import PagedEngine
@@ -36,6 +36,7 @@ MLP: dict[str, Any] = {
     "n_predict": 3,
 }
 TIED = MLP | {"tie_weights": True, "scale_input": True}
+NEW, BOS = 32, 2  # of texts of glassllm
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
 
@@ -192,6 +193,71 @@ def test_an_mlp_speculator_is_its_formula(paths: dict[str, Path], name: str, con
     with proposing(ForcedDrafts):
         outcomes(engine, requests(draw, [*KINDS[:3], KINDS[4]] * 3), 3, 14, draw, check)
     assert num_checked > 50
+
+
+@pytest.mark.slow
+def test_a_trained_mlp_speculator_is_right_as_often_as_in_training(glassllm_dir: Path, tmp_path: Path) -> None:
+    """In texts that it was not trained with: as many tokens of each draft are kept as its formula is right about."""
+    model = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    config = MLP | {"vocab_size": 1024, "emb_dim": 128}
+    words = torch.randperm(1000, generator=torch.Generator().manual_seed(1)) + 24  # those before are special or letters
+    with num_threads(1):  # two that wait for each other are slower
+        known = torch.cat([generated(model, words[:64], 64, sample=True), generated(model, words[64:128], 64)])
+        weights = train_mlp(config, *drafts_of(model, known))
+        texts = generated(model, words[128:160], NEW + config["n_predict"])
+    states, tokens = drafts_of(model, texts)
+    best = torch.stack(mlp_logits(config, weights, states, tokens[:-1])).argmax(-1)
+    right = (best == torch.stack(tokens[1:])).int().cumprod(0)  # [stage, text, place], teacher-forced
+    expected = 0
+
+    def check(known: list[int], drafted: list[int]) -> None:
+        nonlocal expected
+        (text,) = (texts[:, 1] == known[1]).nonzero()[0].tolist()
+        assert known == texts[text, : len(known)].tolist()
+        expected += int(right[: len(drafted), text, len(known) - 3].sum())
+
+    paths = {"itself": glassllm_dir, "trained": save_mlp(tmp_path, config, weights)}
+    asked = [
+        Request(at, text, NEW, False, SamplingParams(ignore_eos=True)) for at, text in enumerate(texts[:, :2].tolist())
+    ]
+    with proposing(ForcedDrafts):
+        _, counts = outcomes(load(paths, "trained", "float32"), asked, 3, 40, random.Random(7), check)
+    assert counts["drafted"] > 300
+    assert 0.4 * counts["drafted"] < expected == pytest.approx(counts["kept"], rel=0.01)
+
+
+def generated(model: Any, words: torch.Tensor, new: int, *, sample: bool = False) -> torch.Tensor:
+    """Texts of glassllm that begin with these words."""
+    torch.manual_seed(2)
+    prompts = torch.stack([torch.full_like(words, BOS), words], 1)
+    mask = torch.ones_like(prompts)
+    found: torch.Tensor = model.generate(prompts, attention_mask=mask, max_new_tokens=new, do_sample=sample)
+    return found
+
+
+def drafts_of(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The hidden states before each generated token after which there are enough others, and these tokens in turn."""
+    states, count = model.model(texts).last_hidden_state.detach(), texts.shape[1] - 2 - MLP["n_predict"]
+    return states[:, 1 : 1 + count], [texts[:, 2 + ahead : 2 + ahead + count] for ahead in range(MLP["n_predict"] + 1)]
+
+
+def train_mlp(config: dict[str, Any], states: torch.Tensor, tokens: list[torch.Tensor]) -> Weights:
+    """A few steps of teacher forcing, which take about a second."""
+    weights = random_mlp(config)
+    weights = {name: (weight / 5 if ".head." in name else weight).requires_grad_() for name, weight in weights.items()}
+    optimizer, rate = torch.optim.Adam(weights.values()), torch.linspace(0.03, 0, 200)
+    states, tokens, draw = states.flatten(0, 1), [each.flatten() for each in tokens], torch.Generator().manual_seed(3)
+    for each in rate.tolist():
+        optimizer.param_groups[0]["lr"] = each
+        some = torch.randint(len(states), (256,), generator=draw)
+        with torch.enable_grad():
+            scores = mlp_logits(config, weights, states[some], [own[some] for own in tokens[:-1]])
+            loss = sum(cross_entropy(own, right[some]) for own, right in zip(scores, tokens[1:], strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize(

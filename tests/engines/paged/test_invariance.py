@@ -86,7 +86,9 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arit
 # kernels/test_quantized.py tries all kernels in milliseconds, and with several threads
 SOME_KERNELS = ("int8", "KV int8", "nf4", "W8A8 by token")
 CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV fp8")]
-SLOW = [("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in SOME_KERNELS]
+SLOW: list[Any] = [
+    ("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in SOME_KERNELS
+]
 SLOW += [("Llama", "float32", "avx2"), ("GPT2", "float32", "avx2", "int8")]
 SLOW += [("Llama", "float32", "auto", "gptq, act-order")]
 SLOW += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static", "KV fp8")]
