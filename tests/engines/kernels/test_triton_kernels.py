@@ -1,8 +1,8 @@
 """The Triton kernels: interpreted on the CPU against the oracle, and compiled for real GPUs."""
 
 from importlib.util import find_spec
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 from interpreted_engine import REQUESTS
