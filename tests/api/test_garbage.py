@@ -1,7 +1,6 @@
 """Calls leave no reference cycles, however they end: what they held would stay until the next collection."""
 
 import json
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -14,7 +13,7 @@ import grpc
 import pytest
 from garbage_server import collected
 from harness import Server, as_stream_request, running_module, unary_request
-from repository import REPOSITORY
+from repository import REPOSITORY, python_path
 
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -106,7 +105,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(directory: Path, model: Path, **options: Any) -> Iterator[Clients]:
     options |= {"MAX_NEW_TOKENS": LONG, "MAX_CONCURRENT_REQUESTS": 8, "PAYLOAD_LIMIT": MAX_BODY}
-    options["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/support")))
+    options["PYTHONPATH"] = python_path(REPOSITORY, REPOSITORY / "tests/support")
     command = ["garbage_server", str(directory / "report")]
     with running_module(command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", **options) as server:
         made = Clients(server, directory / "report")

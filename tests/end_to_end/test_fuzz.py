@@ -15,7 +15,7 @@ import pytest
 from fuzz_messages import mutated, random_message
 from google.protobuf.message import DecodeError, Message
 from harness import Server, failure, running_fake, running_server, unary_request, wait_until
-from repository import REPOSITORY
+from repository import REPOSITORY, python_path
 
 from benchmarks.structured_output.random_grammars import random_grammar
 from tgis.pb import generation_pb2 as pb
@@ -67,7 +67,7 @@ def test_every_call_ends_with_a_proper_status(server: Server, seed: int, attacks
 def test_forced_proposals_change_no_status(glassllm_dir: Path, tmp_path: Path, proposer: str) -> None:
     """A model gets the calls, and verifies as many tokens in each step as it may."""
     options: dict[str, Any] = {"MAX_NEW_TOKENS": 64, "MAX_SEQUENCE_LENGTH": 128, "MAX_CONCURRENT_REQUESTS": INPUTS}
-    path = f"{REPOSITORY}/tests/support/forced_lookup:{REPOSITORY}"
+    path = python_path(REPOSITORY / "tests/support/forced_lookup", REPOSITORY)
     with running_server(tmp_path, glassllm_dir, **options, PYTHONPATH=path, PROPOSER=proposer) as server:
         _check(server, 1, 1_500)
         kind = "draft" if proposer == "drafts" else "lookup"

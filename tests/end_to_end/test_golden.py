@@ -15,7 +15,7 @@ import pytest
 from golden_cases import Case, cases, expected_answers, servers
 from golden_model import write_prompts
 from harness import running_server
-from repository import REPOSITORY
+from repository import REPOSITORY, python_path
 
 SEED = 20
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -66,7 +66,7 @@ def test_case(problems: dict[str, list[str]], case: Case) -> None:
 def test_the_oracle_still_gives_the_expected_answers() -> None:
     """The expected answers belong to the current cases, models and oracle."""
     command = [sys.executable, "tests/support/golden_oracle.py", "--check"]
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environ = os.environ | {"PYTHONPATH": python_path(REPOSITORY), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environ, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
 

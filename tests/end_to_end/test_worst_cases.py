@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ import grpc
 import pytest
 from harness import Server, running_module
 from measured_server import LoopMeter
-from repository import REPOSITORY
+from repository import REPOSITORY, python_path
 from worst_cases import RPCS, WorstCase, worst_cases
 
 from demo.fake_model import make_fake_model
 
 MAX_LENGTH = 4096
-PATHS = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]
+PATHS = REPOSITORY, REPOSITORY / "tests" / "support"
 CASES = list(worst_cases(MAX_LENGTH))
 WATCH_SECONDS = 0.2  # a stream without end is left after that
 PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND", "still open"}
@@ -61,7 +60,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredServe
     meter = LoopMeter.create(directory / "meter")
     command = ["measured_server", str(directory / "meter")]
     with running_module(
-        command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", PYTHONPATH=os.pathsep.join(PATHS)
+        command, directory, MODEL_NAME=model, DEPLOYMENT_FRAMEWORK="fake", PYTHONPATH=python_path(*PATHS)
     ) as server:
         yield MeasuredServer(server, meter)
 

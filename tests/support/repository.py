@@ -12,10 +12,14 @@ sys.path.append(str(REPOSITORY))  # the package `demo` is not installed: for scr
 TEST_CACHE = Path(os.environ.get("TGIS_TEST_CACHE", REPOSITORY / ".cache")).absolute()  # CI sets the variable
 
 
+def python_path(*first: Path) -> str:
+    """These directories, and what PYTHONPATH has: on a GPU machine our packages."""
+    return os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH")]))
+
+
 def run_python(*arguments: str | Path, **variables: str) -> Any:
     """The last line, from JSON, that `python ARGUMENTS...` prints."""
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths} | variables
+    environment = os.environ | {"PYTHONPATH": python_path(REPOSITORY)} | variables
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -8,7 +8,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 import torch
-from repository import REPOSITORY
+from repository import REPOSITORY, python_path
 from tiny_models import make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
@@ -108,7 +108,7 @@ def test_ranks_merge_their_shards(tmp_path: Path) -> None:
         [sys.executable, "tests/support/merged_linear_rank.py", str(tmp_path / "store"), str(rank), *map(str, models)]
         for rank in (0, 1)
     ]
-    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    variables = os.environ | {"PYTHONPATH": python_path(REPOSITORY)}
     ranks = [Popen(command, cwd=REPOSITORY, env=variables, stdout=PIPE, text=True) for command in commands]
     for rank in ranks:
         lines = rank.communicate(timeout=120)[0].splitlines()
