@@ -327,6 +327,20 @@ def quantized_copy(
     return expected
 
 
+def experts_in_mxfp4(path: Path) -> None:
+    """Give the experts of a model random codes, and exponents for each 32 of them."""
+    tensors, draw = load_file(path / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        size = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.from_numpy(draw.integers(0, 256, (*size, 16), dtype=np.uint8))
+        tensors[f"{name}_scales"] = torch.from_numpy(draw.integers(121, 126, size, dtype=np.uint8))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    file = path / "config.json"
+    config = msgspec.json.decode(file.read_bytes()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_bytes(msgspec.json.encode(config))
+
+
 def load(path: Path, **others: Any) -> PreTrainedModel:
     given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
     return loader.load_model(msgspec.structs.replace(engine_options(path, 8, threads=1), **given), torch.device("cpu"))

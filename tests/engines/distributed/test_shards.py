@@ -19,6 +19,7 @@ from quantized_formats import (
     TOKENS,
     Quantize,
     compressed_tensors,
+    experts_in_mxfp4,
     gptq,
     in_4_bits,
     in_bytes,
@@ -106,6 +107,22 @@ def test_ranks_share_quantized_weights(name: str, layout: str, count: int, engin
     directory = make_quantizable(name, tmp_path)
     described, quantize = LAYOUTS[layout]
     quantized_copy(directory, {"gate$": None, "": quantize}, described)
+    compare(directory, count, engine)
+
+
+@pytest.mark.parametrize(
+    ("count", "engine"),
+    [
+        (2, "tgis_native"),
+        *(pytest.param(4, each, marks=pytest.mark.slow) for each in ("tgis_native", "hf_transformers")),
+    ],
+)
+def test_ranks_share_experts_in_mxfp4(count: int, engine: str, tmp_path: Path) -> None:
+    """Parts of 48 and 24 inputs begin within blocks of 32."""
+    config = make_config("GptOss")
+    config.hidden_size, config.intermediate_size = 64, 96
+    directory = make_model_from_config(config, tmp_path)
+    experts_in_mxfp4(directory)
     compare(directory, count, engine)
 
 

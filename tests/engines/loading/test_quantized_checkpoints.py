@@ -12,11 +12,22 @@ import pytest
 import torch
 from batches import engine_options
 from gguf_files import one_more, permuted, write_directory, write_gguf
-from quantized_formats import AUTO_ROUND, AWQ, FORMATS, GPTQ, Quantize, awq, gptq, load, quantized_copy
+from quantized_formats import (
+    AUTO_ROUND,
+    AWQ,
+    FORMATS,
+    GPTQ,
+    Quantize,
+    awq,
+    experts_in_mxfp4,
+    gptq,
+    load,
+    quantized_copy,
+)
 from safetensors.torch import load_file, save_file
-from tiny_models import make_config, make_model
+from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.loading import loader
 from tgis.engines.quantization.gguf import read_gguf
@@ -24,6 +35,7 @@ from tgis.engines.quantization.gptq import unpacked
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
+EXPERTS = "model.layers.1.mlp.experts.down_proj_scales"
 
 
 # config.json says nothing: a file beside it, or tensors
@@ -92,6 +104,26 @@ def test_memory_and_name(tmp_path: Path) -> None:
     assert found is not None
     assert found[1] == sum(each.values()) + 2 * 48 * 32
     assert str(quantization).startswith("as gptq, with")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
+    """As transformers does it, to the bit."""
+    config = make_config("GptOss")
+    config.hidden_size, config.intermediate_size = 64, 96
+    path = make_model_from_config(config, tmp_path)
+    experts_in_mxfp4(path)
+    expected = dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).named_parameters())
+    found = {name: weight for name, weight in load(path, dtype=dtype).named_parameters() if ".experts." in name}
+    assert len(found) == 8
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    tensors = load_file(path / "model.safetensors")
+    for scales in (tensors[EXPERTS][:, :, :1].contiguous(), None):
+        changed = {**tensors, EXPERTS: scales}
+        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        save_file(kept, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(StartError, match=rf"down_proj_blocks is .* \[2, 64, 3, 16\], which {EXPERTS} do not fit$"):
+            load(path)
 
 
 def version_2(tensors: dict[str, Tensor], layer: str) -> None:

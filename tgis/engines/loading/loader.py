@@ -30,6 +30,7 @@ from tgis.engines.loading.sharding import Sharding, TorchCollectives
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
+from tgis.engines.quantization.mxfp4 import widened_tensors
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -160,15 +161,20 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     checkpoint = quantization.checkpoint if quantization else None
-    sharding = _sharding(size, config, options, device, dtype, is_quantized=checkpoint is not None)
+    sharding = _sharding(size, options, device, dtype, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        if checkpoint and size:
+        state_dict: Any = None
+        if checkpoint:
             state_dict = checkpoint.state_dict(dtype)  # whose placeholders tell where codes are
+        elif vars(config).pop("quantization_config", None):
+            state_dict = widened_tensors(Path(options.model_path), dtype)
+        if size and state_dict is not None:
             model = _from_pretrained(type(size[0]), options, config, dtype, sharding, state_dict=state_dict)
             model.generation_config = load_generation_config(options, config)
-            checkpoint.attach(model)
         else:
             model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
+        if checkpoint:
+            checkpoint.attach(model)
         if sharding:
             sharding.cut(model)
             sharding.connect(model)
@@ -195,22 +201,12 @@ def _collectives(options: EngineOptions, device: torch.device, dtype: torch.dtyp
 
 
 def _sharding(
-    size: SizedModel | None,
-    config: PreTrainedConfig,
-    options: EngineOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    is_quantized: bool,
+    size: SizedModel | None, options: EngineOptions, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
 ) -> Sharding | None:
     """How this rank shares the model with others, if there are any."""
-    if options.num_shards == 1:
+    if options.num_shards == 1 or size is None:
         return None
-    if getattr(config, "quantization_config", None) is not None:
-        raise StartError(
-            f"NUM_SHARD={options.num_shards}: {options.model_path} has weights in MXFP4, which only one rank widens"
-        )
-    return Sharding(size[0], _collectives(options, device, dtype), is_quantized=is_quantized) if size else None
+    return Sharding(size[0], _collectives(options, device, dtype), is_quantized=is_quantized)
 
 
 def _optimize(

@@ -1,7 +1,7 @@
 """Refuse a model that does not fit into memory before any weight is read.
 
 The sizes come from the model built on the meta device, and from the headers of its files, which show what will be
-converted. Where the size is unknown, as with quantized models, nothing is refused.
+converted. Where the size is unknown, nothing is refused.
 """
 
 import copy
@@ -44,8 +44,6 @@ def check_model_fits(
 
     `auto_class` is one of transformers' AutoModel classes.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        return None
     try:
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)

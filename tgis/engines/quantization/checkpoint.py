@@ -3,7 +3,7 @@ when the layer is packed, so that little is in memory beside the result.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -165,7 +165,7 @@ class Format(Protocol):
 
 def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpoint:
     """The checkpoint in the safetensors files of a directory, whose tensors stay in the files."""
-    plain, found = _grouped(path, {*layout.marks, *layout.others})
+    plain, found = read_tensors(path, {*layout.marks, *layout.others})
     layers = []
     for tensors in found.values():
         if tensors.keys().isdisjoint(layout.marks):
@@ -189,8 +189,8 @@ def _packed_bytes(tensor: Tensor) -> int:
     return int(8 * tensor.numel() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.nbytes)
 
 
-def _grouped(path: Path, suffixes: set[str]) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:
-    """Other tensors by name, and those with the suffixes by layer."""
+def read_tensors(path: Path, suffixes: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:
+    """Tensors by name, which stay in the files, and those with the suffixes by layer."""
     plain: dict[str, Tensor] = {}
     layers: dict[str, LayerTensors] = {}
     for file in find_weights(path):

@@ -44,7 +44,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantizatio
     "gptq": GptqFormat,
 }
 _GGUF = "gguf"  # said by directories that tgis makes for these files
-_WIDENED = frozenset({"mxfp4"})  # by transformers, while it loads the model
+_WIDENED = "mxfp4"  # while the model is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ class Quantization:
 def resolve_quantization(
     options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> Quantization | None:
-    """How the model is quantized; StartError where that cannot be. `config` no longer says so to transformers."""
+    """How the model is quantized; StartError where that cannot be. `config` no longer says so to transformers, but
+    where weights are to be widened.
+    """
     asked = options.quantize
     path = Path(options.model_path)
     found = _description(config, path, _NAMES.get(asked, asked))
@@ -96,7 +98,7 @@ def resolve_quantization(
         return None
     if method is not None and asked != "none" and _NAMES.get(asked, asked) != method:
         raise StartError(f"QUANTIZE={asked}, but the weights are quantized by {method!r:.40}")
-    if method in _WIDENED:
+    if method == _WIDENED:
         return None
     if method is not None and method not in (*_FORMATS, _GGUF):
         known = ", ".join(sorted([*_FORMATS, _GGUF]))

@@ -1,0 +1,58 @@
+"""Experts in MXFP4, as gpt-oss has them: blocks of 32 numbers in 4 bits, with a power of two for each. They are widened
+while a model is loaded, by each rank its part.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgis.engines.quantization.checkpoint import read_tensors
+from tgis.errors import StartError
+
+_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_TABLE = torch.cat([_VALUES, -_VALUES])
+_BLOCK = 32
+_BIAS = 127  # of exponents
+
+
+def widened_tensors(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The tensors of a model by name, for transformers, which takes parts of those that are not read yet."""
+    tensors: dict[str, Any] = dict(read_tensors(path)[0])
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        layer = name.removesuffix("_blocks")
+        codes, exponents = tensors.pop(name), tensors.pop(f"{layer}_scales", None)
+        if exponents is None or codes.dtype != torch.uint8 or codes.shape != (*exponents.shape, _BLOCK // 2):
+            raise StartError(f"{path}: {name} is {codes.dtype} {[*codes.shape]}, which {layer}_scales do not fit")
+        tensors[layer] = _Widened(codes, exponents, dtype)
+    return tensors
+
+
+class _Widened:
+    """A weight [experts, inputs, outputs], of which parts are read as of a tensor in a file."""
+
+    def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
+        """Codes [experts, outputs, groups, 16], two in each, and exponents [experts, outputs, groups]."""
+        self._codes, self._exponents, self._dtype = codes, exponents, dtype
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, groups = self._exponents.shape
+        return [experts, groups * _BLOCK, outputs]
+
+    def __getitem__(self, part: Any) -> Tensor:
+        """The part for slices of experts, inputs and outputs, or all of it for `...`."""
+        bounds = [slice(None)] * 3 if part is ... else part
+        experts, inputs, outputs = (range(size)[each] for each, size in zip(bounds, self.get_shape(), strict=True))
+        found = torch.empty(len(experts), len(inputs), len(outputs), dtype=self._dtype)
+        for place, expert in zip(found, experts, strict=True):
+            place.copy_(self._expert(expert, inputs, slice(outputs.start, outputs.stop)))
+        return found
+
+    def _expert(self, expert: int, inputs: range, outputs: slice) -> Tensor:  # float32 [inputs, outputs]
+        first = inputs.start // _BLOCK
+        own = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
+        codes, exponents = self._codes[own], self._exponents[own].int() - _BIAS
+        numbers = _TABLE[torch.stack([codes & 15, codes >> 4], -1).flatten(2).int()]
+        found = torch.ldexp(numbers, exponents[..., None]).flatten(1).T
+        return found[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]
