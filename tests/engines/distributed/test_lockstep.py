@@ -27,6 +27,7 @@ from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.paged import async_decode
+from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.engines.sampling import logits_processors, logprobs
@@ -37,7 +38,12 @@ from tgis.ipc.request import Request, SamplingParams
 
 SIZE, ROWS, BLOCKS, NEW_TOKENS = 4, 5, 26, 30
 NUMBERED, ADAPTED = {3, 17}, {4, 5, 11}  # requests with a grammar, with a LoRA adapter
+FAILURES = 5
 Texts = dict[int, list[int]]
+
+
+class Failure(Exception):
+    """Of a step that all ranks can give up."""
 
 
 class Launches:
@@ -69,7 +75,13 @@ class Messages:
         return [msgspec.msgpack.decode(found[0], type=ranks.RankMessage)]
 
     def send(self, message: Any) -> None:
-        dist.broadcast_object_list([msgspec.msgpack.encode(message)])
+        dist.broadcast_object_list([msgspec.msgpack.encode(message)], dist.get_rank())
+
+    def gave_up(self, seconds: float) -> bool:
+        """As rank 0 hears it of the other one."""
+        found: list[Any] = [None]
+        dist.broadcast_object_list(found, 1)
+        return bool(msgspec.msgpack.decode(found[0], type=ranks.RankMessage) == ranks.GiveUp())
 
 
 def requests() -> list[Request]:
@@ -101,7 +113,11 @@ def serve(engine: Any, adapter: Any) -> Texts:
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)
         if plan.seqs:
-            result = engine.step(plan)
+            try:
+                result = engine.step(plan)
+            except Failure:
+                assert not batcher.rollback(plan, out_of_memory=False)
+                continue
             assert not result.failed
             done |= {seq.id: seq.tokens[seq.prompt_length :] for seq in batcher.commit(plan, result.tokens, 0.0)}
     assert batcher.take_counters().preemptions > 2
@@ -133,6 +149,30 @@ def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@contextmanager
+def failures(mode: str) -> Iterator[None]:
+    """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
+    target: tuple[Any, str] = paged_engine, "append_forced_tokens"
+    if mode == "all ranks fail":
+        target = async_decode.InFlightStep, "wait"
+    call, failed, count = getattr(*target), 0, 0
+
+    def run(*args: Any) -> Any:
+        nonlocal failed, count
+        found, count = call(*args), count + 1
+        on_time = count % 7 == 0
+        if mode == "rank 0 fails, short lists":
+            on_time = args[1].replaced and len(args[0]) > 1  # none fails alone, after which it would be dropped
+        if on_time and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
+            failed += 1
+            raise Failure
+        return found
+
+    with mock.patch.object(*target, run):
+        yield
+    assert failed > 1 or dist.get_rank()
+
+
 def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]], dict[str, Any]]:
     """What a rank gives: texts, if it is the first or only one, its launches, and what it has made at the start."""
     ranked = dist.is_initialized()
@@ -145,7 +185,7 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
         backend = fail_here(lambda graph, _: graph)
     with (
         mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
-        short_lists() if mode == "short lists" else nullcontext(),
+        short_lists() if "short lists" in mode else nullcontext(),
     ):
         engine = PagedEngine(msgspec.structs.replace(options, **changes), async_decode=True, block_size=SIZE)
         engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
@@ -157,7 +197,8 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
             engine.runner.capture_graphs(capture, engine.runner.dummy_logits(), engine.info)
         launches = Launches(engine)
         adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
-        texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
+        with failures(mode) if "fail" in mode else nullcontext():
+            texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
     compiles = engine.runner.compiled is not None and engine.runner.compiled._stance == "eager_on_recompile"
     made = {"graphs": engine.runner.graphs is not None, "compiled": compiles}
     return texts, launches.seen, made
@@ -169,7 +210,7 @@ def run_rank(engine: PagedEngine, adapter: Any) -> Texts:
         _compute_steps(messages, engine)
         return {}
     first = object.__new__(ShardedEngine)
-    first._engine, first._sent = engine, SentSequences()
+    first._engine, first._sent, first._followers = engine, SentSequences(), [messages]
     first._send = messages.send  # type: ignore[method-assign]
     texts = serve(first, adapter)
     messages.send(Shutdown())
@@ -190,6 +231,9 @@ FAST = (
     ("short lists", "", 2),
     ("compile and capture", "compiled graphs", 2),
     ("capture, not everywhere", "", 2),
+    ("rank 0 fails", "", 2),
+    ("rank 0 fails, short lists", "", 2),
+    ("all ranks fail", "", 2),
 )
 SLOW = (
     ("as it is", "", 2),
@@ -206,7 +250,10 @@ SLOW = (
 )
 def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
     (texts, launches, own), *others = on_ranks(count, as_engine, model, mode)
+    if "fail" in mode:  # others are cancelled
+        assert len(texts) > 8
+        expected = {number: expected.get(number, text) for number, text in texts.items()}
     assert texts == expected
-    assert [kind for kind, _ in launches].count("ahead") > (5 if mode == "short lists" else 20)
+    assert [kind for kind, _ in launches].count("ahead") > (5 if "short lists" in mode else 20)
     assert own == {"graphs": "graphs" in made, "compiled": "compiled" in made}
     assert others == [({}, launches, own)] * (count - 1)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -115,13 +116,16 @@ class ShardedEngine:
         if plan.drafts and isinstance(self._engine, PagedEngine):
             self._engine.draft(plan)
         with self._collective("a step"):
-            self._send(self._sent.step_input(plan))
+            message = self._sent.step_input(plan)
+            self._send(message)
+        plan = replace(plan, replaced=message.replaced)
         try:
             result = self._engine.step(plan)
         except Exception:
             with self._collective("a step"):
                 if not self._all_gave_up():
                     raise
+            self._sent.replaced = [seq.id for seq in plan.seqs]  # some ranks may have come further in it than others
             raise
         self._sent.replaced = result.replaced
         return result

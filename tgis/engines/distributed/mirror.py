@@ -40,7 +40,7 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
 
     seqs: list[SeqUpdate]
     released: list[int]
-    replaced: list[int]  # `StepResult.replaced` of the last step
+    replaced: list[int]  # as in StepPlan
 
 
 class SentSequences:
@@ -49,7 +49,7 @@ class SentSequences:
     def __init__(self) -> None:
         self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}  # with its tokens, its table and blocks in it
         self._released: list[int] = []
-        self.replaced: list[int] = []  # `StepResult.replaced` of the last step
+        self.replaced: list[int] = []  # of the next message
 
     def step_input(self, plan: StepPlan) -> StepInput:
         """The message for a plan."""
