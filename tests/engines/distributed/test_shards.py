@@ -29,13 +29,14 @@ from quantized_formats import (
 from rank_processes import on_ranks
 from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_config, make_wide_config, run_steps
 
-from tgis.engines import load_shard
+from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.kernels.cpu.recording import ResizablePass
 from tgis.engines.loading.shard_plans import check_groups, check_plan
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter
-from tgis.errors import StartError
+from tgis.engines.quantization.weight import INT4, QuantizedWeight
+from tgis.errors import StartError, Unsupported
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -169,10 +170,16 @@ def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
     error = r"^NUM_SHARD=2 cuts groups of 16 of the 48 inputs of model.layers.1.mlp.down_proj; these would do: 1$"
     with pytest.raises(StartError, match=error):
         on_ranks(2, generate, directory, 2, "tgis_native", {})
-    groups = {"o_proj": (32, 16), "down_proj": (48, 8), "whole": (5, 1)}
-    check_groups(groups, make_config("Llama"), 2)
+    with pytest.raises(StartError, match=error):  # `tgis serve --check`
+        describe_memory(msgspec.structs.replace(engine_options(directory, 4, threads=1), num_shards=2))
+    weights = {"o_proj": in_groups(32, 16), "down_proj": in_groups(48, 8), "whole": in_groups(5, 5)}
+    check_groups(weights, make_config("Llama"), 2)
     with pytest.raises(StartError, match=r"^NUM_SHARD=4 cuts groups of 16 of the 32 inputs of o_proj; .* do: 1, 2$"):
-        check_groups(groups, make_config("Llama"), 4)
+        check_groups(weights, make_config("Llama"), 4)
+
+
+def in_groups(inputs: int, size: int) -> QuantizedWeight:
+    return QuantizedWeight(torch.zeros(1, inputs).byte(), INT4, torch.ones(1, inputs // size), group_size=size)
 
 
 @pytest.mark.skipif(CPU_ISA == "none", reason="bits depend on the batch")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
+from tgis.engines.quantization.weight import QuantizedWeight
 from tgis.errors import StartError
 
 Plan = dict[str, str]  # how, by the name of a layer or parameter, with * for the numbers in it
@@ -74,10 +75,11 @@ def fitting_shards(config: PreTrainedConfig) -> list[int]:
     return [shards for shards in dividing if kv_heads % shards == 0 or shards % kv_heads == 0]
 
 
-def check_groups(groups: Mapping[str, tuple[int, int]], config: PreTrainedConfig, num_shards: int) -> None:
-    """StartError if some rank's inputs of a layer would begin within a group: by name the inputs of all ranks, and how
-    many of them a group has.
+def check_groups(weights: Mapping[str, QuantizedWeight], config: PreTrainedConfig, num_shards: int) -> None:
+    """StartError if some rank's inputs of a layer would begin within a group; where inputs have an order (act-order),
+    ranks share the outputs. `weights` are those of all ranks together, by the names of layers.
     """
+    groups = {name: (each.codes.shape[1], each.alignment) for name, each in weights.items() if each.order is None}
 
     def cut(shards: int) -> list[str]:
         return [name for name, (inputs, size) in groups.items() if shards > 1 and -(-inputs // shards) % size]

@@ -4,7 +4,7 @@ Transformers reads the parts of plain layers from the files. What it makes of th
 layers with fewer outputs or inputs, as optimizations expect them, and communicate in hooks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from tgis.engines.loading.shard_plans import (
     num_kv_heads,
     plan_of,
 )
+from tgis.engines.quantization.checkpoint import QuantizedLayer
 from tgis.errors import StartError
 
 _GATHERED_INPUT = "colwise_of_gathered_input"  # all inputs of some outputs
@@ -192,19 +193,16 @@ class Sharding:
         """Share the outputs of quantized layers in which groups have inputs of several ranks (act-order). StartError if
         other groups would be cut.
         """
-        layers = {  # one of each kind
-            replace_layer_number_by_wildcard(name): (module.quantized, word)
-            for name, module, word in self._layers(model)
-            if word in _ROWWISE and hasattr(module, "quantized")
-        }
-        groups: dict[str, tuple[int, int]] = {}
-        for pattern, (layer, word) in layers.items():
-            weight = layer.checked()
-            if weight.order is None:
-                groups[layer.name] = layer.shape[1], weight.alignment
-            else:
-                self._plan[pattern] = "colwise_gather_output" if word in _SPLIT_INPUT else _GATHERED_INPUT
-        check_groups(groups, model.config, self._count)
+        quantized = [name for name, module in model.named_modules() if hasattr(module, "quantized")]
+        weights = dict[str, Any]()
+        for pattern, name in _one_of_each_kind(quantized, self._plan).items():
+            module: Any = model.get_submodule(name)
+            module.quantized = module.quantized.in_memory()
+            weights[name] = module.quantized.read()
+            if weights[name].order is not None:
+                splits = self._plan[pattern] in _SPLIT_INPUT
+                self._plan[pattern] = "colwise_gather_output" if splits else _GATHERED_INPUT
+        check_groups(weights, model.config, self._count)
 
     def _cut_layer(self, module: Any, name: str, word: str, parts: dict[nn.Parameter, nn.Parameter]) -> None:
         is_input = word in _ROWWISE or word == BY_HEADS
@@ -306,6 +304,20 @@ class Sharding:
 
     def _gather(self, module: Any, _: Any, output: Tensor) -> Tensor:
         return self.collectives.all_gather(output)[..., : module.out_features]
+
+
+def check_quantized(model: PreTrainedModel, layers: Iterable[QuantizedLayer], num_shards: int) -> None:
+    """StartError where a start would refuse these layers of a model, which may be on the meta device."""
+    by_name = {layer.name: layer for layer in layers}
+    quantized = [name for name, _ in model.named_modules() if name in by_name]
+    names = _one_of_each_kind(quantized, plan_of(model)).values()
+    check_groups({name: by_name[name].checked() for name in names}, model.config, num_shards)
+
+
+def _one_of_each_kind(names: Iterable[str], plan: Plan) -> dict[str, str]:
+    """The last name for each pattern of the plan whose layers share their inputs."""
+    patterns = {replace_layer_number_by_wildcard(name): name for name in names}
+    return {pattern: name for pattern, name in patterns.items() if plan.get(pattern) in _ROWWISE}
 
 
 def _undo_transformers(model: nn.Module) -> None:

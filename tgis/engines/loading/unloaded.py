@@ -13,6 +13,7 @@ from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.loading.shard_plans import num_kv_heads
+from tgis.engines.loading.sharding import check_quantized
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
 from tgis.ipc.messages import EngineOptions
@@ -29,14 +30,16 @@ class UnloadedModel:
     """The model that a start would load; `caches` are empty where the KV cache is unknown."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """StartError if the model is too big."""
+        """StartError if the model is too big, or quantized in groups that ranks cannot share."""
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
-        _, self.config, _, _, found = look_at_model(options, self.device)
+        _, self.config, _, quantization, found = look_at_model(options, self.device)
         self.model: PreTrainedModel = found[0] if found else None
         self.weights = found[1] if found else 0  # bytes on each device
         self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
+        if found and quantization and quantization.checkpoint and options.num_shards > 1:
+            check_quantized(found[0], quantization.checkpoint.layers, options.num_shards)
         coded = codes_of(options.kv_cache_dtype, self.device) is not None
         self.caches = _kv_bytes(self.model, coded=coded) if found else []
 

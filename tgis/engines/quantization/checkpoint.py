@@ -46,6 +46,11 @@ class QuantizedLayer:
             raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
         return weight
 
+    def in_memory(self) -> "QuantizedLayer":
+        """The layer after its weight has been read, which stays in memory."""
+        weight = self.checked()
+        return replace(self, read=lambda: weight)
+
     def part(self, own: Tensor, dim: int) -> "QuantizedLayer":
         """The layer with some of its outputs (dim 0) or inputs (dim 1)."""
         outputs, inputs = (len(own) if i == dim else size for i, size in enumerate(self.shape))
