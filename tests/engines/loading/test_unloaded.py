@@ -17,8 +17,7 @@ from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
 from tgis.engines import describe_memory
 from tgis.engines.loading import unloaded
-from tgis.engines.memory import available, model_size
-from tgis.engines.paged import capacity
+from tgis.engines.memory import available
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -133,7 +132,7 @@ def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[s
 def test_a_check_refuses_what_a_start_would(
     free: int, changes: dict[str, Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (available, capacity, model_size, unloaded):
+    for module in (available, unloaded):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     with pytest.raises(StartError, match=refusal):
         describe_memory(options_for(make_model("Llama", tmp_path), **changes))
@@ -157,7 +156,7 @@ def test_what_drafts_must_go_together_with_the_model(
         path.mkdir()
     options = options_for(make_model_from_config(config, paths[0]), speculator_path=make_drafter(drafter, paths[1]))
     free = int(share * (paths[0] / "model.safetensors").stat().st_size)
-    for module in (available, capacity, model_size, unloaded):
+    for module in (available, unloaded):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     assert len(describe_memory(msgspec.structs.replace(options, speculation="off", kv_cache_bytes=1 << 19))) == 5
     with pytest.raises(StartError, match=refusal):
@@ -172,11 +171,17 @@ def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:
     assert all(each >= 1.8 * auto for each in coded)
 
 
-def test_ranks_share_weights_and_kv_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["tgis_native", "hf_transformers"])
+def test_ranks_share_weights_and_kv_cache(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the memory of a machine: with the step, which each of them takes, there is room for fewer tokens."""
+    for module in (available, unloaded):
+        monkeypatch.setattr(module, "available_memory", lambda _: 1 << 26)
     model = make_model("Llama", tmp_path)
-    one, two = (describe_memory(options_for(model, num_shards=ranks)) for ranks in (1, 2))
-    assert two[0] == "tgis_native on cpu needs, each of 2 ranks:"
+    one, two = (describe_memory(options_for(model, engine=engine, num_shards=ranks)) for ranks in (1, 2))
+    assert two[0] == f"{engine} on cpu needs, each of 2 ranks:"
     assert [bytes_in(line) for line in two[1:3]] == pytest.approx([bytes_in(line) / 2 for line in one[1:3]], rel=0.01)
+    rooms = [int(lines[-1].split("room for ")[1].split()[0]) for lines in (one, two)]
+    assert 0.5 * rooms[0] < rooms[1] <= rooms[0]
 
 
 @pytest.mark.parametrize(

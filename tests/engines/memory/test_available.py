@@ -17,7 +17,6 @@ from tgis.engines.memory.available import (
     total_memory,
     warm_up_errors,
 )
-from tgis.engines.paged import capacity
 from tgis.engines.paged.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -112,8 +111,7 @@ def test_a_warm_up_out_of_memory_says_what_helps() -> None:
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
     options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), **defaults)
-    for module in (available, capacity):
-        monkeypatch.setattr(module, "available_memory", lambda _: 1000)
+    monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:
         changed = msgspec.structs.replace(options, **changes)
@@ -125,6 +123,7 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     assert found("cuda", estimate_memory="off") == 800
     assert found("cpu") == 800 * 4 // 10
     assert found("cpu", to_load=500) == 400 * 4 // 10
+    assert found("cpu", num_shards=4, nnodes=2) == 400 * 4 // 10
     assert found("cpu", to_load=500, kv_cache_bytes=500) == 500
     with pytest.raises(StartError, match=r"^no memory is left for a KV cache of 500 bytes, 499 bytes are free: lower"):
         found("cpu", to_load=501, kv_cache_bytes=500)

@@ -15,7 +15,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tgis.engines.loading.loader import load_config, load_model, look_at_model
-from tgis.engines.memory import model_size
+from tgis.engines.memory import available, model_size
 from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -33,7 +33,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     """Set the available memory."""
 
     def grant(cpu: int, cuda: int = 0) -> None:
-        monkeypatch.setattr(model_size, "available_memory", lambda device: cuda if device.type == "cuda" else cpu)
+        monkeypatch.setattr(available, "available_memory", lambda device: cuda if device.type == "cuda" else cpu)
 
     return grant
 
@@ -103,6 +103,10 @@ def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Pat
     with pytest.raises(StartError, match="on cuda:0"):
         check(options, torch.bfloat16, CUDA)
     check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CUDA)
+    free(cpu=2 * SMOLLM2 - 1)
+    check(msgspec.structs.replace(options, num_shards=2, nnodes=2), torch.bfloat16, CPU)
+    with pytest.raises(StartError, match="on cpu"):  # whose memory two ranks share
+        check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CPU)
 
 
 def test_weights_stored_twice_or_in_another_dtype_count_as_loaded(tmp_path: Path, free: Free) -> None:

@@ -169,7 +169,7 @@ def test_gpus_compile_by_default(
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(model_runner, "cuda_capture", lambda: None)
-    monkeypatch.setattr(capacity, "available_memory", lambda _: 1 << 30)
+    monkeypatch.setattr(capacity, "rank_memory", lambda *_: 1 << 30)
     monkeypatch.setattr(ModelRunner, "_compile", lambda *_: called.append("compile"))
     monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *_: called.append("capture"))
     engine = PagedEngine(msgspec.structs.replace(options(model), compile=wanted, kv_cache_bytes=1 << 20))

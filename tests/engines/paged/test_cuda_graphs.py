@@ -224,6 +224,6 @@ def test_compiled_graphs_of_the_last_start_are_for_the_same_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, used: int
 ) -> None:
     monkeypatch.setattr(capacity, "memory_for_batches", lambda *_: 100 * free + 7)
-    monkeypatch.setattr(capacity, "available_memory", lambda _: 100 * free + 7)
+    monkeypatch.setattr(capacity, "rank_memory", lambda *_: 100 * free + 7)
     options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), max_sequence_length=1 << 20)
     assert capacity.KVBudget(options, torch.device("cuda"), 4).num_blocks(100, lambda: 0) == used

@@ -26,7 +26,7 @@ from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.sharding import Sharding, TorchCollectives
+from tgis.engines.loading.sharding import Sharding, TorchCollectives, least_of_ranks
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
@@ -194,10 +194,13 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
 
 def _collectives(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> TorchCollectives | CpuCollectives:
     """How ranks communicate: on CPUs of one machine through memory that they share."""
-    kernels = select_kernels(options, device)
-    if kernels and options.shared_memory is not None and dtype in DTYPES:
-        return CpuCollectives(kernels, options.shared_memory, options.rank, options.num_shards)
-    return TorchCollectives()
+    kernels, memory = select_kernels(options, device), options.shared_memory
+    in_memory = kernels is not None and memory is not None and dtype in DTYPES
+    if not least_of_ranks(int(in_memory)):  # until all are here, so that none loads before all have seen what is free
+        return TorchCollectives()
+    assert kernels is not None
+    assert memory is not None
+    return CpuCollectives(kernels, memory, options.rank, options.num_shards)
 
 
 def _sharding(

@@ -27,11 +27,17 @@ DEFAULT_MARGIN = 20  # percent, as in TGIS
 def memory_for_batches(
     options: EngineOptions, device: torch.device, default_margin: int = DEFAULT_MARGIN, to_load: int = 0
 ) -> int:
-    """Bytes for the KV cache and for steps once the model is loaded, of which `to_load` bytes are not yet, less a
-    margin and the cache of adapters.
+    """Bytes of a rank for the KV cache and for steps once the model is loaded, of which `to_load` bytes are not yet,
+    less a margin and the cache of adapters.
     """
     prompts = options.adapter_store.cache_bytes if options.adapter_store else 0
-    return max(available_memory(device) - to_load - prompts, 0) * (100 - safety_margin(options, default_margin)) // 100
+    left = max(rank_memory(options, device) - to_load - prompts, 0)
+    return left * (100 - safety_margin(options, default_margin)) // 100
+
+
+def rank_memory(options: EngineOptions, device: torch.device) -> int:
+    """Bytes that a rank can allocate now: its share of the machine's, while each has a GPU of its own."""
+    return available_memory(device) // (options.ranks_per_node if device.type == "cpu" else 1)
 
 
 def safety_margin(options: EngineOptions, default: int = DEFAULT_MARGIN) -> int:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tgis.engines.memory.available import available_memory
+from tgis.engines.memory.available import rank_memory
 from tgis.engines.quantization.config import Quantization
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -52,12 +52,12 @@ def check_model_fits(
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
     if quantization:
-        places = {device: sum(_quantized_bytes(model, quantization))}
+        places = {device: sum(_quantized_bytes(model, quantization, options.num_shards))}
     else:
         converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
         places = _needed_bytes(model, weights, converted, device)
     for place, together in places.items():
-        needed, free = together // options.num_shards, max(available_memory(place), 0)
+        needed, free = together // options.num_shards, max(rank_memory(options, place), 0)
         if needed > free:
             raise StartError(
                 f"{options.model_path} is too big: loading its {format_bytes(weights)} of weights takes"
@@ -78,14 +78,14 @@ def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.
     return {device: max(weights, packed + min(converted, sum(stay.values())))}
 
 
-def _quantized_bytes(model: PreTrainedModel, how: Quantization) -> Iterator[int]:
-    """Bytes of each weight, and what it takes to quantize the largest."""
+def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int) -> Iterator[int]:
+    """Bytes of each weight, and what it takes to read or quantize the largest, for all ranks together."""
     if how.checkpoint:
         layers, tied = how.checkpoint.layers, how.checkpoint.embeddings if model.config.tie_word_embeddings else ()
         plain = sum(parameter.nbytes for parameter in model.parameters())
         yield max(plain - sum(math.prod(layer.shape) for layer in layers) * how.dtype.itemsize, 0)
         yield sum(layer.num_bytes for layer in (*layers, *tied))
-        yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0)
+        yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0) * num_shards  # each reads all
         return
     assert how.bits is not None
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tgis.engines.memory.available import DEFAULT_MARGIN, available_memory, memory_for_batches, safety_margin
+from tgis.engines.memory.available import DEFAULT_MARGIN, memory_for_batches, rank_memory, safety_margin
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -44,7 +44,7 @@ class KVBudget:
             if self.device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:  # costs few of them
                 available -= available % _ROUNDED_BLOCKS
             blocks = min(blocks, available)
-        free = max(available_memory(self.device) // self._num_ranks - self.to_load, 0)
+        free = max(rank_memory(self.options, self.device) - self.to_load, 0)
         if not 0 < blocks * block_bytes <= free:
             found = f"of {format_bytes(max(blocks, 1) * block_bytes)}, {format_bytes(free)} are free"
             raise StartError(f"no memory is left for a KV cache {found}: lower {_LIMITS} or grant more memory")
@@ -56,11 +56,5 @@ class KVBudget:
         counts_exactly = not on_cpu and self.options.estimate_memory == "auto"
         is_final = self.options.adapter_store is None  # adapters take memory later
         margin = _EXACT_MARGIN if counts_exactly and is_final else DEFAULT_MARGIN
-        to_load = self.to_load * self._num_ranks
-        free = memory_for_batches(self.options, self.device, margin, to_load) // self._num_ranks
+        free = memory_for_batches(self.options, self.device, margin, self.to_load)
         return min(int(free * _CPU_KV_FRACTION) if on_cpu else free, free - peak)
-
-    @property
-    def _num_ranks(self) -> int:
-        """Ranks that share the memory: that of the machine, while each has a GPU."""
-        return self.options.ranks_per_node if self.device.type == "cpu" else 1
