@@ -2,8 +2,10 @@
 
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -33,6 +35,7 @@ from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.kernels.cpu.recording import ResizablePass
 from tgis.engines.loading.shard_plans import check_groups, check_plan
+from tgis.engines.paged import self_check
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.engines.quantization.weight import INT4, QuantizedWeight
@@ -85,6 +88,34 @@ def test_ranks_give_what_one_gives(name: str, count: int, engine: str, tmp_path:
 @pytest.mark.parametrize("name", ["Llama", "Bloom", "T5", "Bart"])
 def test_ranks_share_what_cpu_kernels_compute(name: str, tmp_path: Path) -> None:
     compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native")
+
+
+@pytest.mark.slow
+def test_where_paged_attention_fails_on_one_rank_all_have_another_engine(tmp_path: Path) -> None:
+    directory = make_model_from_config(make_config("Llama"), tmp_path)
+    own, other = on_ranks(2, load_with_failure, directory)
+    assert own == ("PaddedEngine", "not tgis_native: it fails on another rank")
+    assert other == ("PaddedEngine", "not tgis_native: off by 0.1")
+
+
+def load_with_failure(directory: Path) -> tuple[str, str]:
+    options = msgspec.structs.replace(engine_options(directory, 4, threads=1), num_shards=2, engine="auto")
+    failing = mock.patch.object(self_check, "_compare", side_effect=Unsupported("off by 0.1"))
+    with failing if torch.distributed.get_rank() else nullcontext():
+        engine, reason = load_shard(options)
+    engine.warm_up()
+    return type(engine).__name__, reason
+
+
+@pytest.mark.slow
+def test_a_rank_without_kernels_computes_with_others(tmp_path: Path) -> None:
+    directory = make_model_from_config(make_wide_config("Llama"), tmp_path)
+    compare(directory, 2, "tgis_native", of_ranks=generate_with_kernels_on_one)
+
+
+def generate_with_kernels_on_one(directory: Path, count: int, engine: str, changes: dict[str, Any]) -> Found:
+    isa = "none" if torch.distributed.get_rank() else CPU_ISA
+    return generate(directory, count, engine, changes | {"cpu_isa": isa})
 
 
 @pytest.mark.slow
@@ -207,11 +238,13 @@ def share_memory(directory: Path) -> Path:
     return directory
 
 
-def compare(directory: Path, count: int, engine: str, tolerance: float = 1e-4, **changes: Any) -> None:
+def compare(
+    directory: Path, count: int, engine: str, tolerance: float = 1e-4, of_ranks: Any = None, **changes: Any
+) -> None:
     expected = generate(directory, 1, engine, changes)
     if count == 2:
         share_memory(directory)
-    for found in on_ranks(count, generate, directory, count, engine, changes):
+    for found in on_ranks(count, of_ranks or generate, directory, count, engine, changes):
         assert {number: tokens for number, (tokens, _) in found.items()} == {
             number: tokens for number, (tokens, _) in expected.items()
         }

@@ -171,9 +171,13 @@ class ModelRunner:
         if self.encoder:
             steps = self.batch_builder.build, self.compute_logits
             start, install = self.encoder.outputs.decoder_start_token_id, self.encoder.install
-            verify_encoder_decoder(self.model, self.attention, *steps, start, install, length)
+            verify = partial(verify_encoder_decoder, self.model, self.attention, *steps, start, install, length)
         else:
-            verify_attention(self.model, self.attention, self.compute_logits, length)
+            verify = partial(verify_attention, self.model, self.attention, self.compute_logits, length)
+        if self.model.sharding:
+            on_all_ranks(verify, (Unsupported,))
+        else:  # what drafts, too, which other ranks do not load
+            verify()
         if self.codes:
             self._quantize_cache(self.codes)
 
