@@ -76,12 +76,16 @@ def end(reason: str) -> NoReturn:
 
 @contextmanager
 def sharded(model: Path, **changes: Any) -> Iterator[ShardedEngine]:
-    engine = ShardedEngine(options_of(model, **changes), end, print)
+    cpus = os.sched_getaffinity(0)
+    with mock.patch.object(ranks, "share_of_nodes", return_value={0: [min(cpus)]}):
+        engine = ShardedEngine(options_of(model, **changes), end, print)
+    assert os.sched_getaffinity(0) == {min(cpus)}
     try:
         engine.warm_up()
         yield engine
     finally:
         engine.close()
+    assert os.sched_getaffinity(0) == cpus
 
 
 def small_llama(directory: Path) -> Path:

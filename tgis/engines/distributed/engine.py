@@ -62,7 +62,7 @@ class ShardedEngine:
         ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
         threads_per_rank = max(options.num_threads // options.ranks_per_node, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
-        self._end = fail
+        self._end, self._cpus = fail, os.sched_getaffinity(0)
         self._sent = SentSequences()
         self._followers: list[Follower] = []
         links = gather(options) if options.nnodes > 1 else {}
@@ -153,6 +153,7 @@ class ShardedEngine:
         dist.destroy_process_group()
         for follower in self._followers:
             follower.join()
+        os.sched_setaffinity(0, self._cpus)
 
     def _send(self, message: ranks.RankMessage) -> None:
         frame = encode_frame(message)
