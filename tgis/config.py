@@ -7,6 +7,7 @@ Invalid values are an OptionError of one line, before anything is loaded.
 # ruff: noqa: RUF009 - the calls in the table are field specifiers
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -467,19 +468,22 @@ def _validate(config: Config) -> None:
         raise OptionError("API_KEY must be printable ASCII text")
     if config.num_shard > 1 and config.engine not in ("tgis_native", "hf_transformers"):
         raise OptionError(f"NUM_SHARD={config.num_shard} needs the engine tgis_native, not {config.engine}")
+    nodes = f"{config.sources.get('nnodes', 'NNODES')}={config.nnodes}"
+    if config.node_rank >= config.nnodes:
+        raise OptionError(f"{config.sources['node_rank']}={config.node_rank} must be below {nodes}")
     if config.nnodes > 1:
-        _validate_cluster(config)
+        _validate_cluster(config, nodes)
     tls = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     if any(tls) and not all(tls[:2]):
         raise OptionError("TLS needs both TLS_CERT_PATH and TLS_KEY_PATH")
 
 
-def _validate_cluster(config: Config) -> None:
-    nodes = config.nnodes
-    if config.num_shard % nodes:
-        raise OptionError(f"NUM_SHARD={config.num_shard} must be a multiple of NNODES={nodes}")
-    if config.node_rank >= nodes:
-        raise OptionError(f"NODE_RANK={config.node_rank} must be below NNODES={nodes}")
+def _validate_cluster(config: Config, nodes: str) -> None:
+    if config.num_shard % config.nnodes:
+        raise OptionError(f"NUM_SHARD={config.num_shard} must be a multiple of {nodes}")
     for name in ("master_addr", "cluster_secret_path"):
         if getattr(config, name) is None:
-            raise OptionError(f"NNODES={nodes} needs {name.upper()}")
+            raise OptionError(f"{nodes} needs {name.upper()}")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if config.cluster_interface not in (None, *interfaces):
+        raise OptionError(f"CLUSTER_INTERFACE={config.cluster_interface} is none of {', '.join(interfaces)}")
