@@ -203,6 +203,13 @@ def test_a_connection_notices_changes(tamper: Callable[[bytes], list[bytes]], re
             received(far, 99)
 
 
+def test_a_connection_that_ends_within_a_record_ends() -> None:
+    with opened(lambda record: [record[:-1]]) as (near, far):
+        near.sendall(b"one")
+        near._socket._send.__self__.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+        assert received(far, 99) == b""
+
+
 def test_a_proof_is_worthless_elsewhere() -> None:
     """A stranger between two nodes, or one who sends back what it gets, does not get in."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -343,6 +343,21 @@ def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ranks.check_shardable(transformers.LlamaConfig(**SMALL), 4)
 
 
+@pytest.mark.parametrize(
+    ("address", "interface"), [("fd00::2", "eth1"), ("::1", "lo"), ("fd00::3", None), ("127.0.0.1", "lo")]
+)
+def test_collectives_use_the_interface_of_an_address(
+    address: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = tmp_path / "if_inet6"
+    listed.write_text("fe80" + "0" * 27 + "1 04 40 20 80     eth0\nfd00" + "0" * 27 + "2 04 40 00 82     eth1\n")
+    monkeypatch.setattr(ranks, "_IPV6_ADDRESSES", listed)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    ranks.use_interface(None, address)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == interface
+
+
 def test_a_rank_stays_on_its_node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The second of each machine, of which there are two."""
     asked, bound = list[Any](), list[int]()

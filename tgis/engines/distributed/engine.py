@@ -68,9 +68,9 @@ class ShardedEngine:
         links = gather(options) if options.nnodes > 1 else {}
         if not links:
             options = msgspec.structs.replace(options, shared_memory=os.memfd_create("tgis-collectives"))
-        store = self._start_followers(options, links, forward)
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
+            store = self._start_followers(options, links, forward)
             ranks.init_ranks(0, options.num_shards, store, options.ranks_per_node)
             self._engine, self.reason = load_shard(options)
 
@@ -92,9 +92,9 @@ class ShardedEngine:
             name = str(fds[0])
             store = ranks.open_store(name, options.num_shards)
         for rank, link in links.items():
-            link.sendall(encode_frame(Joined(name)))
             node = f" on node {rank // options.ranks_per_node}"
             self._followers.append(Follower(rank, node, link, None, self._fail, forward))
+            self._followers[-1].send(encode_frame(Joined(name)))
         for rank in range(1, options.ranks_per_node):
             sock, process = _start_process(msgspec.structs.replace(options, rank=rank), name, fds)
             node = " on node 0" if links else ""
@@ -182,8 +182,7 @@ class ShardedEngine:
             self._fail(str(error))
         except Exception as error:
             log.exception("rank 0 failed in %s", what)
-            # The rank that died says more than the ranks that missed it.
-            self._followers[0].wait_for_crash(_CRASH_DETECTION_SECONDS)
+            time.sleep(_CRASH_DETECTION_SECONDS)  # a rank that died says more than one that misses it, and ends all
             self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
@@ -238,14 +237,11 @@ class Follower:
         self._gave_up.clear()
         return answered
 
-    def wait_for_crash(self, seconds: float) -> None:
-        """Give the watcher time to notice that the process died, and to end this one."""
-        self._watcher.join(seconds)
-
     def shut_down(self) -> None:
         """Ask the process to exit; `join` waits for it."""
         self._shutting_down = True
-        self.send(encode_frame(Shutdown()))
+        with suppress(OSError):
+            self.send(encode_frame(Shutdown()))
 
     def join(self) -> None:
         """Wait for exit; kill after a timeout."""

@@ -68,9 +68,11 @@ def _follow(
         _load_and_compute(rank_0, options, store, on_ready)
     except Exception as error:
         log.exception("rank %d cannot go on", options.rank)
+        reason = str(error)
         if not isinstance(error, TgisError):
+            reason = f"{type(error).__name__}: {error}"
             time.sleep(_CRASH_SECONDS)
-        fail(f"failed: {type(error).__name__}: {error}")
+        fail(f"failed: {reason}")
 
 
 def _load_and_compute(

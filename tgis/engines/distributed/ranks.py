@@ -9,6 +9,7 @@ import socket
 import struct
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,7 +24,8 @@ from tgis.utils.cpus import share_of_nodes
 
 log = logging.getLogger(__name__)
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_SIOCGIFADDR = 0x8915  # linux/sockios.h, of IPv4
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _NEVER = timedelta(days=1)  # ranks load at different speeds, and one that dies is noticed otherwise
 
 
@@ -70,8 +72,11 @@ def use_interface(name: str | None, address: str) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    if ipaddress.ip_address(address).is_loopback:
+    if (parsed := ipaddress.ip_address(address)).is_loopback:
         return "lo"
+    if parsed.version == 6:
+        lines = map(str.split, _IPV6_ADDRESSES.read_text().splitlines())
+        return next((fields[-1] for fields in lines if fields[0] == parsed.packed.hex()), None)
     for _, name in socket.if_nameindex():
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()))

@@ -110,8 +110,7 @@ def _refuse(link: SecureSocket, reason: str) -> None:
 def join(options: EngineOptions) -> tuple[SecureSocket, str]:
     """Connect to rank 0, and wait until all ranks have. StartError if it does not take this node."""
     secret, facts = secure_socket.read_secret(str(options.cluster_secret_path)), facts_of(options)
-    while (link := _connect(options, secret)) is None:
-        time.sleep(_RETRY_SECONDS)
+    link = _connect(options, secret)
     link.sendall(encode_frame(Joining(options.rank, options.node_rank, facts)))
     try:
         answer = next(receive_messages(link, Joined | Fatal), None)
@@ -127,18 +126,28 @@ def join(options: EngineOptions) -> tuple[SecureSocket, str]:
     raise StartError(f"node 0 at {options.master_addr} has ended before all ranks were there")
 
 
-def _connect(options: EngineOptions, secret: bytes) -> SecureSocket | None:
-    """None where node 0 is not there yet, or nothing that speaks as it does."""
-    with ExitStack() as stack:
+def _connect(options: EngineOptions, secret: bytes) -> SecureSocket:
+    """Try until node 0 is there, and what speaks as it does; each other obstacle is a line in the log."""
+    obstacle = ""
+    while True:
         try:
-            address = str(options.master_addr), options.master_port
-            sock = stack.enter_context(socket.create_connection(address, secure_socket.HANDSHAKE_SECONDS))
+            return _attempt(options, secret)
+        except OSError as error:
+            if obstacle != (obstacle := error.strerror or str(error)):
+                log.warning(
+                    "node 0 at %s, port %d: %s; trying again", options.master_addr, options.master_port, obstacle
+                )
+        time.sleep(_RETRY_SECONDS)
+
+
+def _attempt(options: EngineOptions, secret: bytes) -> SecureSocket:
+    address = str(options.master_addr), options.master_port
+    with ExitStack() as stack:
+        sock = stack.enter_context(socket.create_connection(address, secure_socket.HANDSHAKE_SECONDS))
+        try:
             link = secure_socket.open_secure(sock, secret, accepted=False)
-            secure_socket.notice_cut_links(sock, options.cluster_timeout_seconds)
         except WrongSecret:
             raise StartError(f"CLUSTER_SECRET_PATH is another on node 0 at {address[0]} than on this node") from None
-        except OSError as error:
-            log.warning("node 0 at %s, port %d: %s; trying again", *address, error.strerror or error)
-            return None
+        secure_socket.notice_cut_links(sock, options.cluster_timeout_seconds)
         stack.pop_all()
         return link

@@ -53,6 +53,8 @@ class SecureSocket:
         if not 0 < length <= _MAX_RECORD_BYTES:
             raise ConnectionError("a record has no valid length")
         part = self._input.read(length)
+        if len(part) < length:
+            return 0
         if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received, part)):
             raise ConnectionError("a record has a wrong HMAC")
         self._num_received += 1
