@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
 from tgis.engines.loading.loader import LoadedModelInfo, load_config, load_generation_config
-from tgis.engines.loading.unloaded import unknown_memory
+from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding

@@ -14,8 +14,8 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
+from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.loading.sharding import least_of_ranks
-from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, padded_capacity, profile

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
-from tgis.engines.loading.unloaded import UnloadedModel
+from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.paged.mlp_speculator import MLPConfig, MLPSpeculator
 from tgis.engines.paged.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors

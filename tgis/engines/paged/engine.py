@@ -19,8 +19,8 @@ from tgis.engines.loading.loader import (
     max_positions,
     model_info,
 )
+from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.loading.sharding import least_of_ranks, sum_of_ranks
-from tgis.engines.loading.unloaded import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep

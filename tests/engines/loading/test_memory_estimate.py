@@ -16,7 +16,7 @@ from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_mod
 from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
 from tgis.engines import describe_memory
-from tgis.engines.loading import unloaded
+from tgis.engines.loading import memory_estimate
 from tgis.engines.memory import available
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
@@ -132,7 +132,7 @@ def test_a_check_tells_what_a_start_measures(name: str, starts: dict[str, dict[s
 def test_a_check_refuses_what_a_start_would(
     free: int, changes: dict[str, Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (available, unloaded):
+    for module in (available, memory_estimate):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     with pytest.raises(StartError, match=refusal):
         describe_memory(options_for(make_model("Llama", tmp_path), **changes))
@@ -156,7 +156,7 @@ def test_what_drafts_must_go_together_with_the_model(
         path.mkdir()
     options = options_for(make_model_from_config(config, paths[0]), speculator_path=make_drafter(drafter, paths[1]))
     free = int(share * (paths[0] / "model.safetensors").stat().st_size)
-    for module in (available, unloaded):
+    for module in (available, memory_estimate):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     assert len(describe_memory(msgspec.structs.replace(options, speculation="off", kv_cache_bytes=1 << 19))) == 5
     with pytest.raises(StartError, match=refusal):
@@ -174,7 +174,7 @@ def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["tgis_native", "hf_transformers"])
 def test_ranks_share_weights_and_kv_cache(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the memory of a machine: with the step, which each of them takes, there is room for fewer tokens."""
-    for module in (available, unloaded):
+    for module in (available, memory_estimate):
         monkeypatch.setattr(module, "available_memory", lambda _: 1 << 26)
     model = make_model("Llama", tmp_path)
     one, two = (describe_memory(options_for(model, engine=engine, num_shards=ranks)) for ranks in (1, 2))
