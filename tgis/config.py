@@ -350,9 +350,7 @@ class Config:
 _RawValues = list[tuple[Option, list[RawValue]]]
 
 
-def parse(
-    argv: list[str], environ: Mapping[str, str] = os.environ, prog: str = "tgis serve", *, as_adapter: bool = False
-) -> Config:
+def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
     """The configuration given by flags and environment; OptionError if it is invalid. --help exits.
 
     `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
@@ -442,6 +440,11 @@ def _near_misses(unknown: list[str]) -> list[str]:
         for name, option in meant.items()
         if option is not None and not name.endswith(f"_{option}")
     ]
+
+
+def from_command_line(argv: list[str], prog: str, *, as_adapter: bool = False) -> Config:
+    """`parse` with the environment of this process."""
+    return parse(argv, os.environ, prog, as_adapter=as_adapter)
 
 
 def json_output_requested() -> bool:

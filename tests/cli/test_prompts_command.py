@@ -131,5 +131,5 @@ def test_a_usage_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         f"tgis: {tmp_path}/absent is not a directory\n"
         "tgis: argument --dtype: 'int8' must be one of float32, float16, bfloat16 (see tgis prompts --help)\n"
         f"tgis: {tmp_path} has no config.json\n"
-        "tgis: the following arguments are required: ACTION (see tgis prompts --help)\n"
+        "tgis: the following arguments are required: check, PATH (see tgis prompts --help)\n"
     )

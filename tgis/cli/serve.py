@@ -9,7 +9,7 @@ import resource
 import sys
 from itertools import groupby
 
-from tgis.config import Config, json_output_requested, parse
+from tgis.config import Config, from_command_line, json_output_requested
 from tgis.engines import describe_memory
 from tgis.environment import prepare_environment
 from tgis.errors import OptionError, StartError
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def main(argv: list[str], prog: str, *, as_adapter: bool = False) -> int:
     """Serve until a signal, or only check the options."""
     try:
-        config = parse(argv, prog=prog, as_adapter=as_adapter)
+        config = from_command_line(argv, prog, as_adapter=as_adapter)
     except OptionError as error:
         if not json_output_requested():
             raise
