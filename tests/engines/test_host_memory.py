@@ -4,14 +4,17 @@ That nothing waits for copies shows on a GPU only: test_async_decode_gpu.py.
 """
 
 import mmap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from tgis.engines.host_memory import HugePages, Mapping, download, to_device, upload
+from tgis.engines.paged.attention import PagedKVCache
 
 CPU = torch.device("cpu")
+PAGE = 2 << 20
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -45,10 +48,19 @@ def flags_at(address: int) -> set[str]:
 
 @pytest.mark.skipif(not SETTING.exists(), reason="a kernel without transparent huge pages")
 def test_the_kernel_is_asked_for_huge_pages() -> None:
-    x = Mapping(6 << 20).bytes
-    assert x.data_ptr() % (2 << 20) == 0
+    x = Mapping(6 << 20, 0.75).bytes
+    assert x.data_ptr() % PAGE == 0.75 * PAGE
     assert "hg" in flags_at(x.data_ptr())
     assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
+
+
+def test_layers_reach_new_pages_in_different_steps() -> None:
+    """Keys and values of a layer do at once, since two threads write them."""
+    cache, states = PagedKVCache(1 << 10, 16), torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
+    addresses = [[each.data_ptr() for each in cache.layer(index, states, states)] for index in range(30)]
+    places = sorted(keys % PAGE for keys, values in addresses if keys % PAGE == values % PAGE)
+    assert all(more - less >= PAGE / 30 / 3 for less, more in pairwise([*places, places[0] + PAGE]))
+    assert len(places) == 30
 
 
 def test_memory_is_real_where_it_has_been_written() -> None:

@@ -65,9 +65,10 @@ def download(numbers: Tensor) -> Callable[[], list[float]]:
 class Mapping:
     """Zeros that take memory when they are first written, in huge pages where the system has them."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """OutOfMemoryError if the system refuses so much."""
-        self._size = -(-num_bytes // _PAGE) * _PAGE
+    def __init__(self, num_bytes: int, place: float = 0.0) -> None:
+        """They begin at the `place`, from 0 to 1, of a huge page. OutOfMemoryError if the system refuses so much."""
+        offset = int(place * _PAGE) // _CACHE_LINE * _CACHE_LINE
+        self._size = -(-(offset + num_bytes) // _PAGE) * _PAGE
         try:
             self._memory = mmap.mmap(-1, self._size + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -75,7 +76,7 @@ class Mapping:
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._start = -whole.data_ptr() % _PAGE
         self._address = whole.data_ptr() + self._start
-        self.bytes = whole[self._start : self._start + num_bytes]
+        self.bytes = whole[self._start + offset :][:num_bytes]
         with suppress(OSError):  # of a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE, self._start, self._size)
 

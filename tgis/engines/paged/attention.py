@@ -25,6 +25,7 @@ from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales, dequantiz
 from tgis.engines.paged.batch import FlatBatch
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
+_GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many there are
 
 
 _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D], as codes [..., D + SCALE_BYTES]
@@ -90,7 +91,10 @@ class PagedKVCache:
         size = self.num_blocks, self.block_size, like.shape[1], row
         if like.device.type != "cpu":
             return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
-        self._mappings.append(Mapping(math.prod(size) * dtype.itemsize))
+        # Keys and values of a layer begin at the same place of a page, and reach the next one together. Layers do not,
+        # or one step would wait until the system has given pages for all.
+        place = len(self._mappings) // 2 * _GOLDEN_RATIO % 1
+        self._mappings.append(Mapping(math.prod(size) * dtype.itemsize, place))
         return self._mappings[-1].bytes.view(dtype).view(size)
 
 
