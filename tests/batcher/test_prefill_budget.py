@@ -104,6 +104,25 @@ def _sequence(number: int, length: int, decoding: bool) -> Sequence:
     return seq
 
 
+@pytest.mark.parametrize(
+    ("lengths", "budget", "expected"),
+    [
+        ([130, 130, 130], 100, [100]),  # one after the other
+        ([130, 90, 130], 100, [50, 50]),
+        ([120, 120, 40], 150, [110, 0, 40]),
+        ([700, 700, 130], 200, [100, 0, 100]),  # those longer than a step share it
+        ([700, 700], 200, [100, 100]),
+        ([130, 130, 130], 400, [130, 130]),  # enough end with the step
+    ],
+)
+def test_prompts_of_one_length_are_done_one_after_the_other(
+    lengths: list[int], budget: int, expected: list[int]
+) -> None:
+    sequences = [_sequence(n, length, decoding=False) for n, length in enumerate(lengths)]
+    split = dict(split_budget(sequences, budget, 512))
+    assert [split.get(seq, 0) for seq in sequences] == expected + [0] * (len(lengths) - len(expected))
+
+
 SEQS = st.lists(
     st.builds(_sequence, st.integers(), st.integers(1, 50), st.booleans()),
     min_size=1,

@@ -71,27 +71,27 @@ def split_budget(seqs: list[Sequence], budget: int, max_tokens: int) -> list[tup
     """The sequences of a step, in order, and the number of tokens of each: one for decodes, the budget for prompts.
 
     Half the budget belongs to the oldest prompt, so that it is done some day. The rest goes to those with the fewest
-    tokens left, so that short prompts need not wait for long ones; what remains is the oldest one's again. When enough
+    tokens left, so that short prompts need not wait for long ones and those of one length are done one after the other;
+    last to an oldest prompt that is longer than a step: the more it attends to, the longer its tokens take. When enough
     prompts end with the step, which may have `max_tokens`, the others wait for the next one.
     """
     prefilling = [seq for seq in seqs if not seq.decoding]
     if not prefilling:
         return [(seq, 1) for seq in seqs]
-    shares: dict[Sequence, int] = {}
-    oldest, *others = prefilling
-    reserved = min(_max_chunk(oldest), (budget + 1) // 2)
-    left = budget - reserved
-    shortest = sorted(others, key=lambda seq: seq.num_uncomputed_tokens)
-    for seq in shortest:
-        shares[seq] = min(_max_chunk(seq), left)
-        left -= shares[seq]
-    shares[oldest] = min(_max_chunk(oldest), reserved + left)
+    oldest = prefilling[0]
+    is_long = len(oldest.tokens) > max_tokens
+    shares = {oldest: min(_max_chunk(oldest), (budget + 1) // 2)}
+    left = budget - shares[oldest]
+    for seq in sorted(prefilling, key=lambda seq: (seq is oldest and is_long, seq.num_uncomputed_tokens)):
+        more = min(_max_chunk(seq) - shares.get(seq, 0), left)
+        shares[seq] = shares.get(seq, 0) + more
+        left -= more
     ended = 0
-    for seq in (oldest, *shortest):
+    for seq, count in shares.items():
         if ended >= _ENOUGH_SHARE * max_tokens:
             shares[seq] = 0
-        elif shares[seq] == seq.num_uncomputed_tokens:
-            ended += shares[seq]
+        elif count == seq.num_uncomputed_tokens:
+            ended += count
     return [(seq, shares.get(seq, 1)) for seq in seqs if shares.get(seq, 1)]
 
 
