@@ -209,7 +209,7 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
         run = Run(subject, batcher, counts=total)
         left += _interleave(rng, run)
     assert left > 0
-    assert (total.preemptions >= len(seeds)) == few_blocks
+    assert (total.preemptions >= len(seeds) // 2) == few_blocks
     assert (total.prefix_cache_hits > len(seeds)) == prefix_cache
     assert total.queue_jumps or not few_blocks
 
