@@ -66,7 +66,7 @@ class Mapping:
     """Zeros that take memory when they are first written, in huge pages where the system has them."""
 
     def __init__(self, num_bytes: int, place: float = 0.0) -> None:
-        """They begin at the `place`, from 0 to 1, of a huge page. OutOfMemoryError if the system refuses so much."""
+        """Zeros from the `place`, 0 to 1, of a huge page on. OutOfMemoryError if the system refuses so much."""
         offset = int(place * _PAGE) // _CACHE_LINE * _CACHE_LINE
         self._size = -(-(offset + num_bytes) // _PAGE) * _PAGE
         try:

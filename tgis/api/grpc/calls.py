@@ -116,7 +116,7 @@ class GrpcCalls:
         on_rejected: Callable[[], None] = lambda: None,
         count: CountCall = lambda *_: None,
     ) -> None:
-        """With `tokens`, calls need one of them, unless their method is public."""
+        """Calls need one of the `tokens`, if there are any and their method is not public."""
         self.clients = clients
         self._tokens, self._on_rejected = tokens, on_rejected
         self._count = count

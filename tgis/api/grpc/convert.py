@@ -39,7 +39,7 @@ _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a toke
 _RESPONSES_TAG = b"\x0a"  # of BatchedTokenizeResponse.responses
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
-TokenText = Callable[[int], str]  # likewise; None where tokens are not wanted
+TokenText = Callable[[int], str]  # of a token id; None where tokens are not wanted
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 

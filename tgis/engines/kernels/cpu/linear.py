@@ -64,7 +64,7 @@ class GemmSelector:
         return None
 
     def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype) -> Gemm:
-        """With a quantized weight, for activations of a dtype."""
+        """The GEMM for a quantized weight and activations of a dtype."""
         kind, kernels = describe_kind(weight), self._kernels
         if kernels is not None and dtype in DTYPES and has_kernel(weight):
             ours = stored(weight)
