@@ -32,7 +32,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "api": "config errors",
     "api/grpc": "api config errors frontend ipc pb security tracing utils",
     "api/http": "api config errors frontend ipc security utils",
-    "api/openai": "api/http config errors frontend ipc prompts utils",
+    "api/openai": "api/http config errors frontend ipc models prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",

@@ -28,12 +28,12 @@ from tgis.api.http.calls import HttpApi
 from tgis.api.http.pages.routes import Pages
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
+from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
 from tgis.errors import StartError, Unavailable
 from tgis.frontend import request_log
-from tgis.frontend.chat_template import ChatTemplate
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import TICK_SECONDS, wait_first

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tgis.api.openai.chat_template import ChatTemplate
 from tgis.errors import StartError
-from tgis.frontend.chat_template import ChatTemplate
 from tgis.models import staging
 from tgis.models.convert import gguf
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer

@@ -24,6 +24,7 @@ from tgis.api.openai.bodies import (
     Delta,
     ToolCallDelta,
 )
+from tgis.api.openai.chat_template import ChatTemplate, TemplateError
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.messages import template_messages, template_tools
 from tgis.api.openai.models import ServedModels
@@ -40,7 +41,6 @@ from tgis.api.openai.tool_calls import (
 )
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.chat_template import ChatTemplate, TemplateError
 from tgis.frontend.output import RequestOutput
 
 _MICROSECONDS_PER_MESSAGE = 4  # to make what the template takes of it

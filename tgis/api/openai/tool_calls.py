@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import regex
 
-from tgis.frontend.chat_template import ChatTemplate
+from tgis.api.openai.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """How TGI says that a call has failed."""
 
 from tgis.api.http.operations import ErrorFormat, http_status
+from tgis.api.openai.chat_template import TemplateError
 from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import OutOfMemory, Overloaded, RequestError
-from tgis.frontend.chat_template import TemplateError
 
 _VALIDATION = ("validation", "Input validation error: ")
 # Status -> error_type, and what the text begins with.

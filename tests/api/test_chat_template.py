@@ -1,4 +1,4 @@
-"""tgis.frontend.chat_template: against apply_chat_template of transformers' tokenizers."""
+"""tgis.api.openai.chat_template: against apply_chat_template of transformers' tokenizers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from harness import run_async
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
+from tgis.api.openai.chat_template import ChatTemplate, TemplateError
 from tgis.errors import StartError
-from tgis.frontend.chat_template import ChatTemplate, TemplateError
 
 USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a1B2c3D4e", "function": {}}]}
