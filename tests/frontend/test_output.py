@@ -19,7 +19,7 @@ from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings, TokenInfo, best_first
-from tgis.frontend.sampling_params import RawParams, ResolvedParams
+from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
@@ -35,15 +35,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
 
 
-def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> ResolvedParams:
+def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> RawParams:
     options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
     raw = RawParams(stop_sequences=tuple(stops), logprob_options=options, max_new_tokens=99, min_new_tokens=minimum)
-    return raw.with_defaults(20).resolve(include_stop_sequence=True, fill_context=False)
+    return raw.with_defaults(20)
 
 
-def builder(decoder: TokenDecoder, wanted: ResolvedParams) -> Output:
-    minimum = SamplingParams(min_new_tokens=wanted.sampling_params.min_new_tokens)
-    request = Request(1, [5, 6], 99, False, minimum, wanted.given.logprob_options)
+def builder(decoder: TokenDecoder, wanted: RawParams) -> Output:
+    minimum = SamplingParams(min_new_tokens=wanted.min_new_tokens)
+    request = Request(1, [5, 6], 99, False, minimum, wanted.logprob_options)
     output = Output(request, 0, "prompt", wanted, decoder, arrived=0.0, separator="")
     Inbox([output], eager=True)
     output.timings = RequestTimings(arrived=0.0, submitted=0.0)
@@ -56,7 +56,7 @@ def ids(decoder: TokenDecoder, text: str) -> list[int]:
 
 def deliver(output: Output, steps: Steps) -> Iterator[None]:
     """Put these steps into its queue, the last of which ends the request; yield after each until the output ends."""
-    logprobs = output.params.given.logprob_options.logprobs
+    logprobs = output.params.logprob_options.logprobs
     for number, tokens in enumerate(steps, 1):
         reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
         output.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason, 0.0)
@@ -64,19 +64,19 @@ def deliver(output: Output, steps: Steps) -> Iterator[None]:
             yield
 
 
-def unary(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> RequestOutput:
+def unary(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> RequestOutput:
     output = builder(decoder, wanted)
     for _ in deliver(output, steps):
         output.collect()
     return output.final()
 
 
-def streamed(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
+def streamed(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> list[RequestOutput]:
     output = builder(decoder, wanted)
     return [chunk for _ in deliver(output, steps) for chunk in output.chunks()]
 
 
-def streamed_late(decoder: TokenDecoder, wanted: ResolvedParams, steps: Steps) -> list[RequestOutput]:
+def streamed_late(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> list[RequestOutput]:
     """The messages of a reader that comes when all steps have been made."""
     output = builder(decoder, wanted)
     for _ in deliver(output, steps):

@@ -14,7 +14,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.sampling_params import Constraints, RawParams
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
-from tgis.ipc.request import LogprobOptions
+from tgis.ipc.request import LogprobOptions, Request
 
 LIMITS = RequestLimits(
     max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100, vocab_size=1000
@@ -119,6 +119,11 @@ def reported(raw: RawParams) -> str | None:
     return None
 
 
+def request_of(length: int, params: RawParams, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
+    """The request for an input of this length."""
+    return make_request(1, [5] * length, adapter, params, params.sampling_params(0), limits, "x")
+
+
 @settings(max_examples=500)  # about every tenth breaks no rule
 @given(PARAMETERS)
 def test_the_first_violated_rule_is_reported_and_defaults_replace_zero_and_absent(raw: RawParams) -> None:
@@ -126,26 +131,22 @@ def test_the_first_violated_rule_is_reported_and_defaults_replace_zero_and_absen
         assert reported(raw) == field
         return
     params = validate(raw, LIMITS)
+    sampling = params.sampling_params(5)
     greedy = not raw.do_sample or raw.temperature == 0
-    assert params.sampling_params.greedy == greedy
-    assert params.given.max_new_tokens == (raw.max_new_tokens or 20)
-    assert params.sampling_params.repetition_penalty == (raw.repetition_penalty or 1.0)
-    assert (params.deadline is None) == (raw.time_limit_millis == 0)
-    assert params.sampling_params.stop_token_ids == raw.stop_token_ids
-    assert params.sampling_params.allowed_token_ids == raw.allowed_token_ids
-    assert params.sampling_params.min_p == (0.0 if greedy else raw.min_p)
+    assert sampling.greedy == greedy
+    assert params.max_new_tokens == (raw.max_new_tokens or 20)
+    assert sampling.repetition_penalty == (raw.repetition_penalty or 1.0)
+    assert sampling.stop_token_ids == raw.stop_token_ids
+    assert sampling.allowed_token_ids == raw.allowed_token_ids
+    assert sampling.min_p == (0.0 if greedy else raw.min_p)
     include = raw.include_stop_sequence
     assert params.include_stop_sequence == (True if include is None else include)
     if greedy:
-        assert (params.sampling_params.top_k, params.sampling_params.top_p, params.sampling_params.typical_p) == (
-            0,
-            1.0,
-            1.0,
-        )
+        assert (sampling.top_k, sampling.top_p, sampling.typical_p) == (0, 1.0, 1.0)
     else:
-        assert params.sampling_params.temperature == (1.0 if raw.temperature is None else raw.temperature)
-        assert (params.sampling_params.top_k, params.sampling_params.top_p) == (raw.top_k, raw.top_p or 1.0)
-        assert params.sampling_params.typical_p == (raw.typical_p or 1.0)
+        assert sampling.temperature == (1.0 if raw.temperature is None else raw.temperature)
+        assert (sampling.top_k, sampling.top_p) == (raw.top_k, raw.top_p or 1.0)
+        assert sampling.typical_p == (raw.typical_p or 1.0)
 
 
 @settings(max_examples=200)
@@ -154,12 +155,11 @@ def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new
     raw = RawParams(max_new_tokens=max_new, min_new_tokens=min(min_new, max_new))
     params, min_new = validate(raw, LIMITS), min(min_new, max_new)
     soft = AdapterRef("p", prefix, 0, 1, 1) if prefix else None
-    arguments: dict[str, Any] = {"adapter": soft, "params": params, "limits": LIMITS, "field": "x"}
     if length == 0 or length + prefix >= 200 or length + prefix + min_new > 200:
         with pytest.raises(InvalidRequest):
-            make_request(1, [5] * length, **arguments)
+            request_of(length, params, LIMITS, soft)
         return
-    request = make_request(1, [5] * length, **arguments)
+    request = request_of(length, params, LIMITS, soft)
     assert request.max_new_tokens == min(max_new, 200 - length - prefix)
     assert request.limited_by_context == (length + prefix + max_new > 200)
 
@@ -175,27 +175,27 @@ def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new
 )
 def test_without_max_new_tokens_all_that_fits(limits: dict[str, Any], length: int, expected: int) -> None:
     context = replace(LIMITS, default_max_new_tokens=None, **limits)
-    request = make_request(1, [5] * length, None, validate(RawParams(), context), context, "x")
+    request = request_of(length, validate(RawParams(), context), context)
     assert (request.max_new_tokens, request.limited_by_context) == (expected, True)
-    asked = make_request(1, [5] * length, None, validate(RawParams(max_new_tokens=7), context), context, "x")
+    asked = request_of(length, validate(RawParams(max_new_tokens=7), context), context)
     assert (asked.max_new_tokens, asked.limited_by_context) == (7, False)
 
 
 def test_without_max_new_tokens_the_least_is_still_checked() -> None:
     """As in vllm-tgis-adapter, the minimum may be as high as the server's maximum."""
     context = replace(LIMITS, default_max_new_tokens=None, max_request_tokens=110)
-    assert validate(RawParams(min_new_tokens=169), context).given.max_new_tokens == 169
+    assert validate(RawParams(min_new_tokens=169), context).max_new_tokens == 169
     with pytest.raises(InvalidRequest, match="min_new_tokens must be <= max_new_tokens"):
         validate(RawParams(min_new_tokens=170), context)
     params = validate(RawParams(min_new_tokens=11), context)
     with pytest.raises(InvalidRequest, match=r"input and new tokens \(111\) are more than fit into memory \(110\)"):
-        make_request(1, [5] * 100, None, params, context, "x")
+        request_of(100, params, context)
 
 
 def test_a_face_may_want_all_that_fits() -> None:
     params = validate(RawParams(fill_context=True), LIMITS)
-    assert make_request(1, [5] * 100, None, params, LIMITS, "x").max_new_tokens == 100
-    assert validate(RawParams(fill_context=True, max_new_tokens=7), LIMITS).given.max_new_tokens == 7
+    assert request_of(100, params, LIMITS).max_new_tokens == 100
+    assert validate(RawParams(fill_context=True, max_new_tokens=7), LIMITS).max_new_tokens == 7
 
 
 def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
@@ -203,12 +203,12 @@ def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
     for asked, fits in ((100, False), (60, False), (50, True)):
         params = validate(RawParams(max_new_tokens=asked, constraints=constraints), LIMITS)
         if fits:
-            assert make_request(1, [5] * 150, None, params, LIMITS, "x").max_new_tokens == asked
+            assert request_of(150, params, LIMITS).max_new_tokens == asked
             continue
         with pytest.raises(InvalidRequest, match=rf"plus max_new_tokens \({asked}\) must be <= 200"):
-            make_request(1, [5] * 150, None, params, LIMITS, "x")
+            request_of(150, params, LIMITS)
     params = validate(RawParams(max_new_tokens=100, constraints=constraints), LIMITS)
-    assert make_request(1, [5] * 130, None, params, LIMITS, "x").max_new_tokens == 70
+    assert request_of(130, params, LIMITS).max_new_tokens == 70
 
 
 def test_a_face_may_have_bounds_of_its_own() -> None:
@@ -217,7 +217,7 @@ def test_a_face_may_have_bounds_of_its_own() -> None:
     )
     options = LogprobOptions(generated_tokens=True, top_n_tokens=20)
     raw = RawParams(do_sample=True, temperature=0.01, stop_sequences=("x" * 300,) * 7, logprob_options=options)
-    assert validate(replace(raw, constraints=constraints), LIMITS).sampling_params.temperature == 0.01
+    assert validate(replace(raw, constraints=constraints), LIMITS).temperature == 0.01
     for refused, said in (
         (replace(raw, temperature=-0.01), "temperature must be >= 0"),
         (replace(raw, stop_sequences=("x",) * 8), "at most 7 non-empty stop sequences, each not more than 300 UTF8"),
@@ -229,22 +229,21 @@ def test_a_face_may_have_bounds_of_its_own() -> None:
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:
     given = validate(RawParams(do_sample=True, seed=2**64 - 2), LIMITS)
-    assert [given.seeded(5, number).sampling_params.seed for number in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    assert [given.sampling_params(5, number).seed for number in range(3)] == [2**64 - 2, 2**64 - 1, 0]
     drawn = validate(RawParams(do_sample=True), LIMITS)
-    assert [drawn.seeded(seed, number).sampling_params.seed for number, seed in enumerate((7, 9))] == [7, 9]
-    assert validate(RawParams(seed=4), LIMITS).seeded(5, 1).sampling_params.seed == 0  # greedy
+    assert [drawn.sampling_params(seed, number).seed for number, seed in enumerate((7, 9))] == [7, 9]
+    assert validate(RawParams(seed=4), LIMITS).sampling_params(5, 1).seed == 0  # greedy
 
 
 def test_another_default_of_max_new_tokens() -> None:
     limits = replace(LIMITS, default_max_new_tokens=50)
-    assert validate(RawParams(), limits).given.max_new_tokens == 50
-    assert validate(RawParams(max_new_tokens=7), limits).given.max_new_tokens == 7
+    assert validate(RawParams(), limits).max_new_tokens == 50
+    assert validate(RawParams(max_new_tokens=7), limits).max_new_tokens == 7
 
 
 @pytest.mark.parametrize(("decoder", "positions"), [(0, (18, 20)), (3, (14, 23))])
 def test_positions_of_encoder_and_decoder(decoder: int, positions: tuple[int, int]) -> None:
     """Eight virtual tokens; with those of a decoder, the start token is one of them."""
-    params = validate(RawParams(), LIMITS)
-    request = make_request(1, [5] * 10, AdapterRef("p", 8, decoder, 1, 1), params, LIMITS, "x")
+    request = request_of(10, validate(RawParams(), LIMITS), LIMITS, AdapterRef("p", 8, decoder, 1, 1))
     assert (request.soft_prompt_length, request.input_length) == (8, 10)
     assert (request.input_positions, request.output_positions) == positions

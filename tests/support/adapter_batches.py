@@ -72,7 +72,8 @@ class AdapterRequest:
         most = validation.RequestLimits(256, 100, include_stop_sequence=True, placeholder_id=PLACEHOLDER)
         prompt = self.prompt
         prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
-        return make_request(number, self.tokens, prefix, validate(asked, most), most, "text")
+        params = validate(asked, most)
+        return make_request(number, self.tokens, prefix, params, params.sampling_params(0), most, "text")
 
 
 def generate_all(

@@ -12,7 +12,7 @@ from tgis.ipc.messages import ToEngine
 from tgis.ipc.request import Request
 
 _DECODER: Any = SimpleNamespace(tokenizer=None, splits_graphemes=False, replaces_each_byte=False)
-_PARAMS = RawParams().with_defaults(20).resolve(include_stop_sequence=True, fill_context=False)
+_PARAMS = RawParams().with_defaults(20)
 
 
 class FakeTransport:

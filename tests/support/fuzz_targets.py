@@ -89,8 +89,8 @@ def _validate(call: GenerateCall) -> None:
     for text, field in zip(call.texts, call.fields, strict=False):
         tokens = list(text.encode())
         with contextlib.suppress(RequestError):
-            request = make_request(1, tokens, None, params=params.seeded(7), limits=limits, field=field, identity=b"")
-            sampling = request.sampling_params
+            sampling = params.sampling_params(7)
+            request = make_request(1, tokens, None, params, sampling, limits, field)
             assert 1 <= request.max_new_tokens <= MAX_LENGTH - len(request.tokens)
             assert sampling.min_new_tokens <= request.max_new_tokens
             assert math.isfinite(sampling.temperature + sampling.top_p + sampling.typical_p)

@@ -20,7 +20,7 @@ from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Inbox, Output, RequestOutput
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.sampling_params import RawParams, ResolvedParams
+from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import Encoding, Wanted
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
@@ -161,20 +161,16 @@ class Generator:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = validate(call.params, self.server_info.limits)
-            eager = call.kind is CallKind.STREAM or bool(params.given.stop_sequences)
+            eager = call.kind is CallKind.STREAM or bool(params.stop_sequences)
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
-            grammar = await self._lookups.grammar(params.given.grammar, kept) if params.given.grammar else None
-            if words := params.given.bad_words:
-                params = params.without_words(await self._tokenize_words(words))
-            requests = await self._prepare(call, params, adapter, grammar)
+            grammar = await self._lookups.grammar(params.grammar, kept) if params.grammar else None
+            requests = await self._prepare(call, params, adapter, grammar, arrived=log.started)
             with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
                 log.submitted(inbox.outputs)
                 yield inbox
 
-    def _outputs(
-        self, call: GenerateCall, params: ResolvedParams, requests: list[Request], arrived: float
-    ) -> list[Output]:
-        decoder = self._decoders[params.given.skip_special_tokens]
+    def _outputs(self, call: GenerateCall, params: RawParams, requests: list[Request], arrived: float) -> list[Output]:
+        decoder = self._decoders[params.skip_special_tokens]
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
             Output(request, index, call.texts[index // call.n], params, decoder, arrived=arrived, separator=separator)
@@ -199,11 +195,12 @@ class Generator:
             call.account.give_back_places()
 
     async def _prepare(
-        self, call: GenerateCall, params: ResolvedParams, adapter: AdapterRef | None, grammar: int | None
+        self, call: GenerateCall, params: RawParams, adapter: AdapterRef | None, grammar: int | None, *, arrived: float
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
-        limits, limit = self.server_info.limits, params.given.truncate_input_tokens
-        encodings = await self._encode(call, params.given)
+        limits, limit = self.server_info.limits, params.truncate_input_tokens
+        bad_words = await self._tokenize_words(params.bad_words) if params.bad_words else ()
+        encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
             self._metrics.requests.raw_length.observe(encoding.num_tokens)
         cost = sum(len(encoding.packed_ids) for encoding in encodings) / _TOKENS_PER_MICROSECOND
@@ -214,9 +211,11 @@ class Generator:
                 tokens,
                 adapter,
                 length=min(encoding.num_tokens, limit or encoding.num_tokens),
-                params=params.seeded(self._seeds.getrandbits(32), number),
+                params=params,
+                sampling_params=params.sampling_params(self._seeds.getrandbits(32), number, bad_words),
                 limits=limits,
                 field=field,
+                deadline=arrived + params.time_limit_millis / 1000 if params.time_limit_millis else None,
                 identity=call.identity,
                 answer_deadline=call.answer_deadline,
                 grammar=grammar,
@@ -225,7 +224,7 @@ class Generator:
             for field, encoding, tokens in zip(call.fields, encodings, inputs, strict=True)
             for number in range(call.n)
         ]
-        options, num_tokens = params.given.logprob_options, sum(len(request.tokens) for request in requests)
+        options, num_tokens = params.logprob_options, sum(len(request.tokens) for request in requests)
         call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
         if max_queued := self.server_info.max_queued_tokens:
             queued = sum(len(request.tokens) for request in self._client.queued())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tgis.errors import RequestError
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.sampling_params import ResolvedParams
+from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
@@ -93,7 +93,7 @@ class Output:
         request: Request,
         index: int,
         input_text: str,
-        params: ResolvedParams,
+        params: RawParams,
         decoder: TokenDecoder,
         *,
         arrived: float,
@@ -124,17 +124,17 @@ class Output:
         self._detokenizer = Detokenizer(decoder)
         self._hidden_ids = () if params.include_stop_sequence else request.sampling_params.stop_token_ids
         self._stop_matcher = StopStringMatcher(
-            params.given.stop_sequences,
-            include_stop_sequence=params.include_stop_sequence,
+            params.stop_sequences,
+            include_stop_sequence=bool(params.include_stop_sequence),
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
         self._sent_text = ""  # the beginning of what is in messages
         self._text: list[str] = []  # in no message yet
         self._tokens: list[TokenInfo] = []
-        self._wants_tokens = params.given.logprob_options.generated_tokens
-        self._wants_input_tokens = params.given.logprob_options.input_tokens
-        self._details_per_token = params.given.logprob_options.details_per_token
+        self._wants_tokens = params.logprob_options.generated_tokens
+        self._wants_input_tokens = params.logprob_options.input_tokens
+        self._details_per_token = params.logprob_options.details_per_token
 
     def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason, now: float) -> None:
         """Add what a step gave."""
@@ -166,7 +166,7 @@ class Output:
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
-        echoed = self.input_text if self.params.given.input_text else ""
+        echoed = self.input_text if self.params.input_text else ""
         seed = self.request.sampling_params.seed
         return RequestOutput(self.index, text=echoed, input_token_count=self.request.input_length, seed=seed)
 
@@ -199,7 +199,7 @@ class Output:
         if self.expired_in_queue:
             return RequestOutput(self.index, input_token_count=num_input_tokens, stop_reason=self.stop_reason)
         whole = self._chunk()
-        if self.params.given.input_text:
+        if self.params.input_text:
             whole.text = self.input_text + self._separator + whole.text
         whole.input_token_count, whole.input_tokens = num_input_tokens, self._input_tokens()
         whole.timings = self.timings

@@ -64,7 +64,7 @@ class RequestLog:
         requests.validation.observe(timings.submitted - timings.arrived)
         for output in outputs:
             requests.input_length.observe(output.request.input_length)
-            requests.max_new_tokens.observe(output.params.given.max_new_tokens)
+            requests.max_new_tokens.observe(output.params.max_new_tokens)
 
     def finish(self, output: Output) -> None:
         """Record the end of one input: finished, failed, or cancelled by its client or a failed sibling."""
@@ -145,15 +145,15 @@ class RequestLog:
 
 def _describe_params(output: Output) -> str:
     """Parameters other than the defaults: numbers and flags, never text."""
-    request, options = output.request, output.params.given.logprob_options
+    request, options = output.request, output.params.logprob_options
     values = msgspec.structs.asdict(request.sampling_params)
     values |= {
         **{name: len(values[name] or ()) for name in _COUNTED},
         "max_new_tokens": request.max_new_tokens,
-        "stop_sequences": len(output.params.given.stop_sequences),
+        "stop_sequences": len(output.params.stop_sequences),
         "time_limit": request.deadline is not None,
         "details": options.generated_tokens or options.input_tokens,
-        "grammar": output.params.given.grammar and output.params.given.grammar.kind,
+        "grammar": output.params.grammar and output.params.grammar.kind,
     }
     return " ".join(f"{name}={value}" for name, value in values.items() if value and value != _DEFAULTS.get(name))
 

@@ -1,13 +1,10 @@
 """Parameters of a call, as the client sends them and with all defaults filled in. Pure functions of numbers and text.
 
-`validation.py` checks them in between: `with_defaults`, the rules, `resolve`.
+`validation.py` checks them in between: `with_defaults`, the rules, `sampling_params` of each output.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from tgis.ipc.lookups import GrammarSpec
 from tgis.ipc.request import LogprobOptions, SamplingParams
@@ -62,11 +59,19 @@ class RawParams:
     skip_special_tokens: bool | None = None  # in the output; None: as the server does
     constraints: Constraints = Constraints()
 
-    def with_defaults(self, max_new_tokens: int) -> "RawParams":
-        """Fill in defaults; greedy decoding drops the sampling parameters unread."""
+    def with_defaults(
+        self, max_new_tokens: int, *, include_stop_sequence: bool = True, fill_context: bool = False
+    ) -> "RawParams":
+        """Fill in defaults; greedy decoding drops the sampling parameters unread.
+
+        `fill_context`: where the request has no number of tokens, generate all that fits, up to `max_new_tokens`.
+        """
+        given = self.include_stop_sequence
         filled = replace(
             self,
             max_new_tokens=self.max_new_tokens or max_new_tokens,
+            fill_context=fill_context and not self.max_new_tokens,
+            include_stop_sequence=include_stop_sequence if given is None else given,
             repetition_penalty=self.repetition_penalty or 1.0,
         )
         if not self.do_sample:
@@ -74,54 +79,32 @@ class RawParams:
         temperature = 1.0 if self.temperature is None else self.temperature
         return replace(filled, temperature=temperature, top_p=self.top_p or 1.0)
 
-    def resolve(self, *, include_stop_sequence: bool, fill_context: bool) -> "ResolvedParams":
-        """Turn validated parameters with defaults into what the inputs run with. The deadline starts now."""
+    def sampling_params(
+        self, default_seed: int, number: int = 0, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> SamplingParams:
+        """How the tokens of output `number` of an input are sampled, once these are valid and have their defaults.
+
+        Without a seed of the call the output has `default_seed`. `bad_words` are the tokens of each.
+        """
         assert self.temperature is not None
         greedy = self.temperature == 0.0
-        include = self.include_stop_sequence
-        return ResolvedParams(
-            given=self,
-            sampling_params=SamplingParams(
-                temperature=self.temperature,
-                top_k=0 if greedy else self.top_k,
-                top_p=1.0 if greedy else self.top_p,
-                typical_p=1.0 if greedy or self.typical_p <= 0.0 else self.typical_p,
-                repetition_penalty=self.repetition_penalty,
-                length_penalty=self.length_penalty,
-                seed=0 if greedy or self.seed is None else self.seed,
-                min_new_tokens=self.min_new_tokens,
-                frequency_penalty=self.frequency_penalty,
-                presence_penalty=self.presence_penalty,
-                logit_bias=dict(self.logit_bias) or None,
-                watermark=WATERMARK if self.watermark else None,
-                ignore_eos=self.ignore_eos,
-                min_p=0.0 if greedy else self.min_p,
-                stop_token_ids=self.stop_token_ids,
-                allowed_token_ids=self.allowed_token_ids,
-            ),
-            fill_context=fill_context,
-            deadline=time.monotonic() + self.time_limit_millis / 1000 if self.time_limit_millis else None,
-            include_stop_sequence=include_stop_sequence if include is None else include,
+        seed = default_seed if self.seed is None else (self.seed + number) % 2**64
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=0 if greedy else self.top_k,
+            top_p=1.0 if greedy else self.top_p,
+            typical_p=1.0 if greedy or self.typical_p <= 0.0 else self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            length_penalty=self.length_penalty,
+            seed=0 if greedy else seed,
+            min_new_tokens=self.min_new_tokens,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=dict(self.logit_bias) or None,
+            watermark=WATERMARK if self.watermark else None,
+            ignore_eos=self.ignore_eos,
+            min_p=0.0 if greedy else self.min_p,
+            stop_token_ids=self.stop_token_ids,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedParams:
-    """What every input of a call runs with."""
-
-    given: RawParams  # with defaults
-    sampling_params: SamplingParams
-    fill_context: bool  # the request asked for no number: generate all that fits
-    deadline: float | None
-    include_stop_sequence: bool
-
-    def without_words(self, bad_words: tuple[tuple[int, ...], ...]) -> "ResolvedParams":
-        """Parameters that also exclude words with these tokens."""
-        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, bad_words=bad_words))
-
-    def seeded(self, default_seed: int, number: int = 0) -> "ResolvedParams":
-        """Parameters of output `number` of an input: with the seed of the call plus `number`, else `default_seed`."""
-        if self.sampling_params.greedy:
-            return self
-        seed = default_seed if self.given.seed is None else (self.given.seed + number) % 2**64
-        return replace(self, sampling_params=msgspec.structs.replace(self.sampling_params, seed=seed))

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tgis.errors import InvalidRequest, TooLong
-from tgis.frontend.sampling_params import RawParams, ResolvedParams
+from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
-from tgis.ipc.request import Request
+from tgis.ipc.request import Request, SamplingParams
 
 MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down
 MAX_LOGIT_BIASES = 300
@@ -45,10 +45,14 @@ class RequestLimits:
 _Rule = tuple[str, bool, str, float | str]
 
 
-def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
-    """Check and resolve the parameters; InvalidRequest names the field of the first rule violated."""
+def validate(raw: RawParams, limits: RequestLimits) -> RawParams:
+    """Fill in defaults and check the parameters; InvalidRequest names the field of the first rule violated."""
     default = None if raw.fill_context else limits.default_max_new_tokens
-    params = raw.with_defaults(default or limits.max_new_tokens)
+    params = raw.with_defaults(
+        default or limits.max_new_tokens,
+        include_stop_sequence=limits.include_stop_sequence,
+        fill_context=default is None,
+    )
     for field, violated, message, value in _rules(params, limits):
         if violated:
             raise InvalidRequest(field, message, f"{value:g}" if isinstance(value, float) else str(value))
@@ -58,8 +62,7 @@ def validate(raw: RawParams, limits: RequestLimits) -> ResolvedParams:
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, limits)
     if params.grammar:
         _check_grammar(params.grammar, limits.max_grammar_bytes)
-    fill_context = not raw.max_new_tokens and default is None
-    return params.resolve(include_stop_sequence=limits.include_stop_sequence, fill_context=fill_context)
+    return params
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) -> None:
@@ -95,9 +98,11 @@ def make_request(
     request_id: int,
     tokens: list[int],
     adapter: AdapterRef | None,
-    params: ResolvedParams,
+    params: RawParams,
+    sampling_params: SamplingParams,
     limits: RequestLimits,
     field: str,
+    deadline: float | None = None,
     identity: bytes = b"",
     answer_deadline: float | None = None,
     length: int = 0,
@@ -120,10 +125,10 @@ def make_request(
         tokens=[limits.placeholder_id] * prefix_length + tokens,
         max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
         limited_by_context=params.fill_context
-        or params.given.max_new_tokens > limits.max_sequence_length - length - prefix_length,
-        sampling_params=params.sampling_params,
-        logprob_options=params.given.logprob_options,
-        deadline=params.deadline,
+        or params.max_new_tokens > limits.max_sequence_length - length - prefix_length,
+        sampling_params=sampling_params,
+        logprob_options=params.logprob_options,
+        deadline=deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
         answer_deadline=answer_deadline,
@@ -134,10 +139,10 @@ def make_request(
     return request
 
 
-def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limits: RequestLimits, field: str) -> None:
+def _check_lengths(length: int, prefix_length: int, params: RawParams, limits: RequestLimits, field: str) -> None:
     """InvalidRequest unless an input leaves room for the output that is wanted."""
     max_length = limits.max_sequence_length
-    min_new_tokens, max_new_tokens = params.sampling_params.min_new_tokens, params.given.max_new_tokens
+    min_new_tokens, max_new_tokens = params.min_new_tokens, params.max_new_tokens
     if not length:
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
@@ -147,7 +152,7 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
     if min_new_tokens > room:
         text = f"{lengths} plus min_new_tokens ({min_new_tokens}) must be <= {max_length}"
         raise TooLong(field, text, max_length)
-    if min(max_new_tokens, params.given.constraints.min_room) > room and not params.fill_context:
+    if min(max_new_tokens, params.constraints.min_room) > room and not params.fill_context:
         text = f"{lengths} plus max_new_tokens ({max_new_tokens}) must be <= {max_length}"
         raise TooLong(field, text, max_length)
     if limits.max_input_tokens is not None and length > limits.max_input_tokens:
@@ -155,14 +160,14 @@ def _check_lengths(length: int, prefix_length: int, params: ResolvedParams, limi
         raise TooLong(field, text, max_length)
 
 
-def _max_new_tokens(length: int, adapter: AdapterRef | None, params: ResolvedParams, limits: RequestLimits) -> int:
+def _max_new_tokens(length: int, adapter: AdapterRef | None, params: RawParams, limits: RequestLimits) -> int:
     """The new tokens asked for, as far as they fit; with `fill_context` also limited to what can run, if enough."""
-    max_new_tokens = min(params.given.max_new_tokens, limits.max_sequence_length - length)
+    max_new_tokens = min(params.max_new_tokens, limits.max_sequence_length - length)
     if not params.fill_context:
         return max_new_tokens
     decoder_length = adapter.decoder_length if adapter else 0
     fits = min(limits.max_request_tokens - length, limits.max_positions - decoder_length)
-    return max(min(max_new_tokens, fits), params.sampling_params.min_new_tokens, 1)
+    return max(min(max_new_tokens, fits), params.min_new_tokens, 1)
 
 
 def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None:
