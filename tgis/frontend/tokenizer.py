@@ -4,7 +4,6 @@ Everything comes from `tokenizer.json` through the `tokenizers` library; truncat
 that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
 """
 
-import asyncio
 import json
 import sys
 from array import array
@@ -118,28 +117,24 @@ class Tokenizer:
 
     async def encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
-        cost = sum(map(len, texts)) / CHARS_PER_MICROSECOND
-        groups = [self.pool.run(cost, partial(self._encode, group, wanted)) for group in _groups(texts)]
-        found = [await groups[0]] if len(groups) == 1 else await asyncio.gather(*groups)
-        encodings = list(chain.from_iterable(found))
+        cost = sum(len(text) + _CHARS_PER_TEXT for text in texts) / CHARS_PER_MICROSECOND
+        encodings = await self.pool.run(cost, lambda: [self._encode(text, wanted) for text in texts])
         if wanted.max_tokens is not None:
             _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted.max_tokens)
         return encodings
 
-    def _encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
+    def _encode(self, text: str, wanted: Wanted) -> Encoding:
         rule = self._cut_rule
-        if len(texts[0]) > 2 * PART and rule is not None and (rule.keeps_offsets or not wanted.offsets):
-            return [self._encode_in_parts(texts[0], rule, wanted)]
-        found = self._encode_batch(texts, wanted, add_special_tokens=self._add_special_tokens and wanted.special_tokens)
-        return [_packed_encoding(text, one, wanted) for text, one in zip(texts, found, strict=True)]
+        if len(text) > 2 * PART and rule is not None and (rule.keeps_offsets or not wanted.offsets):
+            return self._encode_in_parts(text, rule, wanted)
+        found = self._encode_at_once(text, wanted, special_tokens=self._add_special_tokens and wanted.special_tokens)
+        return _packed_encoding(text, found, wanted)
 
-    def _encode_batch(
-        self, texts: Sequence[str], wanted: Wanted, *, add_special_tokens: bool
-    ) -> list[tokenizers.Encoding]:
+    def _encode_at_once(self, text: str, wanted: Wanted, *, special_tokens: bool) -> tokenizers.Encoding:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
         encode = self._backend.encode_batch if wanted.offsets else self._backend.encode_batch_fast
         try:
-            return encode(texts, add_special_tokens=add_special_tokens)
+            return encode([text], add_special_tokens=special_tokens)[0]
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
 
@@ -155,7 +150,7 @@ class Tokenizer:
         for start, end in _parts_from_end(text, _PART_WITH_OFFSETS if wanted.offsets else PART):
             first_byte -= len(text[start:end].encode())
             part = text[start + (rule.drops_space and start > 0) : end]
-            (found,) = self._encode_batch([part], wanted, add_special_tokens=False)
+            found = self._encode_at_once(part, wanted, special_tokens=False)
             parts.append(_packed_encoding(part, found, wanted, first_byte))
             num_tokens += len(found)
             if wanted.max_tokens is not None:
@@ -209,20 +204,6 @@ class Tokenizer:
 def reply_too_large(max_bytes: int) -> InvalidRequest:
     """The error for texts whose tokens do not fit into a reply."""
     return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
-
-
-def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Short texts together, as far as they are one after the other; each long one alone."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        if group and size + len(text) > PART:
-            yield group
-            group, size = [], 0
-        group.append(text)
-        size += len(text) + _CHARS_PER_TEXT
-    if group:
-        yield group
 
 
 def _parts_from_end(text: str, size: int) -> Iterator[tuple[int, int]]:
