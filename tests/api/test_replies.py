@@ -1,6 +1,7 @@
 """Replies have every field of the values of the front end, and no other."""
 
 import itertools
+import math
 import random
 from array import array
 from typing import Any
@@ -10,6 +11,7 @@ from google.protobuf.message import Message
 
 from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
+from tgis.api.http.calls import best_first
 from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput, TokenInfo
@@ -110,3 +112,11 @@ def test_tokens_that_a_reply_has_no_room_for_are_refused_before_it_is_made(token
     one = pb.TokenizeResponse(tokens=["a"] * tokens, offsets=[{"start": 1, "end": 2}] * offsets).ByteSize()
     assert limit >= 12_000 // one  # what has room is not refused
     assert limit <= 12_000 // 3
+
+
+def test_the_best_has_the_highest_mean_logprob() -> None:
+    def output(index: int, *logprobs: float) -> RequestOutput:
+        return RequestOutput(index, tokens=[TokenInfo(5, "a", logprob, 0, []) for logprob in logprobs])
+
+    made = [output(0, -4.0), output(1, math.nan), output(2, -1.0, -2.0), output(3, -1.5), output(4), output(5, -3.0)]
+    assert [one.index for one in best_first(made)] == [2, 3, 5, 0, 1, 4]

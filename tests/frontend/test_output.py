@@ -5,7 +5,6 @@ And when a call is woken, by which of its outputs.
 
 import asyncio
 import itertools
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
-from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings, TokenInfo, best_first
+from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings
 from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
@@ -169,14 +168,6 @@ def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, la
         chunks.extend(output.chunks())
     assert [chunk.tokens[0].text for chunk in chunks] == list("ab" if late else "abc")
     assert not output.stop_reason
-
-
-def test_the_best_has_the_highest_mean_logprob() -> None:
-    def output(index: int, *logprobs: float) -> RequestOutput:
-        return RequestOutput(index, tokens=[TokenInfo(5, "a", logprob, 0, []) for logprob in logprobs])
-
-    made = [output(0, -4.0), output(1, math.nan), output(2, -1.0, -2.0), output(3, -1.5), output(4), output(5, -3.0)]
-    assert [one.index for one in best_first(made)] == [2, 3, 5, 0, 1, 4]
 
 
 def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:

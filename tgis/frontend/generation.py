@@ -7,7 +7,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,6 @@ from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
-from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Inbox, Output, RequestOutput
 from tgis.frontend.request_log import RequestLog
@@ -72,7 +71,7 @@ class Generator:
         self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
         self._lookups = lookups
-        self._metrics = metrics
+        self.metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
         self.num_inputs = 0  # of open calls, also of those that have given back their places
@@ -95,20 +94,6 @@ class Generator:
                     log.finish(output)
                     num_open -= 1
             return [output.final() for output in inbox.outputs]
-
-    def refused(self, kind: CallKind) -> None:
-        """Count a call of one input that breaks a rule of its API."""
-        self._metrics.request_started(kind, 1)
-        self._metrics.request_failed(FailureReason.VALIDATION)
-
-    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
-        """The ids of the texts that are special tokens, as far as the model can generate them."""
-        found = map(self._tokenizer.special_token_id, texts)
-        return tuple(each for each in found if each is not None and each < self.server_info.limits.vocab_size)
-
-    def count_unknown_fields(self, count: int) -> None:
-        """Count fields of a request that have no effect."""
-        self._metrics.requests.unknown_fields.inc(count)
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
@@ -134,8 +119,8 @@ class Generator:
         An adapter must exist, but changes nothing. Takes no places.
         """
         started = time.monotonic()
-        self._metrics.tokenize.count.inc()
-        self._metrics.tokenize.input_count.inc(len(call.texts))
+        self.metrics.tokenize.count.inc()
+        self.metrics.tokenize.input_count.inc(len(call.texts))
         _check_num_inputs(len(call.texts), MAX_TOKENIZE_INPUTS)
         per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
         call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
@@ -147,12 +132,12 @@ class Generator:
         wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
         whole = await self._tokenizer.encode(call.texts, wanted)
         encodings = [replace(encoding, num_tokens=min(encoding.num_tokens, limit)) for encoding in whole]
-        self._metrics.tokenize.tokens.observe(sum(encoding.num_tokens for encoding in encodings))
-        self._metrics.tokenize.duration.observe(time.monotonic() - started)
+        self.metrics.tokenize.tokens.observe(sum(encoding.num_tokens for encoding in encodings))
+        self.metrics.tokenize.duration.observe(time.monotonic() - started)
         return encodings
 
     def _request_log(self, call: GenerateCall) -> RequestLog:
-        return RequestLog(call, self._metrics, self._tracer, log_text=self.server_info.log_text)
+        return RequestLog(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
 
     @asynccontextmanager
     async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[Inbox]:
@@ -202,7 +187,7 @@ class Generator:
         bad_words = await self._tokenize_words(params.bad_words) if params.bad_words else ()
         encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
-            self._metrics.requests.raw_length.observe(encoding.num_tokens)
+            self.metrics.requests.raw_length.observe(encoding.num_tokens)
         cost = sum(len(encoding.packed_ids) for encoding in encodings) / _TOKENS_PER_MICROSECOND
         inputs = await self.pool.run(cost, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
         requests = [

@@ -5,7 +5,6 @@ tokens in the same way, so that both say the same.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,16 +72,6 @@ class RequestOutput:
         """About how many microseconds it takes to make a reply of it."""
         num_tokens = len(self.tokens) + (self.input_token_count if self.input_tokens else 0)
         return MICROSECONDS_PER_DETAIL * self.details_per_token * num_tokens
-
-
-def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """Sort by the mean of the logprobs of the tokens, which must have been asked for; of equal ones the first."""
-    return sorted(outputs, key=_mean_logprob, reverse=True)
-
-
-def _mean_logprob(output: RequestOutput) -> float:
-    mean = sum(token.logprob for token in output.tokens) / len(output.tokens) if output.tokens else math.nan
-    return -math.inf if math.isnan(mean) else mean
 
 
 class Output:

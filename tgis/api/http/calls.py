@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from tgis.config import Config
 from tgis.errors import RequestError, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
+from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.output import RequestOutput
 from tgis.frontend.sampling_params import RawParams
 from tgis.utils import logs
 
@@ -89,6 +92,12 @@ class HttpCall:
             headers=self.request.headers.items(),
         )
 
+    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """The ids of the texts that are special tokens, as far as the model can generate them."""
+        tokenizer, vocab_size = self.generator.token_decoder.tokenizer, self.generator.server_info.limits.vocab_size
+        found = map(tokenizer.special_token_id, texts)
+        return tuple(each for each in found if each is not None and each < vocab_size)
+
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """Headers of TGI, which say where the answer is computed, and the length of the prompts."""
         kind = f"{self.config.num_shard}-{self.generator.server_info.engine.device}"
@@ -98,6 +107,16 @@ class HttpCall:
         """The answer, which begins with its first event: errors before that have a status."""
         self.events = EventStream(self.request, {"x-request-id": logs.correlation_id() or "", **headers})
         return self.events
+
+
+def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """Sort by the mean of the logprobs of the tokens, which must have been asked for; of equal ones the first."""
+    return sorted(outputs, key=_mean_logprob, reverse=True)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    mean = sum(token.logprob for token in output.tokens) / len(output.tokens) if output.tokens else math.nan
+    return -math.inf if math.isnan(mean) else mean
 
 
 def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -148,7 +167,8 @@ class HttpApi:
                 return await self._handle(operation.handle, call)
         except RequestError as error:
             if call is not None and call.kind is not None and http_status(error) in _REFUSALS:
-                call.generator.refused(call.kind)
+                call.generator.metrics.request_started(call.kind, 1)
+                call.generator.metrics.request_failed(FailureReason.VALIDATION)
             if call is None or call.events is None or not call.events.response.prepared:
                 return operation.errors.response(error)
             request[_FAILED], _ = operation.errors.convert(error)

@@ -61,7 +61,7 @@ class ChatCompletions:
         check_at_most("n", n, min(MAX_CHOICES, call.account.max_inputs))
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
-        params = chat_params(body, call.generator, parses_tools=form is not None)
+        params = chat_params(body, call, parses_tools=form is not None)
         if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if form and choice.needs_grammar:

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall
+from tgis.api.http.calls import HttpCall, best_first
 from tgis.api.openai.answers import Answer, check_at_most, finish_reason
 from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
@@ -12,7 +12,7 @@ from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import MAX_CHOICES, MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
 from tgis.api.openai.requests import RequestReader
 from tgis.errors import InvalidRequest
-from tgis.frontend.output import RequestOutput, best_first
+from tgis.frontend.output import RequestOutput
 
 
 class Completions:
@@ -32,7 +32,7 @@ class Completions:
         check_at_most("n" if body.best_of is None else "best_of", candidates, most)
         check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
-        params = completion_params(body, call.generator)
+        params = completion_params(body, call)
         adapter = await self._models.adapter(body.model)
         fields = [f"prompt[{index}]" for index in range(len(texts))]
         generate_call = call.generate_call(

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from tgis.api.http.calls import HttpCall
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.generation import Generator
 from tgis.frontend.sampling_params import Constraints, RawParams
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.request import LogprobOptions
@@ -34,26 +34,26 @@ _CONSTRAINTS = Constraints(
 )
 
 
-def chat_params(body: ChatCompletionRequest, generator: Generator, *, parses_tools: bool) -> RawParams:
+def chat_params(body: ChatCompletionRequest, call: HttpCall, *, parses_tools: bool) -> RawParams:
     """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = body.top_logprobs or 0 if body.logprobs else None
     return replace(
-        _params(body, generator, max_tokens),
+        _params(body, call, max_tokens),
         logprob_options=_logprob_options(body, top_logprobs),
         add_special_tokens=bool(body.add_special_tokens),
         skip_special_tokens=False if parses_tools else body.skip_special_tokens,
     )
 
 
-def completion_params(body: CompletionRequest, generator: Generator) -> RawParams:
+def completion_params(body: CompletionRequest, call: HttpCall) -> RawParams:
     """Parameters of a completion."""
     if body.suffix:
         raise InvalidRequest("suffix", "suffix is not supported")
     logprobs = 0 if body.logprobs is None and num_candidates(body) > num_choices(body) else body.logprobs
     options = _logprob_options(body, logprobs, of_prompt=body.logprobs is not None and bool(body.echo))
     max_tokens = 1 if only_prompt(body) else body.max_tokens
-    return replace(_params(body, generator, max_tokens), logprob_options=options)
+    return replace(_params(body, call, max_tokens), logprob_options=options)
 
 
 def only_prompt(body: SamplingBody) -> bool:
@@ -91,12 +91,15 @@ def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: boo
     )
 
 
-def _params(body: SamplingBody, generator: Generator, max_tokens: int | None) -> RawParams:
+def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None) -> RawParams:
     """The parameters of both kinds of completions, without logprobs."""
     if body.repetition_penalty == 0.0:
         raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
-    limits, stops = generator.server_info.limits, (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    special = generator.special_token_ids(stops[:MAX_STOP_SEQUENCES])
+    limits, stops = (
+        call.generator.server_info.limits,
+        (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+    )
+    special = call.special_token_ids(stops[:MAX_STOP_SEQUENCES])
     return RawParams(
         do_sample=body.temperature != 0.0,
         temperature=body.temperature,

@@ -51,7 +51,7 @@ class RequestReader:
         body = call.parse(data, type_, strict=False)
         fields = islice(msgspec.json.decode(data, type=dict[str, Raw]), _MAX_FIELDS)
         if unknown := set(fields) - set(type_.__struct_fields__):
-            call.generator.count_unknown_fields(len(unknown))
+            call.generator.metrics.requests.unknown_fields.inc(len(unknown))
             self._log(unknown)
         for name, value in self._defaults.items():
             if getattr(body, name) is None:

@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from tgis import __version__
-from tgis.api.http.calls import HttpCall, json_response
+from tgis.api.http.calls import HttpCall, best_first, json_response
 from tgis.api.http.headers import timing_headers
 from tgis.api.http.operations import Handle, HttpError, Operation
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
@@ -31,7 +31,7 @@ from tgis.api.tgi.schema import (
 from tgis.config import Config
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import Generator
-from tgis.frontend.output import RequestOutput, TokenInfo, best_first
+from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.tokenizer import reply_too_large
 
 Headers = Mapping[str, str]
@@ -131,7 +131,7 @@ class TgiApi:
         given, config, streams = request.parameters, self._config, kind is CallKind.STREAM
         call.kind = kind
         convert.check(given, config, self._max_input_tokens(call.generator), streams=streams)
-        special = call.generator.special_token_ids((*given.stop, *given.stop_sequences))
+        special = call.special_token_ids((*given.stop, *given.stop_sequences))
         params = convert.raw_params(given, special, details=details, max_stop_sequences=config.max_stop_sequences)
         return call.generate_call(
             params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
