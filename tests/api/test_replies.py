@@ -90,7 +90,7 @@ def test_tokenized_texts() -> None:
     spans = [(0, 0), (0, 1), (127, 128), (4_000_000, 2**32 - 1)]
     encodings, expected = [], []
     for count, tokens, offsets in [(0, [], []), (7, TEXTS, []), (300, [], spans), (8, TEXTS, spans * 500)]:
-        ids, ends = (memoryview(array("I", numbers)) for numbers in (range(len(tokens)), itertools.chain(*offsets)))
+        ids, ends = (array("I", numbers) for numbers in (range(len(tokens)), itertools.chain(*offsets)))
         encodings.append(Encoding(ids, ends, count))
         placed = [{"start": start, "end": end} for start, end in offsets]
         expected.append(pb.TokenizeResponse(token_count=count, tokens=tokens, offsets=placed))

@@ -40,14 +40,14 @@ class Encoding:
     As numbers of 32 bits, since there may be millions of tokens: objects would keep the garbage collector busy.
     """
 
-    packed_ids: "memoryview[int]"  # the last ones, if not all were wanted
-    packed_offsets: "memoryview[int]"  # begin and end of each of these tokens; empty unless requested
+    packed_ids: "array[int]"  # the last ones, if not all were wanted
+    packed_offsets: "array[int]"  # begin and end of each of these tokens; empty unless requested
     num_tokens: int  # of the whole text, or of as much of its end as was enough
 
     @classmethod
     def of_ids(cls, ids: list[int], keep: int) -> "Encoding":
         """The encoding of a text that comes tokenized; the last `keep` ids."""
-        return cls(_packed(ids[-keep:]), _packed(()), len(ids))
+        return cls(array(_U32, ids[-keep:]), array(_U32), len(ids))
 
     @property
     def ids(self) -> list[int]:
@@ -145,7 +145,7 @@ class Tokenizer:
         """
         assert self._added is not None
         before, after = self._added if wanted.special_tokens else ([], [])
-        parts = [Encoding(_packed(after), _packed([0, 0] * len(after)), len(after))]  # the last one first
+        parts = [_special_tokens(after, wanted)]  # the last one first
         num_tokens, first_byte = len(after), len(text.encode())
         for start, end in _parts_from_end(text, _PART_WITH_OFFSETS if wanted.offsets else PART):
             first_byte -= len(text[start:end].encode())
@@ -160,7 +160,7 @@ class Tokenizer:
             if wanted.offsets:
                 leave_gil()
         else:
-            parts.append(Encoding(_packed(before), _packed([0, 0] * len(before)), len(before)))
+            parts.append(_special_tokens(before, wanted))
             num_tokens += len(before)
         return _joined(parts[::-1], num_tokens, wanted)
 
@@ -239,19 +239,22 @@ def _packed_encoding(text: str, encoding: tokenizers.Encoding, wanted: Wanted, f
     """The encoding of a text, or of a part that begins at this byte."""
     num_tokens = len(encoding)
     kept = min(wanted.keep, num_tokens)
-    ids = _packed(encoding.ids[num_tokens - kept :] if kept else ())
+    ids = array(_U32, encoding.ids[num_tokens - kept :] if kept else ())
     offsets = _byte_offsets(text, encoding, num_tokens - kept, first_byte) if wanted.offsets else ()
-    return Encoding(ids, _packed(offsets), num_tokens)
+    return Encoding(ids, array(_U32, offsets), num_tokens)
+
+
+def _special_tokens(ids: list[int], wanted: Wanted) -> Encoding:
+    return Encoding(array(_U32, ids), array(_U32, [0, 0] * len(ids) if wanted.offsets else ()), len(ids))
 
 
 def _joined(parts: list[Encoding], num_tokens: int, wanted: Wanted) -> Encoding:
     ids, offsets = array(_U32), array(_U32)
     for part in parts:
-        ids.frombytes(part.packed_ids.cast("B"))
-        if wanted.offsets:
-            offsets.frombytes(part.packed_offsets.cast("B"))
+        ids += part.packed_ids
+        offsets += part.packed_offsets
     first = max(len(ids) - wanted.keep, 0)
-    return Encoding(memoryview(ids)[first:], memoryview(offsets)[2 * first :], num_tokens)
+    return Encoding(ids[first:], offsets[2 * first :], num_tokens)
 
 
 def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int, first_byte: int) -> Iterable[int]:
@@ -263,10 +266,6 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int, first_by
     starts = array(_U32, (index + first_byte for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
     starts.append(len(data) + first_byte)
     return map(starts.__getitem__, chars)
-
-
-def _packed(numbers: Iterable[int]) -> "memoryview[int]":
-    return memoryview(array(_U32, numbers))
 
 
 def _added_special_tokens(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
