@@ -1,48 +1,49 @@
 """Formats a report: a table and notes for people, JSON for programs."""
 
 import json
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TypeAlias
 
 from tgis.bench.client import RequestRecord
 from tgis.bench.measure import LevelResult, Report
-from tgis.bench.summary import Percentiles, Summary, request_times
+from tgis.bench.summary import Percentiles, request_times
 
-MAX_COLUMNS = 80
 MAX_CLIENT_CPU = 0.8  # share of a core; above it the load generator's own times are doubtful
 MAX_DETAIL_CHARS = 200  # characters of an error message
 TIMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "gap": "max_gap_ms", "latency": "latency_ms"}
 
-_Group: TypeAlias = tuple[str, list[list[str]]]  # a title, and columns below it
+_FIGURES = {  # name of a row -> field of a Summary
+    "ok": "ok",
+    "failed": "num_failed",
+    "good": "good",
+    "requests/s": "requests_per_s",
+    "good requests/s": "goodput_per_s",
+    "input tokens/s": "input_tokens_per_s",
+    "output tokens/s": "output_tokens_per_s",
+    "server CPU, us/token": "server_cpu_us_per_token",
+    "tokens ahead": "proposed_tokens",
+    "of these kept": "accepted_tokens",
+    "tokens of such a step": "tokens_per_proposal",
+}
 
 
 def format_table(report: Report) -> str:
-    """A title, then throughput and times, each a row per level and columns in groups."""
+    """A title, then a column for each level and a row for each figure that any of them has."""
     settings, summaries = report.settings, [result.summary() for result in report.results]
-    load = settings.levels[0].name
-    levels = "", [[load, *(f"{result.level.value:g}" for result in report.results)]]
-    requests = {"ok": "ok", "failed": "num_failed", "good": "good", "/s": "requests_per_s", "good/s": "goodput_per_s"}
-    if settings.slo is None:
-        del requests["good"], requests["good/s"]
-    tokens = {"in": "input_tokens_per_s", "out": "output_tokens_per_s"}
-    throughput = [("requests", _columns(requests, summaries)), ("tokens/s", _columns(tokens, summaries))]
-    if settings.server_pid is not None:
-        throughput.append(("server CPU", _columns({"us/token": "server_cpu_us_per_token"}, summaries)))
-    if settings.metrics is not None:
-        ahead = {"proposed": "proposed_tokens", "kept": "accepted_tokens", "per step": "tokens_per_proposal"}
-        throughput.append(("tokens ahead", _columns(ahead, summaries)))
-    percentiles = {name: name for name in ("p50", "p90", "p99")}
-    times = [
-        (f"{name}, ms", _columns(percentiles, [getattr(summary, field) for summary in summaries]))
-        for name, field in TIMES.items()
-    ]
+    rows = {name: [getattr(summary, field) for summary in summaries] for name, field in _FIGURES.items()}
+    for name, field in TIMES.items():
+        times: list[Percentiles] = [getattr(summary, field) for summary in summaries]
+        rows |= {f"{name} {each}, ms": [getattr(time, each) for time in times] for each in ("p50", "p90", "p99")}
+    cells = {settings.levels[0].name: [f"{result.level.value:g}" for result in report.results]}
+    cells |= {
+        name: [*map(_format_number, row)] for name, row in rows.items() if any(value is not None for value in row)
+    }
+    width = 2 + max((len(cell) for row in cells.values() for cell in row), default=0)
     api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.chat else ''}"
     title = f"{settings.target}{api}, {'streamed' if settings.stream else 'unary'}"
     objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
-    lines = [*textwrap.wrap(title, MAX_COLUMNS), *textwrap.wrap(objectives and f"good: {objectives}", MAX_COLUMNS)]
-    return "\n\n".join(["\n".join(lines), *_tables(levels, throughput), *_tables(levels, times)])
+    table = [f"{name:<22}{''.join(cell.rjust(width) for cell in row)}" for name, row in cells.items()]
+    return "\n".join([title, *([f"good: {objectives}"] if objectives else []), "", *table])
 
 
 def format_notes(report: Report) -> Iterator[str]:
@@ -77,33 +78,6 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
 
 def dump_line(values: dict[str, object]) -> str:
     return json.dumps(values, separators=(",", ":"), allow_nan=False, default=str)  # paths
-
-
-def _columns(fields: dict[str, str], values: Sequence[Summary | Percentiles]) -> list[list[str]]:
-    """A column for each field, below its name."""
-    return [[name, *(_format_number(getattr(value, field)) for value in values)] for name, field in fields.items()]
-
-
-def _tables(levels: _Group, groups: list[_Group]) -> list[str]:
-    """One table, or several where it would be too wide."""
-    table = _grouped([levels, *groups])
-    if len(groups) == 1 or table.index("\n") <= MAX_COLUMNS:
-        return [table]
-    half = (len(groups) + 1) // 2
-    return [*_tables(levels, groups[:half]), *_tables(levels, groups[half:])]
-
-
-def _grouped(groups: list[_Group]) -> str:
-    """The columns side by side, below the titles of their groups."""
-    lines = zip(*(_group_lines(title, columns) for title, columns in groups), strict=True)
-    return "\n".join("   ".join(parts) for parts in lines)
-
-
-def _group_lines(title: str, columns: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in columns]
-    lines = [" ".join(map(str.rjust, row, widths)) for row in zip(*columns, strict=True)]
-    width = max(len(title) + 4 if title else 0, len(lines[0]))
-    return [f" {title} ".center(width, "-") if title else " " * width, *(line.rjust(width) for line in lines)]
 
 
 def _format_number(value: float | None) -> str:
