@@ -79,10 +79,10 @@ class Generator:
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
-        log = self._request_log(call)
         if not call.texts:
+            self.metrics.request_started(call.kind, 0)
             return []
-        async with self._running(call, log) as inbox:
+        async with self._running(call) as (inbox, log):
             num_open = len(inbox.outputs)
             while num_open:
                 output = await inbox.get()
@@ -100,8 +100,7 @@ class Generator:
 
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
-        log = self._request_log(call)
-        async with self._running(call, log) as inbox:
+        async with self._running(call) as (inbox, _):
             inbox.on_end = call.account.output_complete
             for output in inbox.outputs:
                 yield output.first_chunk()
@@ -136,12 +135,10 @@ class Generator:
         self.metrics.tokenize.duration.observe(time.monotonic() - started)
         return encodings
 
-    def _request_log(self, call: GenerateCall) -> RequestLog:
-        return RequestLog(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
-
     @asynccontextmanager
-    async def _running(self, call: GenerateCall, log: RequestLog) -> AsyncIterator[Inbox]:
+    async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[Inbox, RequestLog]]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
+        log = RequestLog(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
         with log, self._admission(call), ExitStack() as kept:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
@@ -152,7 +149,7 @@ class Generator:
             requests = await self._prepare(call, params, adapter, grammar, arrived=log.started)
             with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
                 log.submitted(inbox.outputs)
-                yield inbox
+                yield inbox, log
 
     def _outputs(self, call: GenerateCall, params: RawParams, requests: list[Request], arrived: float) -> list[Output]:
         decoder = self._decoders[params.skip_special_tokens]
