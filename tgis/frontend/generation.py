@@ -223,17 +223,16 @@ class Generator:
 
     async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
-        limits, limit, special_tokens = self.server_info.limits, params.truncate_input_tokens, params.add_special_tokens
-        max_length = limits.max_sequence_length
+        limits, limit = self.server_info.limits, params.truncate_input_tokens
+        keep, enough = limits.max_sequence_length, sys.maxsize
         if call.token_ids is not None:
-            return [Encoding.of_ids(ids, max_length) for ids in call.token_ids]
+            return [Encoding.of_ids(ids, keep) for ids in call.token_ids]
         if limit:
-            keep, enough = min(limit, max_length) + 1, max(limit, max_length)
-            return await self._tokenizer.encode(
-                call.texts, Wanted(keep=keep, enough=enough, special_tokens=special_tokens)
-            )
-        check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        return await self._tokenizer.encode(call.texts, Wanted(keep=max_length, special_tokens=special_tokens))
+            keep, enough = min(limit, keep) + 1, max(limit, keep)
+        else:
+            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
+        wanted = Wanted(keep=keep, enough=enough, special_tokens=params.add_special_tokens)
+        return await self._tokenizer.encode(call.texts, wanted)
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:
