@@ -6,7 +6,6 @@ bytes: a method pays for its message before it makes objects of it.
 
 import asyncio
 import functools
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -23,10 +22,6 @@ from tgis.security.bearer import TokenFile, token_of
 
 T = TypeVar("T")
 
-# gRPC does not say which messages are compressed: no protobuf begins like gzip, and no message of ours like deflate.
-_GZIP = b"\x1f\x8b"
-_COMPRESSED = (_GZIP, b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-_EITHER = zlib.MAX_WBITS | 32
 _SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
 
 
@@ -62,8 +57,6 @@ class GrpcCall:
             self._calls.queue.arrived(self.connection, len(data) if isinstance(data, bytes) else 0)
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
-        if data.startswith(_COMPRESSED):  # gRPC itself would do it on the event loop, for some milliseconds each
-            data = await asyncio.to_thread(decompress, data, self._calls.max_message_bytes)
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
         return data
@@ -157,20 +150,3 @@ class GrpcCalls:
 
         make = grpc.stream_stream_rpc_method_handler if stream else grpc.stream_unary_rpc_method_handler
         return make(handle)
-
-
-def decompress(data: bytes, max_bytes: int) -> bytes:
-    """The message of a gzip or deflate stream; InvalidRequest if it is none, or has more bytes."""
-    too_large = InvalidRequest("", f"the message has more than {max_bytes} bytes, decompressed")
-    if data.startswith(_GZIP) and int.from_bytes(data[-4:], "little") > max_bytes:  # as it says: a bomb costs nothing
-        raise too_large
-    stream = zlib.decompressobj(_EITHER)
-    try:
-        message = stream.decompress(data, max_bytes + 1)
-    except zlib.error as error:
-        raise InvalidRequest("", f"the message cannot be decompressed: {error}") from None
-    if len(message) > max_bytes:
-        raise too_large
-    if not stream.eof or stream.unused_data:
-        raise InvalidRequest("", "the message cannot be decompressed: it is not one whole stream")
-    return message

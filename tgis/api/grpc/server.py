@@ -99,7 +99,7 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
         *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
-        ("grpc.per_message_decompression", 0),  # see calls.py
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: gRPC would decompress on the event loop, any size
         ("grpc.max_concurrent_streams", calls.max_calls_of_connection),
         ("grpc.max_allowed_incoming_connections", calls.clients.max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
