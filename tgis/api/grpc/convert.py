@@ -122,8 +122,10 @@ def fill_response(
         response.input_token_count, response.seed = output.input_token_count, output.seed
         response.stop_reason = output.stop_reason.value  # type: ignore[assignment]  # the same numbers
         response.stop_sequence = output.stop_sequence
-    _add_tokens(response.tokens, output.tokens, is_special)
-    _add_tokens(response.input_tokens, output.input_tokens, is_special)
+    if output.tokens:
+        _add_tokens(response.tokens, output.tokens, is_special)
+    if output.input_tokens:
+        _add_tokens(response.input_tokens, output.input_tokens, is_special)
     return response
 
 
