@@ -5,7 +5,7 @@ import tempfile
 
 from tgis.config import Config
 from tgis.errors import StartError, file_errors
-from tgis.utils.private_directory import entries_of, trust_of_this_process
+from tgis.utils.private_directory import refusal_of
 
 LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
     # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
@@ -53,7 +53,7 @@ def prepare_cache_dir(config: Config) -> None:
     directory = config.cache_dir
     with file_errors(f"CACHE_DIR: cannot make or write to {directory}"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        refusal = trust_of_this_process().refusal(entries_of(directory))
+        refusal = refusal_of(directory)
         tempfile.TemporaryFile(dir=directory).close()  # the file system may be read-only, whatever the mode says
     if refusal:
         raise StartError(f"CACHE_DIR: {refusal}: name a directory of your own")

@@ -1,99 +1,110 @@
 """tgis.utils.private_directory: which directories others could tamper with, as deployments have them and attackers."""
 
 import os
-import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tgis.utils.private_directory import Entry, Trust, entries_of, trust_of_this_process
+from tgis.utils import private_directory
+from tgis.utils.private_directory import refusal_of
 
-US, STRANGER, FS_GROUP = 1000, 2000, 1000660000
-CODE = frozenset({Path("/"), Path("/ci"), Path("/ci/tgis")})
-USER = Trust(frozenset({0, US}), CODE, any_user=False)
-ANY_USER = Trust(frozenset({0, US}), CODE, any_user=True)
-
-SLASH = ("/", 0, 0, 0o755)
-TMP = ("/tmp", 0, 0, 0o1777)
-EMPTY_DIR = ("/tmp", 0, FS_GROUP, 0o2777, "volume")
+US, STRANGER = 1000, 2000
+only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 
 
-def entries(*places: tuple[Any, ...]) -> list[Entry]:
-    made = []
-    for path, uid, gid, mode, *kind in places:
-        link = stat.S_IFLNK if "link" in kind else stat.S_IFDIR
-        made.append(Entry(Path(path), uid, gid, mode | link, "volume" in kind))
-    return made
+def make(path: Path, mode: int = 0o755, uid: int = 0, gid: int = 0) -> Path:
+    path.mkdir(exist_ok=True)
+    path.chmod(mode)
+    os.chown(path, uid, gid)
+    return path
 
 
-@pytest.mark.parametrize(
-    ("trust", "places"),
-    [
-        (USER, [SLASH, TMP, ("/tmp/tgis-1000", US, US, 0o700)]),
-        (USER, [SLASH, ("/home", 0, 0, 0o755), ("/home/us", US, US, 0o775), ("/home/us/cache", US, US, 0o775)]),
-        # a checkout that others can change: they need no cache for that
-        (USER, [SLASH, ("/ci", STRANGER, 0, 0o777), ("/ci/tgis", US, US, 0o755), ("/ci/tgis/c", US, US, 0o700)]),
-        (USER, [SLASH, TMP, ("/tmp/link", US, US, 0o777, "link"), ("/data", US, US, 0o755)]),
-        # the deployment: an emptyDir at /tmp, under OpenShift with a random user id
-        (ANY_USER, [SLASH, EMPTY_DIR, ("/tmp/tgis", US, FS_GROUP, 0o2700)]),
-        (ANY_USER, [SLASH, EMPTY_DIR, ("/tmp/tgis", US, FS_GROUP, 0o2770)]),  # after kubelet has applied fsGroup
-        (ANY_USER, [SLASH, EMPTY_DIR]),
-        (ANY_USER, [SLASH, ("/cache", 0, FS_GROUP, 0o2775, "volume"), ("/cache/tgis", US, FS_GROUP, 0o2700)]),
-        (ANY_USER, [SLASH, ("/cache", 0, 0, 0o777, "volume")]),
-        # an image made for any user id: its files belong to the user of its build and to group 0
-        (ANY_USER, [SLASH, ("/opt/app-root", 1001, 0, 0o775), ("/opt/app-root/cache", 1001, 0, 0o775)]),
-    ],
-)
-def test_deployments_are_accepted(trust: Trust, places: list[tuple[Any, ...]]) -> None:
-    assert trust.refusal(entries(*places)) is None
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as user 1000, in its own group."""
+    monkeypatch.setattr(os, "getuid", lambda: US)
+    monkeypatch.setattr(os, "getgid", lambda: US)
+    monkeypatch.setattr(os, "getgroups", lambda: [US])
 
 
-@pytest.mark.parametrize(
-    ("places", "reason"),
-    [
-        ([SLASH, TMP, ("/tmp/tgis-1000", STRANGER, STRANGER, 0o755)], "/tmp/tgis-1000 belongs to user 2000"),
-        ([SLASH, TMP, ("/tmp/x", STRANGER, STRANGER, 0o777, "link"), ("/data", US, US, 0o700)], "/tmp/x belongs to"),
-        ([SLASH, ("/home/s", STRANGER, 100, 0o755), ("/home/s/cache", US, US, 0o700)], "/home/s belongs to user 2000"),
-        ([SLASH, ("/opt/app-root", STRANGER, 0, 0o775), ("/opt/app-root/c", US, US, 0o700)], "/opt/app-root belongs"),
-        ([SLASH, ("/scratch", 0, 0, 0o777), ("/scratch/us", US, US, 0o700)], "every user can write to /scratch"),
-        ([SLASH, TMP], "every user can write to /tmp"),  # somebody may have made what we will look for there
-        ([SLASH, TMP, ("/tmp/us", US, US, 0o777)], "every user can write to /tmp/us"),
-    ],
-)
-def test_what_others_can_replace_is_refused(places: list[tuple[Any, ...]], reason: str) -> None:
-    refusal = USER.refusal(entries(*places))
-    assert refusal is not None
-    assert refusal.startswith(reason)
-
-
-def test_every_directory_and_link_on_the_way_is_looked_at(tmp_path: Path) -> None:
-    base = tmp_path.resolve()
-    (base / "real" / "deep").mkdir(parents=True)
-    (base / "other").mkdir()
-    (base / "other" / "back").symlink_to(base / "real")
-    (base / "link").symlink_to("other/back")
-    to_base = [*reversed(base.parents), base]
-    assert [entry.path for entry in entries_of(base / "link" / "deep")] == [
-        *to_base,
-        *(base / name for name in ("link", "other", "other/back")),
-        *to_base[1:],  # the target of `back` is absolute
-        *(base / name for name in ("real", "real/deep")),
-    ]
-
-
-def test_modes_are_those_of_the_file_system(tmp_path: Path) -> None:
+def test_what_everybody_can_write_to_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
-    assert trust_of_this_process().refusal(entries_of(directory)) is None
+    assert refusal_of(directory) is None
     for mode in (0o777, 0o1777):
         directory.chmod(mode)
-        assert trust_of_this_process().refusal(entries_of(directory)) == f"every user can write to {directory}"
+        assert refusal_of(directory) == f"every user can write to {directory}"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_a_directory_of_another_user(tmp_path: Path) -> None:
-    (tmp_path / "home" / "cache").mkdir(parents=True)
-    os.chown(tmp_path / "home", STRANGER, STRANGER)
-    refusal = trust_of_this_process().refusal(entries_of(tmp_path / "home" / "cache"))
-    assert refusal == f"{tmp_path / 'home'} belongs to user {STRANGER}, who could replace what is in it"
+def test_what_is_above_may_be_open_if_it_is_sticky(tmp_path: Path) -> None:
+    directory = tmp_path / "shared" / "cache"
+    directory.mkdir(parents=True)
+    directory.parent.chmod(0o1777)
+    assert refusal_of(directory) is None
+    directory.parent.chmod(0o777)
+    assert refusal_of(directory) == f"every user can write to {directory.parent}"
+
+
+@only_root
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("mode", [0o700, 0o775])
+def test_directories_of_this_user_are_accepted(tmp_path: Path, mode: int) -> None:
+    assert refusal_of(make(make(tmp_path / "us", mode, US, US) / "cache", mode, US, US)) is None
+
+
+@only_root
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("whose", ["directory", "parent", "link"])
+def test_what_belongs_to_others_is_refused(tmp_path: Path, whose: str) -> None:
+    parent = make(tmp_path / "home", uid=STRANGER if whose == "parent" else US)
+    directory, link = make(parent / "cache", uid=STRANGER if whose == "directory" else US), tmp_path / "link"
+    link.symlink_to(directory)
+    os.chown(link, STRANGER if whose == "link" else US, US, follow_symlinks=False)
+    refused = {"directory": directory, "parent": parent, "link": link}[whose]
+    assert refusal_of(link) == f"{refused} belongs to user {STRANGER}, who could replace what is in it"
+
+
+def test_what_links_lead_to_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "open" / "deep").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "back").symlink_to("../open")
+    (tmp_path / "link").symlink_to(tmp_path / "other" / "back")
+    assert refusal_of(tmp_path / "link" / "deep") is None
+    (tmp_path / "open").chmod(0o1777)
+    assert refusal_of(tmp_path / "link" / "deep") is None
+    assert str(refusal_of(tmp_path / "link")).startswith("every user can write to")
+    (tmp_path / "open").chmod(0o777)
+    assert str(refusal_of(tmp_path / "link" / "deep")).startswith("every user can write to")
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "other").chmod(0o777)
+    assert refusal_of(tmp_path / "link" / "deep") == f"every user can write to {tmp_path / 'other'}"
+
+
+@only_root
+@pytest.mark.usefixtures("as_user")
+def test_an_image_for_any_user_has_files_of_group_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make(make(tmp_path / "app-root", 0o775, 1001) / "cache", 0o775, 1001)
+    assert refusal_of(directory) == f"{directory.parent} belongs to user 1001, who could replace what is in it"
+    monkeypatch.setattr(os, "getgroups", lambda: [US, 0])
+    assert refusal_of(directory) is None
+
+
+@only_root
+@pytest.mark.usefixtures("as_user")
+def test_a_volume_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = make(tmp_path / "tmp", 0o2777)
+    directory = make(volume / "tgis", 0o2770, US)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
+    assert refusal_of(volume) is None
+    assert refusal_of(directory) is None
+    os.chown(volume, US, US)  # whoever mounts something of their own
+    assert refusal_of(directory) == f"every user can write to {volume}"
+
+
+@only_root
+@pytest.mark.usefixtures("as_user")
+def test_a_checkout_that_others_can_change_needs_no_care(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = make(tmp_path / "ci", 0o777, STRANGER)
+    monkeypatch.setattr(private_directory, "__file__", str(checkout / "code.py"))
+    (checkout / "code.py").touch()
+    assert refusal_of(make(checkout / "cache", 0o700, US)) is None

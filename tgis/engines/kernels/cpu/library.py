@@ -24,7 +24,7 @@ import torch
 from tgis.engines.kernels.cpu import build
 from tgis.errors import StartError
 from tgis.utils.file_lock import locked
-from tgis.utils.private_directory import entries_of, trust_of_this_process
+from tgis.utils.private_directory import refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -166,5 +166,5 @@ def _remove_unused(directory: Path, used: Path) -> None:
 
 def _check_trusted(path: Path) -> None:
     """Raise PermissionError if others could write there: code is loaded from it."""
-    if refusal := trust_of_this_process().refusal(entries_of(path)):
+    if refusal := refusal_of(path):
         raise PermissionError(refusal)
