@@ -44,7 +44,7 @@ from tgis.bench.grpc_client import record_message
 from tgis.bench.http_client import connect
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.bench.measure import cpu_seconds
-from tgis.bench.workload import BenchRequest, Vocabulary
+from tgis.bench.workload import Vocabulary
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.utils.cpus import usable_cores
@@ -208,7 +208,7 @@ def _complete(port: int, pids: dict[str, int], load: Load, prompts: list[str]) -
             async def send(due: float) -> bool:
                 number = len(records)
                 records.append(record := RequestRecord(due, load.output_tokens))
-                await client.send(BenchRequest(prompts[number], load.output_tokens), record)
+                await client.send(prompts[number], record)
                 return record.status == "OK"
 
             await ClosedLoop(load.streams).drive(send, Budget(load.requests, None))

@@ -21,7 +21,6 @@ from benchmarks.serving import running_server
 from demo.fetch import ensure
 from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import GrpcClient, connect
-from tgis.bench.workload import BenchRequest
 
 _WORDS = tuple("time year people way day man thing woman life child world school state family student group".split())  # noqa: SIM905 - one line is easier to read
 _STREAMS, _STREAM_TOKENS = 8, 400
@@ -43,7 +42,7 @@ class _UniquePrompts:
 async def _send(client: GrpcClient, text: str, new_tokens: int) -> RequestRecord:
     """Run one stream to its end."""
     sample = RequestRecord(scheduled_at=perf_counter(), requested_tokens=new_tokens)
-    await client.send(BenchRequest(text, new_tokens), sample)
+    await client.send(text, sample)
     assert sample.status == "OK", sample.detail
     return sample
 

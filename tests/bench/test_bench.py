@@ -251,8 +251,7 @@ def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
     lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
     objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
     for path, expected in ((lines, ["one é", '{"text": 2}', "one é"]), (objects, ["a\nb", "", "a\nb"])):
-        made = workload.file_requests(path, 3)
-        assert [job.text for job in itertools.islice(made, 3)] == expected
+        assert [*itertools.islice(workload.file_prompts(path), 3)] == expected
 
 
 @pytest.mark.parametrize("content", ["", "\n \n", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
@@ -260,7 +259,7 @@ def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(OptionError, match=r"bad\.jsonl"):
-        workload.file_requests(path, 3)
+        workload.file_prompts(path)
 
 
 # The command

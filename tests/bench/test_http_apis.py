@@ -17,7 +17,6 @@ from tgis.__main__ import run
 from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.summary import request_times
-from tgis.bench.workload import BenchRequest
 from tgis.frontend.metric_families import MetricFamilies, SpeculationFamilies
 
 APIS = {"tgi": ["--api", "tgi"], "openai": ["--api", "openai"], "chat": ["--api", "openai", "--chat"]}
@@ -225,7 +224,7 @@ def test_times_of_chunks_of_several_tokens(seconds: float, times: dict[str, floa
         OpenAIRequests(BenchSettings(target="h")),
         RequestRecord(scheduled_at=0.0, requested_tokens=NEW_TOKENS),
     )
-    body = api.body(BenchRequest("the cat", NEW_TOKENS))
+    body = api.body("the cat", NEW_TOKENS)
     for number, event in enumerate(_openai_events(body, Answers(tokens_per_chunk=3))):
         api.record_event(event, 1.0 + number * seconds, record)
     record.ended_at = -1.0

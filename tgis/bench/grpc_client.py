@@ -10,7 +10,6 @@ from typing import Any
 import grpc.aio
 
 from tgis.bench.client import BenchSettings, RequestRecord
-from tgis.bench.workload import BenchRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -54,31 +53,31 @@ class GrpcClient:
             if error.code() != grpc.StatusCode.UNIMPLEMENTED:
                 raise
 
-    async def send(self, job: BenchRequest, record: RequestRecord) -> None:
+    async def send(self, text: str, record: RequestRecord) -> None:
         record.sent_at = perf_counter()
         try:
-            await (self._stream if self._settings.stream else self._unary)(job, record)
+            await (self._stream if self._settings.stream else self._unary)(text, record)
         except grpc.aio.AioRpcError as error:
             record.fail(perf_counter(), error.code().name, error.details() or "")
         else:
             record.succeed(perf_counter())
 
-    async def _stream(self, job: BenchRequest, record: RequestRecord) -> None:
-        request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=job.text), **self._fields(job))
+    async def _stream(self, text: str, record: RequestRecord) -> None:
+        request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), **self._fields(record))
         call = next(self._next_stub).GenerateStream(request, timeout=self._settings.timeout, metadata=self._metadata)
         async for message in call:
             record_message(record, perf_counter(), message)
 
-    async def _unary(self, job: BenchRequest, record: RequestRecord) -> None:
-        request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=job.text)], **self._fields(job))
+    async def _unary(self, text: str, record: RequestRecord) -> None:
+        request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text)], **self._fields(record))
         call = next(self._next_stub).Generate(request, timeout=self._settings.timeout, metadata=self._metadata)
         (answer,) = (await call).responses
         record.input_tokens, record.output_tokens = answer.input_token_count, answer.generated_token_count
 
-    def _fields(self, job: BenchRequest) -> dict[str, Any]:
+    def _fields(self, record: RequestRecord) -> dict[str, Any]:
         """The fields that streams and unary calls share."""
-        fewest = job.output_tokens if self._settings.ignore_eos else 0
-        stopping = pb.StoppingCriteria(max_new_tokens=job.output_tokens, min_new_tokens=fewest)
+        most = record.requested_tokens
+        stopping = pb.StoppingCriteria(max_new_tokens=most, min_new_tokens=most if self._settings.ignore_eos else 0)
         adapter = {"adapter_id": self._settings.adapter_id, "prefix_id": self._settings.prefix_id}
         return {"params": pb.Parameters(stopping=stopping), **adapter}
 

@@ -12,7 +12,6 @@ import msgspec
 from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
 from tgis.bench.openai import OpenAIRequests
 from tgis.bench.tgi import TgiRequests
-from tgis.bench.workload import BenchRequest
 from tgis.errors import StartError
 
 _IDLE_SECONDS = 2.0  # of a connection that is used again; servers close theirs later
@@ -56,10 +55,11 @@ class HttpClient:
         except (msgspec.DecodeError, ValueError) as error:
             raise StartError(f"{self._settings.target}{self._api.model_path}: {error}") from error
 
-    async def send(self, job: BenchRequest, record: RequestRecord) -> None:
+    async def send(self, text: str, record: RequestRecord) -> None:
+        body = self._api.body(text, record.requested_tokens)
         record.sent_at = perf_counter()
         try:
-            async with self._request("POST", self._api.path, self._api.body(job), self._settings.timeout) as response:
+            async with self._request("POST", self._api.path, body, self._settings.timeout) as response:
                 if self._settings.stream:
                     await self._read_events(response, record)
                 else:

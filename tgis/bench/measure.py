@@ -14,12 +14,11 @@ from tgis.bench.http_client import HttpClient
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
-    BenchRequest,
     Vocabulary,
     calibrate,
     calibration_texts,
-    file_requests,
-    random_requests,
+    file_prompts,
+    random_prompts,
 )
 from tgis.errors import StartError
 
@@ -60,38 +59,37 @@ async def measure(report: Report, client: Client, say: Callable[[str], None]) ->
     """Fill in the report as the run goes on, so that an interrupted run has one too; `say` which level begins."""
     settings = report.settings
     report.model = await client.model_name()
-    jobs = await _make_requests(report, client)
+    prompts = await _make_prompts(report, client)
     for level in settings.levels:
         say(f"{level.name} {level.value:g} ...")
         if settings.warmup:
-            await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, jobs)
+            await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, prompts)
         report.results.append(result := LevelResult(level, settings))
-        await _drive(result, Budget(settings.requests, settings.duration), client, jobs)
+        await _drive(result, Budget(settings.requests, settings.duration), client, prompts)
 
 
-async def _make_requests(report: Report, client: Client) -> Iterator[BenchRequest]:
+async def _make_prompts(report: Report, client: Client) -> Iterator[str]:
     settings = report.settings
     if settings.prompts is not None:
-        return file_requests(settings.prompts, settings.output_tokens)
+        return file_prompts(settings.prompts)
     counts = [await _count_tokens(client, text) for text in calibration_texts()]
     report.calibrated = all(counts)
     vocabulary = calibrate(counts) if report.calibrated else Vocabulary()
     rng = random.Random(f"{settings.seed} words")
-    return random_requests(vocabulary, settings.input_tokens, settings.output_tokens, rng)
+    return random_prompts(vocabulary, settings.input_tokens, rng)
 
 
 async def _count_tokens(client: Client, text: str) -> int:
     """The input tokens of a request, all that is around the text included; 0 if the server does not say."""
     record = RequestRecord(time.perf_counter(), requested_tokens=1)
-    await client.send(BenchRequest(text, 1), record)
+    await client.send(text, record)
     return record.input_tokens
 
 
-async def _drive(result: LevelResult, budget: Budget, client: Client, jobs: Iterator[BenchRequest]) -> None:
+async def _drive(result: LevelResult, budget: Budget, client: Client, prompts: Iterator[str]) -> None:
     async def send(due: float) -> bool:
-        job = next(jobs)
-        result.records.append(sample := RequestRecord(due, job.output_tokens))
-        await client.send(job, sample)
+        result.records.append(sample := RequestRecord(due, result.settings.output_tokens))
+        await client.send(next(prompts), sample)
         return sample.status == "OK"
 
     pid = result.settings.server_pid

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
-from tgis.bench.workload import BenchRequest
 
 _DONE = b"[DONE]"
 
@@ -66,9 +65,9 @@ class OpenAIRequests:
             self._model = models[0].id
         return self._model
 
-    def body(self, job: BenchRequest) -> dict[str, Any]:
-        prompt = {"messages": [{"role": "user", "content": job.text}]} if self._settings.chat else {"prompt": job.text}
-        body = {"model": self._model or "", **prompt, "max_tokens": job.output_tokens, "temperature": 0}
+    def body(self, text: str, max_tokens: int) -> dict[str, Any]:
+        prompt = {"messages": [{"role": "user", "content": text}]} if self._settings.chat else {"prompt": text}
+        body = {"model": self._model or "", **prompt, "max_tokens": max_tokens, "temperature": 0}
         if self._settings.ignore_eos:
             body["ignore_eos"] = True
         if self._settings.stream:

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from tgis.bench.client import BenchSettings, FailedAnswer, RequestRecord
-from tgis.bench.workload import BenchRequest
 
 
 class _Info(msgspec.Struct):
@@ -40,15 +39,15 @@ class TgiRequests:
     def model_name(self, answer: bytes) -> str | None:
         return msgspec.json.decode(answer, type=_Info).model_id
 
-    def body(self, job: BenchRequest) -> dict[str, Any]:
+    def body(self, text: str, max_tokens: int) -> dict[str, Any]:
         """TGI itself has no parameter to go on after the end of sequence, and ignores the name that others gave it."""
         parameters = {
-            "max_new_tokens": job.output_tokens,
+            "max_new_tokens": max_tokens,
             "details": self._settings.stream,  # at the end of a stream only
             "ignore_eos_token": self._settings.ignore_eos,
             "adapter_id": self._settings.adapter_id,
         }
-        return {"inputs": job.text, "parameters": parameters}
+        return {"inputs": text, "parameters": parameters}
 
     def record_event(self, event: bytes, now: float, record: RequestRecord) -> bool:
         """Record an event and return true if it is the last; FailedAnswer if it is an error."""

@@ -33,14 +33,6 @@ WORDS = tuple(_WORDS.split())
 _SAMPLE = WORDS[::4]  # short enough for small models
 
 
-@dataclass(frozen=True, slots=True)
-class BenchRequest:
-    """One request: its prompt and how many tokens to generate."""
-
-    text: str
-    output_tokens: int
-
-
 class _Prompt(msgspec.Struct):
     text: str
 
@@ -69,17 +61,15 @@ def calibrate(counts: Sequence[int]) -> Vocabulary:
     return Vocabulary(base, max(more - base, 1) / len(_SAMPLE))
 
 
-def random_requests(
-    vocabulary: Vocabulary, input_tokens: int, output_tokens: int, rng: random.Random
-) -> Iterator[BenchRequest]:
+def random_prompts(vocabulary: Vocabulary, input_tokens: int, rng: random.Random) -> Iterator[str]:
     """Random prompts that share only their first word."""
     while True:
-        yield BenchRequest(vocabulary.prompt(input_tokens, rng), output_tokens)
+        yield vocabulary.prompt(input_tokens, rng)
 
 
-def file_requests(path: Path, output_tokens: int) -> Iterator[BenchRequest]:
+def file_prompts(path: Path) -> Iterator[str]:
     """The prompts of a file, repeated."""
-    return itertools.cycle([BenchRequest(text, output_tokens) for text in read_texts(path, "--prompts")])
+    return itertools.cycle(read_texts(path, "--prompts"))
 
 
 def read_texts(path: Path, option: str) -> list[str]:
