@@ -45,7 +45,6 @@ from tgis.utils.options import (
     make_parser,
     option,
     parse_option,
-    required_option,
     with_unit,
 )
 
@@ -97,9 +96,9 @@ class Config:
     """Every option, validated."""
 
     # fmt: off
-    model_name: str = required_option(
-        MODEL, TEXT, "model directory, or name of a model in the local hub cache", aliases=("model_id",),
-        vllm_names=("model",))
+    model_name: str = option(
+        MODEL, TEXT, "model directory, or name of a model in the local hub cache", "", required=True,
+        aliases=("model_id",), vllm_names=("model",))
     served_model_name: str | None = option(
         MODEL, FIRST_WORD, "name of the model in metrics and logs; the first of several", None,
         shown_default="MODEL_NAME")

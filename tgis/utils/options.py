@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -75,14 +75,11 @@ class Option:
         return (*self.names, *self.vllm_names)
 
 
-def required_option(group: str, value_type: ValueType[T], help_text: str, **more: Any) -> T:
-    """A field for a mandatory option; `more` are further fields of its Option."""
-    opt = Option(value_type, group=group, help_text=help_text, required=True, **more)
-    return cast("T", dataclasses.field(metadata={_METADATA_KEY: opt}))
-
-
 def option(group: str, value_type: ValueType[T], help_text: str, default: D | Callable[[], T], **more: Any) -> T | D:
-    """A field with a default, which the help shows unless `more` has `shown_default`, or a function that returns it."""
+    """A field with a default, which the help shows unless `more` has `shown_default`, or a function that returns it.
+
+    `more` are further fields of its Option.
+    """
     shown = {"shown_default": format_value(default)} | more
     metadata = {_METADATA_KEY: Option(value_type, group=group, help_text=help_text, **shown)}
     if callable(default):
