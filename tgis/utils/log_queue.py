@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Callable
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any
@@ -13,6 +14,9 @@ MAX_QUEUED = 4096  # lines, of a few hundred bytes each
 EXIT_SECONDS = 1.0
 REPEAT_SECONDS = 10.0
 MAX_LINES = 1000  # that may repeat
+_FORMATTER = logging.Formatter()
+
+FormatRecord = Callable[[logging.LogRecord], str]
 
 
 class LineQueue(QueueHandler):
@@ -20,16 +24,16 @@ class LineQueue(QueueHandler):
 
     queue: SimpleQueue[Any]
 
-    def __init__(self, fd: int, formatter: logging.Formatter | None = None) -> None:
+    def __init__(self, fd: int, format_record: FormatRecord = _FORMATTER.format) -> None:
         super().__init__(SimpleQueue[Any]())  # a finalizer may log during its `put`
-        self.setFormatter(formatter)
+        self._format_record = format_record
         self.num_dropped = 0
         self._writer = threading.Thread(target=self._write, args=(fd,), daemon=True, name="log")
         self._writer.start()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
         """The line of a record."""
-        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+        return f"{self._format_record(record)}\n".encode(errors="backslashreplace")
 
     def enqueue(self, record: Any) -> None:
         """Write a line soon, if it is not empty; never waits."""

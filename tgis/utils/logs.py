@@ -5,6 +5,7 @@ LOG_TEXT is on.
 """
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -18,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tgis.utils.log_queue import LineQueue, QueuedStream, RepeatedLines
+from tgis.utils.log_queue import FormatRecord, LineQueue, QueuedStream, RepeatedLines
 
 _NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().items()}
 LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
@@ -26,6 +27,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
 PROGRESS_SECONDS = 10.0
 _STDOUT, _STDERR = 1, 2
+_format_exception = logging.Formatter().formatException
 
 _log = logging.getLogger(__name__)
 _queues: list[LineQueue] = []  # of stdout and stderr
@@ -40,7 +42,7 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     `level` applies to tgis, an unknown one means info; libraries log from WARNING up. What Python and libraries write
     to stderr makes nobody wait either.
     """
-    handler = _Handler(_JsonFormatter(process) if json_output else _TextFormatter(process))
+    handler = _Handler(functools.partial(_as_json if json_output else _as_text, process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
     stderr = QueuedStream(_STDERR)
@@ -98,8 +100,8 @@ def write_termination_message(path: Path, reason: str) -> None:
 class _Handler(LineQueue):
     """Queues the lines of records, those that repeat once in ten seconds."""
 
-    def __init__(self, formatter: logging.Formatter) -> None:
-        super().__init__(_STDOUT, formatter)
+    def __init__(self, format_record: FormatRecord) -> None:
+        super().__init__(_STDOUT, format_record)
         self._repeated_lines = RepeatedLines()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
@@ -117,34 +119,26 @@ class _Handler(LineQueue):
         return b"" if repeats is None else super().prepare(record)
 
 
-class _Formatter(logging.Formatter):
-    def __init__(self, process: str | None) -> None:
-        super().__init__()
-        self._process = process
+def _as_text(process: str | None, record: logging.LogRecord) -> str:
+    fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, process).items()]
+    message = " ".join([escape(record.getMessage()), *fields])
+    line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
+    if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
+        line += "".join(f"\n  {escape(row)}" for row in _format_exception(record.exc_info).splitlines())
+    return line
 
 
-class _TextFormatter(_Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
-        message = " ".join([escape(record.getMessage()), *fields])
-        line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
-        if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
-            line += "".join(f"\n  {escape(row)}" for row in self.formatException(record.exc_info).splitlines())
-        return line
-
-
-class _JsonFormatter(_Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _timestamp(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        fields = {name: _json_value(value) for name, value in _fields(record, self._process).items()}
-        return json.dumps(line | fields | line, default=str)
+def _as_json(process: str | None, record: logging.LogRecord) -> str:
+    line: dict[str, Any] = {
+        "time": _timestamp(record),
+        "level": record.levelname,
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    if record.exc_info:
+        line["exception"] = _format_exception(record.exc_info)
+    fields = {name: _json_value(value) for name, value in _fields(record, process).items()}
+    return json.dumps(line | fields | line, default=str)
 
 
 def _timestamp(record: logging.LogRecord) -> str:
