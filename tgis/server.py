@@ -25,7 +25,7 @@ from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
-from tgis.api.http.pages.routes import Pages
+from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.api.openai.chat_template import ChatTemplate
@@ -325,8 +325,8 @@ class Server:
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
         api_routes = [self._http_api.route(operation) for operation in operations]
-        pages = Pages(operations, self._config.shown_model, needs_token=self._http_auth.needed)
-        return HttpPorts(self._config, probes, [*api_routes, *pages.routes()], self._clients, self._certificates)
+        pages = page_routes(operations, self._config.shown_model, needs_token=self._http_auth.needed)
+        return HttpPorts(self._config, probes, [*api_routes, *pages], self._clients, self._certificates)
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
         """Why adapters are unavailable, None if they are available."""

@@ -10,7 +10,7 @@ from aiohttp import web
 from tgis.api.clients import Clients
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpApi
-from tgis.api.http.pages.routes import Pages
+from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.server import HttpServer
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi.routes import TgiApi
@@ -43,6 +43,6 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, Clients(config), lambda *_: None)
     async with serving(
-        [*map(api.route, operations), *Pages(operations, "m", needs_token=False).routes()], **options
+        [*map(api.route, operations), *page_routes(operations, "m", needs_token=False)], **options
     ) as port:
         yield f"http://127.0.0.1:{port}"

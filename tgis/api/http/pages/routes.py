@@ -22,27 +22,24 @@ _UI = Path(__file__).with_name("ui")
 _UI_SCRIPTS = [f"{name}.js" for name in ("requests", "markdown", "answer", "card", "main")]  # of one script: in order
 
 
-class Pages:
+def page_routes(operations: Sequence[Operation], model: str, *, needs_token: bool) -> list[web.RouteDef]:
     """Made once, from what the APIs serve."""
+    document = make_document(operations, needs_token=needs_token)
+    encoded = msgspec.json.encode(document)
+    pages = {"/docs": docs.render_page(document, model), "/ui": _ui()}
 
-    def __init__(self, operations: Sequence[Operation], model: str, *, needs_token: bool) -> None:
-        document = make_document(operations, needs_token=needs_token)
-        self._document = msgspec.json.encode(document)
-        self._pages = {"/docs": docs.render_page(document, model), "/ui": _ui()}
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(path, self._get) for path in (*_DOCUMENT_PATHS, *self._pages)]
-
-    async def _get(self, request: web.Request) -> web.Response:
+    async def get(request: web.Request) -> web.Response:
         if request.path.endswith("/"):  # addresses in pages are relative
             raise web.HTTPPermanentRedirect(f"..{request.path[:-1]}")
         if request.path in _DOCUMENT_PATHS:
-            return web.Response(body=self._document, content_type="application/json")
-        page, host = self._pages[request.path], request.host
+            return web.Response(body=encoded, content_type="application/json")
+        page, host = pages[request.path], request.host
         if _HOST.fullmatch(host):
             address = f"https://{host}" if request.secure else host
             page = replace(page, text=page.text.replace(docs.HOST, address))
         return page.response()
+
+    return [web.get(path, get) for path in (*_DOCUMENT_PATHS, *pages)]
 
 
 def _ui() -> Page:
