@@ -8,7 +8,7 @@ Invalid values are an OptionError of one line, before anything is loaded.
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -373,8 +373,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
         values["master_port"] = values.get("master_port", MASTER_PORT) + 1
     config = Config(**values, sources=sources, check=bool(flags.get("check")))
     _validate(config)
-    warnings = _replaced_values(raw_values) + _overridden_engine(config) + _unknown_log_level(config)
-    warnings += _no_traces(config) + _no_drafts(config)
+    warnings = list(_warnings(config, raw_values))
     warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
     known = {name.upper() for opt in (*options, *others) for name in opt.names}
     warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
@@ -399,35 +398,23 @@ def _parse_options(raw_values: _RawValues) -> dict[str, Any]:
     return values
 
 
-def _replaced_values(raw_values: _RawValues) -> list[str]:
-    replaced = [(opt, raw) for opt, found in raw_values for raw in found if raw.text in opt.nearest_values]
-    return [f"{raw}: using {opt.nearest_values[raw.text]}" for opt, raw in replaced]
-
-
-def _overridden_engine(config: Config) -> list[str]:
-    if config.deployment_framework in ("auto", config.engine):
-        return []
-    cause = "NUM_SHARD" if config.num_shard > 1 else "PAGED_ATTENTION" if config.paged_attention else "FLASH_ATTENTION"
-    return [f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"]
-
-
-def _unknown_log_level(config: Config) -> list[str]:
-    """TGIS accepts Rust's filter syntax."""
-    return [] if config.log_level.lower() in LEVELS else [f"LOG_LEVEL={config.log_level!r}: using info"]
-
-
-def _no_traces(config: Config) -> list[str]:
-    if config.otlp_endpoint is None or can_trace():
-        return []
-    return [f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"]
-
-
-def _no_drafts(config: Config) -> list[str]:
-    if config.speculator_name and config.speculation == "auto":
-        return []
-    why = f"SPECULATION is {config.speculation}" if config.speculator_name else "there is no SPECULATOR_NAME"
-    named = {name: getattr(config, f"speculator_{name}") for name in ("name", "revision", "max_batch_size")}
-    return [f"SPECULATOR_{name.upper()}={value!r} has no effect: {why}" for name, value in named.items() if value]
+def _warnings(config: Config, raw_values: _RawValues) -> Iterator[str]:
+    """What is replaced or has no effect."""
+    for opt, found in raw_values:
+        yield from (f"{raw}: using {opt.nearest_values[raw.text]}" for raw in found if raw.text in opt.nearest_values)
+    if config.deployment_framework not in ("auto", config.engine):
+        flag = "PAGED_ATTENTION" if config.paged_attention else "FLASH_ATTENTION"
+        cause = "NUM_SHARD" if config.num_shard > 1 else flag
+        yield f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"
+    if config.log_level.lower() not in LEVELS:  # TGIS accepts Rust's filter syntax
+        yield f"LOG_LEVEL={config.log_level!r}: using info"
+    if config.otlp_endpoint is not None and not can_trace():
+        yield f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"
+    if not config.speculator_name or config.speculation != "auto":
+        why = f"SPECULATION is {config.speculation}" if config.speculator_name else "there is no SPECULATOR_NAME"
+        for name in ("speculator_name", "speculator_revision", "speculator_max_batch_size"):
+            if value := getattr(config, name):
+                yield f"{name.upper()}={value!r} has no effect: {why}"
 
 
 def _near_misses(unknown: list[str]) -> list[str]:
