@@ -1,23 +1,12 @@
-"""The body of a request: bounded in size and time, paid for, and read as the type that a route wants."""
+"""The body of a request: bounded in size and time."""
 
-import re
-from typing import TypeVar
-
-import msgspec
 from aiohttp import web
 
-from tgis.api.clients import MESSAGE_BYTE
 from tgis.api.http.connections import MISFRAMED, READ_BUFFER_BYTES, Connection
 from tgis.api.http.operations import HttpError
 from tgis.errors import RequestError
-from tgis.frontend.calls import Account
 
 _WIRE_BYTES = 2  # for each that a body may have: chunks of a few bytes are mostly framing
-_VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets
-
-_ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)  # the client's text, of any length
-
-B = TypeVar("B")
 
 
 async def receive(request: web.Request) -> bytes:
@@ -40,15 +29,3 @@ async def receive(request: web.Request) -> bytes:
         request.content.set_exception(TimeoutError())  # else it keeps the error, whose frames have the request
         reason = error.args[0]
         raise reason if isinstance(reason, RequestError) else HttpError(400, MISFRAMED) from None
-
-
-def read_json(data: bytes, type_: type[B], account: Account, *, strict: bool) -> B:
-    """HttpError if it is not JSON, or not what the type says; unless `strict`, it may say it in another way."""
-    num_values = sum(map(data.count, (b",", b"[", b"{")))
-    account.charge(MESSAGE_BYTE * len(data) + _VALUE_BYTES * num_values)
-    try:
-        return msgspec.json.decode(data, type=type_, strict=strict)
-    except msgspec.ValidationError as error:
-        raise HttpError(422, _ENUM_VALUE.sub("Invalid enum value", str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"the body is not JSON: {error}") from None

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tgis.api.clients import Account, Clients, CountCall
+from tgis.api.clients import MESSAGE_BYTE, Account, Clients, CountCall
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.body import read_json, receive
+from tgis.api.http.body import receive
 from tgis.api.http.connections import Connection
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Handle, HttpError, Operation, http_status
@@ -30,6 +31,8 @@ _REFUSALS = (400, 413, 415, 422)
 _FAILED = "failed"  # the status of a stream that failed after it had begun
 _CLIENT_CLOSED = 499  # of a call whose client has gone, as in nginx
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
+_VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets of a body
+_ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)  # the client's text, of any length
 
 B = TypeVar("B")
 
@@ -62,7 +65,14 @@ class HttpCall:
 
     def parse(self, data: bytes, type_: type[B], *, strict: bool = True) -> B:
         """The body as a value; unless `strict`, 16.0 and "16" are the integer 16, and so on."""
-        return read_json(data, type_, self.account, strict=strict)
+        num_values = sum(map(data.count, (b",", b"[", b"{")))
+        self.account.charge(MESSAGE_BYTE * len(data) + _VALUE_BYTES * num_values)
+        try:
+            return msgspec.json.decode(data, type=type_, strict=strict)
+        except msgspec.ValidationError as error:
+            raise HttpError(422, _ENUM_VALUE.sub("Invalid enum value", str(error))) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HttpError(400, f"the body is not JSON: {error}") from None
 
     def generate_call(
         self,
