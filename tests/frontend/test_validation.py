@@ -121,7 +121,7 @@ def reported(raw: RawParams) -> str | None:
 
 def request_of(length: int, params: RawParams, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
     """The request for an input of this length."""
-    return make_request(1, [5] * length, adapter, params, params.sampling_params(0), limits, "x")
+    return make_request([5] * length, adapter, params, limits, "x", id=1)
 
 
 @settings(max_examples=500)  # about every tenth breaks no rule

@@ -73,7 +73,9 @@ class AdapterRequest:
         prompt = self.prompt
         prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
         params = validate(asked, most)
-        return make_request(number, self.tokens, prefix, params, params.sampling_params(0), most, "text")
+        return make_request(
+            self.tokens, prefix, params, most, "text", id=number, sampling_params=params.sampling_params(0)
+        )
 
 
 def generate_all(

@@ -90,7 +90,7 @@ def _validate(call: GenerateCall) -> None:
         tokens = list(text.encode())
         with contextlib.suppress(RequestError):
             sampling = params.sampling_params(7)
-            request = make_request(1, tokens, None, params, sampling, limits, field)
+            request = make_request(tokens, None, params, limits, field, id=1, sampling_params=sampling)
             assert 1 <= request.max_new_tokens <= MAX_LENGTH - len(request.tokens)
             assert sampling.min_new_tokens <= request.max_new_tokens
             assert math.isfinite(sampling.temperature + sampling.top_p + sampling.typical_p)

@@ -189,14 +189,14 @@ class Generator:
         inputs = await self.pool.run(cost, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
         requests = [
             make_request(
-                self._client.next_id(),
                 tokens,
                 adapter,
+                params,
+                limits,
+                field,
                 length=min(encoding.num_tokens, limit or encoding.num_tokens),
-                params=params,
+                id=self._client.next_id(),
                 sampling_params=params.sampling_params(self._seeds.getrandbits(32), number, bad_words),
-                limits=limits,
-                field=field,
                 deadline=arrived + params.time_limit_millis / 1000 if params.time_limit_millis else None,
                 identity=call.identity,
                 answer_deadline=call.answer_deadline,

@@ -8,11 +8,12 @@ maps them to its own paths.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tgis.errors import InvalidRequest, TooLong
 from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
-from tgis.ipc.request import Request, SamplingParams
+from tgis.ipc.request import Request
 
 MAX_OUTPUT_PENALTY = 2.0  # frequency and presence penalty, up and down
 MAX_LOGIT_BIASES = 300
@@ -95,24 +96,20 @@ def check_num_bytes(
 
 
 def make_request(
-    request_id: int,
     tokens: list[int],
     adapter: AdapterRef | None,
     params: RawParams,
-    sampling_params: SamplingParams,
     limits: RequestLimits,
     field: str,
-    deadline: float | None = None,
-    identity: bytes = b"",
-    answer_deadline: float | None = None,
+    *,
     length: int = 0,
-    grammar: int | None = None,
-    client: bytes = b"",
+    identity: bytes = b"",
+    **more: Any,
 ) -> Request:
     """Check the length of one input and limit its output to what the maximum sequence length leaves.
 
     InvalidRequest for what can never run: it would wait for ever. Of an input that is too long, `tokens` may be only
-    a part, and `length` is how many it has.
+    a part, and `length` is how many it has. `more` are the other fields of the request.
     """
     length = length or len(tokens)
     prefix_length = adapter.length if adapter else 0
@@ -121,19 +118,14 @@ def make_request(
         text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
         raise InvalidRequest(field, text)
     request = Request(
-        id=request_id,
         tokens=[limits.placeholder_id] * prefix_length + tokens,
         max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
         limited_by_context=params.fill_context
         or params.max_new_tokens > limits.max_sequence_length - length - prefix_length,
-        sampling_params=sampling_params,
         logprob_options=params.logprob_options,
-        deadline=deadline,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
-        answer_deadline=answer_deadline,
-        grammar=grammar,
-        client=client,
+        **more,
     )
     _check_capacity(request, limits, field)
     return request
