@@ -9,7 +9,7 @@ from tgis.api.openai.chat import ChatCompletions
 from tgis.api.openai.completions import Completions
 from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.models import ServedModels
-from tgis.api.openai.requests import RequestReader, SamplingDefaults
+from tgis.api.openai.requests import RequestReader
 from tgis.config import Config
 from tgis.prompts.catalog import AdapterCatalog
 
@@ -20,8 +20,7 @@ class OpenAIApi:
     def __init__(self, config: Config, catalog: AdapterCatalog, generation_config: Mapping[str, Any]) -> None:
         """`generation_config` is the model's."""
         names = config.shown_model, config.model_name
-        defaults = SamplingDefaults.of({} if config.generation_config == "none" else generation_config)
-        reader = RequestReader(defaults)
+        reader = RequestReader({} if config.generation_config == "none" else generation_config)
         self._models = ServedModels(names, catalog)
         self.chat = ChatCompletions(self._models, reader)
         self.completions = Completions(self._models, reader, config.max_client_batch_size)

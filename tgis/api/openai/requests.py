@@ -28,20 +28,17 @@ class SamplingDefaults(Struct):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
 
-    @classmethod
-    def of(cls, generation_config: Mapping[str, Any]) -> "SamplingDefaults":
-        """The defaults; none, with a warning, if one cannot be used."""
-        try:
-            return msgspec.convert(generation_config, cls, strict=False)
-        except msgspec.ValidationError as error:
-            log.warning("generation_config.json: no sampling defaults are taken from it: %s", error)
-            return cls()
-
 
 class RequestReader:
     """Reads the bodies of both kinds of completions."""
 
-    def __init__(self, defaults: SamplingDefaults) -> None:
+    def __init__(self, generation_config: Mapping[str, Any]) -> None:
+        """With the defaults of the model; without any, and a warning, if one cannot be used."""
+        try:
+            defaults = msgspec.convert(generation_config, SamplingDefaults, strict=False)
+        except msgspec.ValidationError as error:
+            log.warning("generation_config.json: no sampling defaults are taken from it: %s", error)
+            defaults = SamplingDefaults()
         self._defaults = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
         self._logged: set[str] = set()
 
