@@ -1,28 +1,34 @@
 """The gRPC port: limits, TLS, health and reflection around the handlers that it is given."""
 
 import asyncio
+import functools
 import os
 import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
-from tgis.api.grpc.health import HealthServicer
+from tgis.api.grpc.health import HEALTH_SERVICE, HealthServicer
+from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.private import make_server
-from tgis.api.grpc.reflection import reflection_handlers
+from tgis.api.grpc.servicer import GENERATION_SERVICE
+from tgis.api.grpc.status import Context
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.security.tls import Certificates
-
-if TYPE_CHECKING:
-    import grpc
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 KEEPALIVE_MS = 60_000  # of inactivity before a ping
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
+MAX_REFLECTION_BYTES = 1024  # of a request
+SERVICES = (GENERATION_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+_REFLECTIONS = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 _NEVER_SECONDS = 1e6
 _CLOSE_SECONDS, _CLOSE_TIMES = 0.05, 20  # between closing connections without calls at the end, and how often
 
@@ -43,7 +49,7 @@ class GrpcServer:
         self._bound_port: int | None = None
         self._stopped = False
         self._health = HealthServicer()
-        handlers = [*handlers, self._health.handler(calls), *reflection_handlers(calls)]
+        handlers = [*handlers, self._health.handler(calls), *_reflection_handlers(calls)]
         self._server = make_server(handlers, _channel_arguments(config, calls), calls.queue)
 
     def bind(self) -> int:
@@ -91,6 +97,29 @@ class GrpcServer:
         self._stopped = True
         _close_connections(self._bound_port, listener=True)
         await self._server.stop(0)
+
+
+def _reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
+    """Reflection for all services of this server, under both of its names: v1 has the same messages as v1alpha.
+
+    v1 is not listed, since no file describes it.
+    """
+    reflect_all: Any = reflection.ReflectionServicer(SERVICES).ServerReflectionInfo
+
+    @functools.lru_cache(maxsize=64)  # all clients ask the same
+    def answer(data: bytes) -> bytes:
+        requests = iter([parse(data, reflection_pb2.ServerReflectionRequest)])
+        (response,) = reflect_all(requests, None)
+        serialized: bytes = response.SerializeToString()
+        return serialized
+
+    async def reflect(_requests: object, context: Context) -> None:
+        async with calls.open(context, "ServerReflectionInfo") as call:
+            while (data := await call.next_message(MAX_REFLECTION_BYTES)) is not None:
+                await call.write(answer(data))
+
+    methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(reflect)}
+    return [grpc.method_handlers_generic_handler(name, methods) for name in _REFLECTIONS]
 
 
 def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]]:
