@@ -40,8 +40,7 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
-from tgis.structured_output.mask_threads import MaskThreads
-from tgis.structured_output.matcher import TokenTable
+from tgis.structured_output.matcher import MaskThreads, TokenTable
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
 SPECIAL = 4  # the first tokens, without a text

@@ -20,8 +20,7 @@ from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp, Vocabulary
 from tgis.structured_output.compiler import compilers
-from tgis.structured_output.mask_threads import MaskThreads
-from tgis.structured_output.matcher import TokenTable
+from tgis.structured_output.matcher import MaskThreads, TokenTable
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",

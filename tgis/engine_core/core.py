@@ -25,7 +25,7 @@ from tgis.ipc.messages import (
     ToEngine,
 )
 from tgis.ipc.request import Request, TokenLogprobs
-from tgis.structured_output.mask_threads import MaskThreads
+from tgis.structured_output.matcher import MaskThreads
 from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)

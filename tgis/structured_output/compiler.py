@@ -4,10 +4,8 @@ llguidance bounds the work by counting it, so that neither a compilation nor a m
 """
 
 import functools
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 
 import llguidance
 
@@ -15,10 +13,9 @@ from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
-from tgis.utils.thread_pool import started_pool
+from tgis.utils.thread_pool import lower_priority, started_pool
 
 _THREADS = 2  # one expensive grammar does not delay all others
-_NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
 _STEP_MAX_ITEMS = 20_000  # likewise; 10,000 are too few for some outputs of objects with 300 optional properties
@@ -48,9 +45,3 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
 def compilers(table: TokenTable) -> tuple[Executor, Callable[[GrammarSpec], GrammarMatcher]]:
     """Threads, and what compiles a grammar in them."""
     return started_pool(_THREADS, "grammars", lower_priority), functools.partial(compile_grammar, table=table)
-
-
-def lower_priority() -> None:
-    """Lower the priority of this thread alone: Linux has one for each."""
-    with suppress(OSError):  # some containers forbid it
-        os.nice(_NICENESS)

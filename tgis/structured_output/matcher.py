@@ -1,8 +1,8 @@
-"""A compiled grammar, and where in it one output is."""
+"""A compiled grammar, where in it one output is, and which tokens it allows next."""
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 
 import llguidance
 import numpy as np
@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Vocabulary
 from tgis.structured_output.lark import problem_of
+from tgis.utils.thread_pool import lower_priority, started_pool
 
 _WORD_BITS = 32  # llguidance writes whole words
 _SPECIAL = b"\xff"  # begins no text
 _MAX_FORCED_TOKENS = 64  # of a step
+_THREADS = 2  # of each kind
+_PATIENCE = 0.003  # of a step, for masks that are probably quick
+_MAX_WAIT = 0.01  # until messages are read again
 _QUICK_SECONDS = 0.003  # of CPU time, for a mask; the grammars that are usual stay below
 
 Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
@@ -182,6 +186,41 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(problem_of(self._matcher.get_error()))
+
+
+class MaskThreads:
+    """Makes the masks that may take long beside the steps, in threads of less priority.
+
+    Nobody but their own output waits for them, for longer than it takes a quick one to be made; the masks of outputs
+    whose last one was quick do not wait behind others.
+    """
+
+    def __init__(self) -> None:
+        self._slow = started_pool(_THREADS, "slow masks", lower_priority)
+        self._quick = started_pool(_THREADS, "quick masks", lower_priority)
+        self._open: set[Future[None]] = set()
+
+    def prepare(self, outputs: Iterable[tuple[GrammarMatcher, Sequence[int]]]) -> None:
+        """Begin with the masks after these tokens, and wait for a moment for those that are probably quick."""
+        quick, others = set(), set()
+        for matcher, tokens in outputs:
+            if matcher.in_thread and matcher.quick:
+                quick.add(matcher.prepare(tokens, self._quick))
+            elif matcher.in_thread:
+                others.add(matcher.prepare(tokens, self._slow))
+        if quick:
+            wait(quick, _PATIENCE)
+        self._open = {future for future in self._open | quick | others if not future.done()}
+
+    def wait(self) -> None:
+        """Wait until one more mask is ready, but not for long."""
+        wait(self._open, _MAX_WAIT, FIRST_COMPLETED)
+        self._open = {future for future in self._open if not future.done()}
+
+    def close(self) -> None:
+        """Drop the masks that no thread has begun with; the process ends when the others are made."""
+        for pool in (self._slow, self._quick):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Tokens:

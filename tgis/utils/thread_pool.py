@@ -3,10 +3,12 @@
 import asyncio
 import heapq
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,12 +17,19 @@ SMALL = 250  # microseconds: about what handing work to a thread costs
 LARGE = 5_000  # microseconds; of work that takes longer, there is one piece at a time
 _START_SECONDS = 10.0
 _AWAY_SECONDS = 0.001
+_NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
 
 
 def leave_gil() -> None:
     """Sleep, in a thread that mostly runs Python: the event loop would wait for the GIL after each call of gRPC."""
     if threading.current_thread() is not threading.main_thread():  # where the event loop runs, work is small
         time.sleep(_AWAY_SECONDS)
+
+
+def lower_priority() -> None:
+    """Lower the priority of this thread alone: Linux has one for each."""
+    with suppress(OSError):  # some containers forbid it
+        os.nice(_NICENESS)
 
 
 def started_pool(num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
