@@ -18,8 +18,7 @@ from tgis.api import clients
 from tgis.api.clients import Clients
 from tgis.api.http import event_stream
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.body import receive
-from tgis.api.http.calls import HttpApi, HttpCall
+from tgis.api.http.calls import HttpApi, HttpCall, receive
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import ErrorFormat, HttpError, Operation
 from tgis.config import Config

@@ -14,8 +14,7 @@ from aiohttp import web
 
 from tgis.api.clients import MESSAGE_BYTE, Account, Clients, CountCall
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.body import receive
-from tgis.api.http.connections import Connection
+from tgis.api.http.connections import MISFRAMED, READ_BUFFER_BYTES, Connection
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import Handle, HttpError, Operation, http_status
 from tgis.config import Config
@@ -31,6 +30,7 @@ _REFUSALS = (400, 413, 415, 422)
 _FAILED = "failed"  # the status of a stream that failed after it had begun
 _CLIENT_CLOSED = 499  # of a call whose client has gone, as in nginx
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
+_WIRE_BYTES = 2  # for each that a body may have: chunks of a few bytes are mostly framing
 _VALUE_BYTES = 64  # of memory, for what stands between two commas or brackets of a body
 _ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)  # the client's text, of any length
 
@@ -117,6 +117,28 @@ class HttpCall:
         """The answer, which begins with its first event: errors before that have a status."""
         self.events = EventStream(self.request, {"x-request-id": logs.correlation_id() or "", **headers})
         return self.events
+
+
+async def receive(request: web.Request) -> bytes:
+    """The whole body; HttpError if it is too large or none, ClientTimeout if it has not arrived in time."""
+    if "json" not in request.content_type.split("/")[-1].split("+"):
+        raise HttpError(415, "Content-Type must be application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "Content-Encoding must be identity: compressed bodies are not read")
+    connection, body, limit = Connection.of(request), bytearray(), request.client_max_size
+    try:
+        with connection.receiving_body(request.content):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > limit:
+                    raise HttpError(413, f"the body has more than {limit} bytes, PAYLOAD_LIMIT")
+                if connection.received > _WIRE_BYTES * limit + READ_BUFFER_BYTES:
+                    raise HttpError(413, "the chunks of the body are too small")
+        return bytes(body)
+    except (TimeoutError, web.RequestPayloadError) as error:
+        request.content.set_exception(TimeoutError())  # else it keeps the error, whose frames have the request
+        reason = error.args[0]
+        raise reason if isinstance(reason, RequestError) else HttpError(400, MISFRAMED) from None
 
 
 def best_first(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
