@@ -48,20 +48,26 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines": "batcher errors ipc",
     "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",
+    "engines/sharding": "engines/kernels engines/quantization errors",
     "engines/memory": "batcher engines engines/quantization errors ipc models utils",
-    "engines/loading": "batcher engines engines/kernels engines/memory engines/quantization errors ipc utils",
+    "engines/loading": (
+        "batcher engines engines/kernels engines/memory engines/quantization engines/sharding errors ipc utils"
+    ),
     "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels errors ipc",
-    "engines/padded": "batcher engines engines/loading engines/lora engines/memory engines/sampling errors ipc",
+    "engines/padded": (
+        "batcher engines engines/loading engines/lora engines/memory engines/sampling engines/sharding errors ipc"
+    ),
     "engines/onnx": (
         "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"
     ),
     "engines/paged": (
-        "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling errors ipc "
-        "prompts utils"
+        "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling "
+        "engines/sharding errors ipc prompts utils"
     ),
     "engines/distributed": (
-        "batcher engines engines/kernels engines/loading engines/lora engines/paged errors ipc prompts utils"
+        "batcher engines engines/kernels engines/loading engines/lora engines/paged engines/sharding errors ipc "
+        "prompts utils"
     ),
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line

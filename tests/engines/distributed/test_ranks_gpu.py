@@ -13,8 +13,9 @@ from tiny_models import generate_all, greedy_requests, make_model
 
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.loading import loader
-from tgis.engines.loading.sharding import Sharding, TorchCollectives
 from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.sharding.collectives import TorchCollectives
+from tgis.engines.sharding.sharded_model import Sharding
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from tgis.engines.distributed.mirror import StepInput
-from tgis.engines.loading.shard_plans import check_plan
+from tgis.engines.sharding.plans import check_plan
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
 from tgis.utils.cpus import share_of_nodes

@@ -26,11 +26,12 @@ from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.sharding import Sharding, TorchCollectives, least_of_ranks
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
+from tgis.engines.sharding.collectives import TorchCollectives, least_of_ranks
+from tgis.engines.sharding.sharded_model import Sharding
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress

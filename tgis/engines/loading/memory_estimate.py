@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
-from tgis.engines.loading.shard_plans import num_kv_heads
-from tgis.engines.loading.sharding import check_quantized
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
+from tgis.engines.sharding.plans import num_kv_heads
+from tgis.engines.sharding.sharded_model import check_quantized
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
 

@@ -15,7 +15,6 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import NoReservedCache, StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
-from tgis.engines.loading.sharding import least_of_ranks
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, padded_capacity, profile
@@ -25,6 +24,7 @@ from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, Pa
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.sampler import BatchSampler
+from tgis.engines.sharding.collectives import least_of_ranks
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request

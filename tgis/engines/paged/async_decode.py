@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.loading.sharding import first_of_ranks
 from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
+from tgis.engines.sharding.collectives import first_of_ranks
 
 _COOLDOWN_STEPS = 16  # after a token was replaced: where that is frequent, most steps would be computed twice
 

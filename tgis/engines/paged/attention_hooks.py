@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from tgis.engines.kernels.attention_inputs import BIAS_PADDING
-from tgis.engines.loading.sharding import own_part
 from tgis.engines.paged.attention import PagedAttention
+from tgis.engines.sharding.collectives import own_part
 from tgis.errors import Unsupported
 
 _Params = dict[str, Any]  # of PagedAttention.__call__

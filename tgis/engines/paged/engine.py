@@ -20,7 +20,6 @@ from tgis.engines.loading.loader import (
     model_info,
 )
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
-from tgis.engines.loading.sharding import least_of_ranks, sum_of_ranks
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
@@ -36,6 +35,7 @@ from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
+from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 

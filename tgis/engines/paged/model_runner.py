@@ -23,7 +23,6 @@ from tgis.engines.loading.loader import (
     select_kernels,
 )
 from tgis.engines.loading.rope import compute_angles, tabulate_angles
-from tgis.engines.loading.sharding import least_of_ranks, reduces_in_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
@@ -41,6 +40,7 @@ from tgis.engines.paged.self_check import (
     verify_encoder_decoder,
     verify_steps,
 )
+from tgis.engines.sharding.collectives import least_of_ranks, reduces_in_kernels
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.prompts.lora import LoraAdapter

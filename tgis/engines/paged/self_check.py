@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.loading.loader import input_vocab_size
-from tgis.engines.loading.sharding import least_of_ranks
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hook_errors, hooked_modules, install_hooks
 from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.sharding.collectives import least_of_ranks
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights

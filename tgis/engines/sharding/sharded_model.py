@@ -18,7 +18,9 @@ from transformers.integrations.tensor_parallel import replace_layer_number_by_wi
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.kernels.cpu.collectives import CpuCollectives
-from tgis.engines.loading.shard_plans import (
+from tgis.engines.quantization.checkpoint import QuantizedLayer
+from tgis.engines.sharding.collectives import TorchCollectives
+from tgis.engines.sharding.plans import (
     BY_GROUPS,
     BY_HEADS,
     IN_BLOCKS,
@@ -29,7 +31,6 @@ from tgis.engines.loading.shard_plans import (
     num_kv_heads,
     plan_of,
 )
-from tgis.engines.quantization.checkpoint import QuantizedLayer
 from tgis.errors import StartError
 
 _GATHERED_INPUT = "colwise_of_gathered_input"  # all inputs of some outputs
@@ -45,57 +46,6 @@ _QKV = frozenset({"q", "q_proj", "query_key_value", "c_attn", "Wqkv"})  # names 
 _COUNTS = ("num_heads", "n_heads", "embed_dim", "split_size")  # attributes of these modules, in proportion to heads
 _BIASED = frozenset({"query_key_value", "Wqkv"})  # those of modules that take biases
 _BIASES = ("alibi", "position_bias", "attention_mask")  # arguments, made for the heads of all ranks
-
-
-def own_part(x: Tensor, model: PreTrainedModel) -> Tensor:
-    """The part of what is there for each head that belongs to this rank, if the model is shared."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()] if model.sharding else x
-
-
-def least_of_ranks(value: int) -> int:
-    """The smallest value of all ranks, which must all call this."""
-    return _of_ranks(value, dist.ReduceOp.MIN)
-
-
-def sum_of_ranks(value: int) -> int:
-    """The sum of the values of all ranks, which must all call this."""
-    return _of_ranks(value, dist.ReduceOp.SUM)
-
-
-def _of_ranks(value: int, reduce: dist.ReduceOp.RedOpType) -> int:
-    if not dist.is_initialized():
-        return value
-    values = torch.tensor([value], device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(values, reduce)
-    return int(values.item())
-
-
-def first_of_ranks(x: Tensor) -> Tensor:
-    """The `x` of the first rank, in its place; contiguous. All ranks must call this."""
-    if dist.is_initialized():
-        dist.broadcast(x, 0)
-    return x
-
-
-def reduces_in_kernels(model: PreTrainedModel) -> bool:
-    """Whether calls that reduce can be recorded, if there are any."""
-    return model.sharding is None or isinstance(model.sharding.collectives, CpuCollectives)
-
-
-class TorchCollectives:
-    """What the ranks add up and gather over NCCL or gloo."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the `x` of all ranks, in its place; contiguous."""
-        dist.all_reduce(x)
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[..., size] of each rank -> [..., ranks * size]."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts, -1)
 
 
 class Sharding:

@@ -34,11 +34,11 @@ from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_
 from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.kernels.cpu.recording import ResizablePass
-from tgis.engines.loading.shard_plans import check_groups, check_plan
 from tgis.engines.paged import self_check
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.engines.quantization.weight import INT4, QuantizedWeight
+from tgis.engines.sharding.plans import check_groups, check_plan
 from tgis.errors import StartError, Unsupported
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
