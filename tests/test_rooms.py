@@ -61,9 +61,10 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/onnx": (
         "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"
     ),
+    "engines/speculation": "batcher engines engines/loading engines/memory errors ipc utils",
     "engines/paged": (
         "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling "
-        "engines/sharding errors ipc prompts utils"
+        "engines/sharding engines/speculation errors ipc prompts utils"
     ),
     "engines/distributed": (
         "batcher engines engines/kernels engines/loading engines/lora engines/paged engines/sharding errors ipc "

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _ON_A_STREAMS_WAY = (
     *("server.py", "config.py", "api/grpc", "api/clients.py", "frontend", "ipc", "engine_core", "batcher"),
-    *("engines/base.py", "engines/paged", "engines/sampling", "engines/loading"),
+    *("engines/base.py", "engines/paged", "engines/speculation/proposals.py", "engines/sampling", "engines/loading"),
 )
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -27,15 +27,15 @@ from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
 from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
-from tgis.engines.paged.drafts import load_drafter, unloaded_drafter
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
 from tgis.engines.paged.model_runner import ModelRunner
-from tgis.engines.paged.proposals import Drafter, keep_what_follows, with_proposals
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
 from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
 from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
+from tgis.engines.speculation.draft_model import load_drafter, unloaded_drafter
+from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_proposals
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 

@@ -30,7 +30,6 @@ from tgis.engines.paged.batch import BatchBuilder, FlatBatch, StaticInputs
 from tgis.engines.paged.compile import CompiledLayers, can_compile
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS, EncoderDecoderBatches, PagedEncoder
-from tgis.engines.paged.proposals import Drafter
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import (
     dummy_adapter,
@@ -41,6 +40,7 @@ from tgis.engines.paged.self_check import (
     verify_steps,
 )
 from tgis.engines.sharding.collectives import least_of_ranks, reduces_in_kernels
+from tgis.engines.speculation.proposals import Drafter
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.prompts.lora import LoraAdapter

@@ -7,13 +7,13 @@ block table of the sequence. What the rows choose is kept as far as they follow 
 from collections.abc import Collection, Iterator
 from copy import copy
 from itertools import count
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged.attention import PagedKVCache
 
 _row_ids = count(-1, -1)  # none twice: nothing of a row is reused in the next step
 
@@ -64,7 +64,7 @@ class Drafter:
     """A model of an engine that drafts tokens in its steps; this one drafts none."""
 
     max_tokens = 0
-    caches: tuple[PagedKVCache, ...] = ()  # beside the engine's own, with the same blocks
+    caches: tuple[Any, ...] = ()  # for keys and values, beside the engine's own, with the same blocks
 
     def warm_up(self, num_blocks: int) -> None:
         """The KV cache has so many blocks."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.memory.available import available_memory
-from tgis.engines.paged.proposals import Drafter
+from tgis.engines.speculation.proposals import Drafter
 from tgis.errors import StartError
 from tgis.utils.logs import format_bytes
 

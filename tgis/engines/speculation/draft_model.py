@@ -10,29 +10,41 @@ from collections.abc import Callable, Collection
 from copy import copy
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
+from tgis.engines.base import StepResult
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
 from tgis.engines.loading.memory_estimate import UnloadedModel
-from tgis.engines.paged.mlp_speculator import MLPConfig, MLPSpeculator
-from tgis.engines.paged.proposals import Drafter, rows_of
+from tgis.engines.speculation.mlp_speculator import MLPConfig, MLPSpeculator
+from tgis.engines.speculation.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import LogprobOptions
-
-if TYPE_CHECKING:
-    from tgis.engines.paged.engine import PagedEngine
 
 _MAX_PROMPT_TOKENS = 512  # that a step computes before it drafts
 _MAX_ROWS = 8  # of a sequence in one pass; more tokens are a chunk of a prompt
 
 
+class DraftEngine(Protocol):
+    """What drafting takes of a paged engine."""
+
+    info: EngineInfo
+    runner: Any  # that computes logits
+
+    @property
+    def caches(self) -> tuple[Any, ...]: ...
+
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+    def warm_up_with(self, num_blocks: int) -> None: ...
+
+
 def load_drafter(
-    options: EngineOptions, model: PreTrainedModel, selects: bool, load: "Callable[[EngineOptions], PagedEngine]"
+    options: EngineOptions, model: PreTrainedModel, selects: bool, load: Callable[[EngineOptions], DraftEngine]
 ) -> Drafter:
     """The model that drafts tokens for another one, with `load` as an engine. `selects`: the other one computes only
     the logits that it is asked for. StartError if the two do not go together.
@@ -89,7 +101,7 @@ def _draft_options(options: EngineOptions) -> EngineOptions:
 class DraftModel(Drafter):
     """Drafts what a model would choose for a sequence, of which it keeps what is in the cache."""
 
-    def __init__(self, engine: "PagedEngine", max_tokens: int) -> None:
+    def __init__(self, engine: DraftEngine, max_tokens: int) -> None:
         self.max_tokens, self.caches = max_tokens, engine.caches
         self._engine = engine
         # By request id: how many tokens of a sequence have keys and values there, and the drafted ones behind them.

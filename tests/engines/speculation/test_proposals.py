@@ -6,7 +6,7 @@ import pytest
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged.proposals import keep_what_follows, with_proposals
+from tgis.engines.speculation.proposals import keep_what_follows, with_proposals
 from tgis.ipc.messages import FailureKind
 from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
 

@@ -1,0 +1,1 @@
+"""Tokens computed ahead: rows for those that are proposed, and models that draft them."""
