@@ -92,7 +92,7 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
         return load_model(*args)
 
     monkeypatch.setattr("tgis.engines.paged.model_runner.load_model", load_first)
-    monkeypatch.setattr("tgis.engines.padded.causal_lm.load_model", load_second)
+    monkeypatch.setattr("tgis.engines.padded.model.load_model", load_second)
     assert load(make_model("XGLM", tmp_path), engine="auto").info.model_class == "XGLMForCausalLM"
     assert len(first) == 1
 

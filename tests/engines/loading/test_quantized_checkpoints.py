@@ -90,7 +90,7 @@ def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
     method = "awq" if quantize is awq else "gptq"
     model = load(path, quantize=f"{method}_marlin")
     check_logits(model, expected)
-    assert loader.model_info(model).quantize == method
+    assert model.quantized_as == method
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

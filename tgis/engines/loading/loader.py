@@ -4,7 +4,6 @@ import itertools
 import logging
 import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,35 +43,6 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_a
 _MAX_NAMES = 3  # of weights in a warning
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModelInfo:
-    """Properties of a loaded model."""
-
-    model_class: str
-    dtype: torch.dtype
-    vocab_size: int  # width of the logits
-    input_vocab_size: int  # ids of input tokens are below
-    encoder_decoder: bool
-    max_batch_size: int | None = None  # of the model, whatever the option says
-    quantize: str = "none"  # how the linear layers are quantized
-
-    def engine_info(self, engine: str, options: EngineOptions, device: torch.device, **others: Any) -> EngineInfo:
-        """What an engine says of itself before `warm_up` has found its token capacity."""
-        return EngineInfo(
-            engine=engine,
-            model_class=self.model_class,
-            device=str(device),
-            dtype=str(self.dtype).removeprefix("torch."),
-            quantize=self.quantize,
-            vocab_size=self.vocab_size,
-            input_vocab_size=self.input_vocab_size,
-            encoder_decoder=self.encoder_decoder,
-            max_batch_size=self.max_batch_size or options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
-            token_capacity=0,
-            **others,
-        )
-
-
 def select_device(options: EngineOptions) -> torch.device:
     """CUDA if present, limited to the process's share of its memory, else the CPU; sets the CPU threads for both."""
     torch.set_num_threads(options.num_threads)
@@ -100,16 +70,22 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         return config
 
 
-def model_info(model: PreTrainedModel) -> LoadedModelInfo:
-    vocab_size = model.get_output_embeddings().out_features
-    encoder_decoder = model.config.is_encoder_decoder
-    return LoadedModelInfo(
-        type(model).__name__,
-        model.dtype,
-        vocab_size,
-        input_vocab_size(model),
-        encoder_decoder=encoder_decoder,
+def engine_info(
+    engine: str, model: PreTrainedModel, options: EngineOptions, device: torch.device, **others: Any
+) -> EngineInfo:
+    """What an engine says of itself before `warm_up` has found its token capacity."""
+    return EngineInfo(
+        engine=engine,
+        model_class=type(model).__name__,
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
         quantize=model.quantized_as,
+        vocab_size=model.get_output_embeddings().out_features,
+        input_vocab_size=input_vocab_size(model),
+        encoder_decoder=model.config.is_encoder_decoder,
+        max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+        token_capacity=0,
+        **others,
     )
 
 

@@ -6,16 +6,16 @@ sequence at a time.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
-from tgis.engines.loading.loader import LoadedModelInfo, load_config, load_generation_config
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, load_generation_config
 from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
@@ -26,7 +26,7 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 _HIDDEN_STATES = "last_hidden_state"
@@ -34,7 +34,7 @@ _BUFFERS = 2  # a pass reads one KV cache and writes the next
 
 
 def load_engine(options: EngineOptions) -> PaddedEngine:
-    return PaddedEngine(options, _load_model, "hf_optimum_ort")
+    return PaddedEngine(options, _load_model)
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
@@ -43,7 +43,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     return unknown_memory("hf_optimum_ort", options, "**/*.onnx*")
 
 
-def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: int) -> PaddedModel:
+def _load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
     if device.type == "cuda" and not cuda_available():
         raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
     if options.quantize != "none":
@@ -52,9 +52,8 @@ def _load_model(options: EngineOptions, device: torch.device, _max_batch_size: i
         )
     config = load_config(options)
     model = (OnnxSeq2SeqLM if config.is_encoder_decoder else OnnxCausalLM)(options, config, device)
-    dtype = str(model.info.dtype).removeprefix("torch.")
-    if options.dtype not in (None, dtype):
-        warn(options, f"DTYPE={options.dtype} has no effect: the graphs were exported in {dtype}")
+    if options.dtype not in (None, model.info.dtype):
+        warn(options, f"DTYPE={options.dtype} has no effect: the graphs were exported in {model.info.dtype}")
     return model
 
 
@@ -67,7 +66,7 @@ class _OnnxModel(PaddedModel):
         self._decoder = Decoder(files, device, options.num_threads)
         self._device = device
         self.lora = LoraLayers(None)
-        self.info = _model_info(config, self._decoder)
+        self.info = _engine_info(options, config, self._decoder)
         self.clear()
 
     @property
@@ -100,7 +99,7 @@ class _OnnxModel(PaddedModel):
         """Serve one sequence at a time if padding would change the results."""
         if not ignores_padding(self._decoder, probe_outputs):
             warn(options, "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)")
-            self.info = replace(self.info, max_batch_size=1)
+            self.info = msgspec.structs.replace(self.info, max_batch_size=1)
 
 
 class OnnxCausalLM(_OnnxModel):
@@ -109,16 +108,15 @@ class OnnxCausalLM(_OnnxModel):
     def __init__(self, options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> None:
         files = find_graphs(Path(options.model_path), encoder_decoder=False)
         super().__init__(options, config, device, files)
-        self.max_positions = options.max_sequence_length
         self.chunked_prefill = self._decoder.supports_chunked_prefill
-        self.max_logprob_tokens = MAX_PREFILL_TOKENS[device.type] if self.chunked_prefill else self.max_positions
+        self.max_logprob_tokens = self.info.max_prefill_tokens if self.chunked_prefill else self.info.max_positions
         self._check_padding(options, lambda _: None)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
         past = self._decoder.empty_past([len(seq.tokens) for seq in seqs])
         width = ids.shape[1]
-        chunk_size = max(1, MAX_PREFILL_TOKENS[self._device.type] // len(seqs)) if self.chunked_prefill else width
+        chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else width
         output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
         self._join(past)
         return output
@@ -134,8 +132,12 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self._encoder.check_signature(inputs={"input_ids", "attention_mask"}, outputs={_HIDDEN_STATES: 3})
         _OnnxModel.__init__(self, options, config, device, files)
         EncoderDecoder.__init__(self, load_generation_config(options, config), self._decoder.vocab_size, device)
-        most = getattr(config, "max_position_embeddings", None)
-        self.max_positions = min(options.max_sequence_length, most or options.max_sequence_length)
+        most = getattr(config, "max_position_embeddings", None) or options.max_sequence_length
+        self.info = msgspec.structs.replace(
+            self.info,
+            max_positions=min(options.max_sequence_length, most),
+            decoder_start_token_id=self.decoder_start_token_id,
+        )
         self._check_padding(options, self._probe_outputs)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
@@ -177,10 +179,19 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         return torch.zeros((rows, columns, node.dim(2)), dtype=node.dtype, device=self._device)
 
 
-def _model_info(config: PreTrainedConfig, decoder: Decoder) -> LoadedModelInfo:
-    name = (config.architectures or [type(config).__name__])[0]
-    encoder_decoder = config.is_encoder_decoder
-    input_vocab_size = config.vocab_size if encoder_decoder else decoder.vocab_size
-    return LoadedModelInfo(
-        f"{name} (ONNX)", decoder.dtype, decoder.vocab_size, input_vocab_size, encoder_decoder=encoder_decoder
+def _engine_info(options: EngineOptions, config: PreTrainedConfig, decoder: Decoder) -> EngineInfo:
+    name, device = (config.architectures or [type(config).__name__])[0], decoder.device
+    return EngineInfo(
+        engine="hf_optimum_ort",
+        model_class=f"{name} (ONNX)",
+        device=str(device),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        vocab_size=decoder.vocab_size,
+        input_vocab_size=config.vocab_size if config.is_encoder_decoder else decoder.vocab_size,
+        encoder_decoder=config.is_encoder_decoder,
+        padded=True,
+        max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
+        max_prefill_tokens=MAX_PREFILL_TOKENS[device.type],
+        max_positions=options.max_sequence_length,
+        token_capacity=0,
     )

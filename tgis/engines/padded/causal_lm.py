@@ -2,19 +2,17 @@
 
 from inspect import signature
 
+import msgspec
 import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_model, max_positions, model_info, select_kernels
-from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.loading.loader import max_positions
 from tgis.engines.lora.soft_prompts import decoder_prompt, model_inputs, padded_spans
-from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
     MAX_LOGPROB_TOKENS,
-    MAX_PREFILL_TOKENS,
-    PaddedModel,
+    TransformersModel,
     chunked_prefill,
     right_aligned,
     token_positions,
@@ -23,27 +21,25 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-class CausalLM(PaddedModel):
+class CausalLM(TransformersModel):
     """A decoder, and the KV cache of its sequences."""
 
     chunked_prefill = True
 
-    def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
-        self.model = load_model(options, device)
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
+        super().__init__(options, device)
         self._arguments = signature(self.model.forward).parameters
-        use_gqa_attention(self.model)
-        self.info = model_info(self.model)
-        self.max_positions = min(options.max_sequence_length, max_positions(self.model))
-        self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._embed_tokens = self.model.get_input_embeddings()
-        self.embedding_size = self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0
-        self.max_logprob_tokens = min(MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS[device.type])
-        self._device = device
-        self._max_batch_size = max_batch_size
+        self.info = msgspec.structs.replace(
+            self.info,
+            max_positions=min(options.max_sequence_length, max_positions(self.model)),
+            embedding_size=self._embed_tokens.embedding_dim if "inputs_embeds" in self._arguments else 0,
+        )
+        self.max_logprob_tokens = min(MAX_LOGPROB_TOKENS, self.info.max_prefill_tokens)
         self.clear()
 
     def clear(self) -> None:
-        self._cache = PaddedKVCache(self._max_batch_size)
+        self._cache = PaddedKVCache(self.info.max_batch_size)
         self._caches = [self._cache]
 
     def append(self, seqs: list[Sequence]) -> None:
@@ -55,7 +51,7 @@ class CausalLM(PaddedModel):
         prompts = [decoder_prompt(seq) for seq in seqs]
         ids = right_aligned([seq.tokens[seq.num_computed_tokens :] for seq in seqs])
         wanting = any(seq.wants_prompt_logprobs for seq in seqs)
-        chunk_tokens = self.max_logprob_tokens if wanting else MAX_PREFILL_TOKENS[self._device.type]
+        chunk_tokens = self.max_logprob_tokens if wanting else self.info.max_prefill_tokens
 
         def forward(start: int, stop: int) -> Tensor:
             self._cache.view(first_row, start, stop)

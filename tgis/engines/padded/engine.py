@@ -13,7 +13,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import NoReservedCache, StepResult
-from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, select_device, select_kernels
+from tgis.engines.loading.loader import load_config, select_device, select_kernels
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
@@ -29,12 +29,11 @@ from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
 
-LoadModel = Callable[[EngineOptions, torch.device, int], PaddedModel]  # with the maximum batch size
+LoadModel = Callable[[EngineOptions, torch.device], PaddedModel]
 
 
-def load_model(options: EngineOptions, device: torch.device, max_batch_size: int) -> PaddedModel:
-    model_class = Seq2SeqLM if load_config(options).is_encoder_decoder else CausalLM
-    return model_class(options, device, max_batch_size)
+def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
+    return (Seq2SeqLM if load_config(options).is_encoder_decoder else CausalLM)(options, device)
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
@@ -59,27 +58,16 @@ def describe_memory(options: EngineOptions) -> list[str]:
 class PaddedEngine(NoReservedCache):
     """An engine with one padded batch, whose sequences have the same rows here and in the model."""
 
-    def __init__(self, options: EngineOptions, load: LoadModel = load_model, name: str = "hf_transformers") -> None:
+    def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:
         torch.set_grad_enabled(False)
         self._options = options
         self._device = select_device(options)
-        max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self._device.type]
-        self._model = load(options, self._device, max_batch_size)
-        model = self._model.info
+        self._model = load(options, self._device)
+        self.info = self._model.info
         ops = select_ops(self._device, select_kernels(options, self._device))
-        self._sampler = BatchSampler(model.vocab_size, options.eos_ids, self._device, self._model.token_history, ops)
+        vocab_size, history_of = self.info.vocab_size, self._model.token_history
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history_of, ops)
         self._seqs: list[Sequence] = []
-        self.info = model.engine_info(
-            name,
-            options,
-            self._device,
-            padded=True,
-            max_prefill_tokens=MAX_PREFILL_TOKENS[self._device.type],
-            max_positions=self._model.max_positions,
-            decoder_start_token_id=self._model.decoder_start_token_id,
-            embedding_size=self._model.embedding_size,
-            lora_targets=self._model.lora.targets,
-        )
 
     def warm_up(self) -> None:
         """Generate two tokens for one sequence, then find the number of tokens of context that fit into memory."""
@@ -103,7 +91,7 @@ class PaddedEngine(NoReservedCache):
 
     def find_peak(self, runner: DummyRunner) -> int:
         model = self._model
-        longest = max(1, min(self._options.max_sequence_length, model.max_positions) - 2)  # two tokens are generated
+        longest = max(1, self.info.max_positions - 2)  # two tokens are generated
         return runner.padded_peak(longest, model.max_logprob_tokens, chunked=model.chunked_prefill)
 
     def step(self, plan: StepPlan) -> StepResult:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import LoadedModelInfo
+from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 # Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
@@ -26,13 +28,10 @@ MAX_LOGPROB_TOKENS = 128  # in a pass that computes prompt logprobs, whose logit
 class PaddedModel(Protocol):
     """A loaded model, and the KV caches of its sequences."""
 
-    info: LoadedModelInfo
-    max_positions: int  # tokens that the input, and the output, of a sequence may have
-    embedding_size: int = 0  # of a soft prompt's tokens; 0 where there can be none
+    info: EngineInfo  # before `warm_up` has found the token capacity
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-    decoder_start_token_id: Any = None  # int: what outputs of an encoder-decoder start with
     _caches: list[Any]  # of each attention: a PaddedKVCache or ONNX's PastKeyValues
 
     @property
@@ -72,6 +71,25 @@ class PaddedModel(Protocol):
     def token_history(self, seq: Sequence) -> list[int]:
         """The tokens that a repetition penalty applies to, the newest last; placeholders of a soft prompt are none."""
         return seq.tokens[seq.request.soft_prompt_length :]
+
+
+class TransformersModel(PaddedModel):
+    """What both kinds of models of transformers share."""
+
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
+        self.model = load_model(options, device)
+        use_gqa_attention(self.model)
+        self.lora = LoraLayers(self.model, select_kernels(options, device))
+        self._device = device
+        self.info = engine_info(
+            "hf_transformers",
+            self.model,
+            options,
+            device,
+            padded=True,
+            max_prefill_tokens=MAX_PREFILL_TOKENS[device.type],
+            lora_targets=self.lora.targets,
+        )
 
 
 def chunked_prefill(

@@ -6,6 +6,7 @@ encoder's output are in a second cache of the same kind, which changes only when
 
 from collections.abc import Iterator
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,8 +14,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import load_model, model_info, select_kernels
-from tgis.engines.lora.layers import LoraLayers, lora_of
+from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import (
     PromptSpan,
     decoder_prompt,
@@ -23,36 +23,41 @@ from tgis.engines.lora.soft_prompts import (
     model_inputs,
     padded_spans,
 )
-from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, left_aligned, right_aligned, token_positions
+from tgis.engines.padded.model import (
+    MAX_PREFILL_TOKENS,
+    TransformersModel,
+    left_aligned,
+    right_aligned,
+    token_positions,
+)
 from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
 
-class Seq2SeqLM(EncoderDecoder, PaddedModel):
+class Seq2SeqLM(EncoderDecoder, TransformersModel):
     """An encoder, a decoder, and the decoder's two KV caches."""
 
-    def __init__(self, options: EngineOptions, device: torch.device, max_batch_size: int) -> None:
-        self.model = load_model(options, device)
-        use_gqa_attention(self.model)
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
+        TransformersModel.__init__(self, options, device)
         check_row_independence(self.model)
-        self.info = model_info(self.model)
-        self.max_positions, self._position_arguments = find_positions(self.model, options.max_sequence_length)
-        super().__init__(self.model.generation_config, self.info.vocab_size, device)
-        self.lora = LoraLayers(self.model, select_kernels(options, device))
-        self._device = device
-        self._max_batch_size = max_batch_size
+        max_positions, self._position_arguments = find_positions(self.model, options.max_sequence_length)
+        EncoderDecoder.__init__(self, self.model.generation_config, self.info.vocab_size, device)
         self._encoder_embed_tokens = self.model.get_encoder().get_input_embeddings()
         self._decoder_embed_tokens = self.model.get_decoder().get_input_embeddings()
-        self.embedding_size = self._encoder_embed_tokens.embedding_dim
+        self.info = msgspec.structs.replace(
+            self.info,
+            max_positions=max_positions,
+            decoder_start_token_id=self.decoder_start_token_id,
+            embedding_size=self._encoder_embed_tokens.embedding_dim,
+        )
         self.clear()
 
     def clear(self) -> None:
-        self._cross_attention_cache = PaddedKVCache(self._max_batch_size)
-        self._self_attention_cache = PaddedKVCache(self._max_batch_size)
+        self._cross_attention_cache = PaddedKVCache(self.info.max_batch_size)
+        self._self_attention_cache = PaddedKVCache(self.info.max_batch_size)
         self._caches = [self._cross_attention_cache, self._self_attention_cache]
         self._past_key_values = EncoderDecoderCache(
             self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values

@@ -20,7 +20,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import Part, upload
 from tgis.engines.kernels.attention_inputs import PrefillChunk
-from tgis.engines.loading.loader import model_info
 from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import PromptSpan, encoder_input, encoder_prompt, model_inputs
@@ -43,7 +42,8 @@ class PagedEncoder:
         """Unsupported unless it is known how the model attends and how it counts positions."""
         self._model, self._encoder = model, model.get_encoder()
         self._cross_attention = cross_attention_modules(model)
-        self.outputs = EncoderDecoder(model.generation_config, model_info(model).vocab_size, model.device)
+        vocab_size = model.get_output_embeddings().out_features
+        self.outputs = EncoderDecoder(model.generation_config, vocab_size, model.device)
         self._attention, self._lora = attention, lora
         attention.cross_modules = frozenset(self._cross_attention)
         attention.encoder_modules = frozenset(self._encoder.modules())

@@ -15,10 +15,7 @@ import torch
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.loading.loader import (
-    max_positions,
-    model_info,
-)
+from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.profiler import DummyRunner, profile
@@ -93,7 +90,7 @@ class PagedEngine:
         self._block_size = block_size
         self.runner = runner = ModelRunner(options, block_size)
         history = runner.encoder.outputs.token_history if runner.encoder else _token_history
-        vocab_size, ops = model_info(runner.model).vocab_size, select_ops(runner.device, runner.kernels)
+        vocab_size, ops = runner.vocab_size, select_ops(runner.device, runner.kernels)
         self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
@@ -107,8 +104,9 @@ class PagedEngine:
         runner, encoder, device = self.runner, self.runner.encoder, self.runner.device
         embed_tokens = encoder.embed_tokens if encoder else runner.embed_tokens
         has_embeds = encoder or "inputs_embeds" in runner.arguments
-        return model_info(runner.model).engine_info(
+        return engine_info(
             "tgis_native",
+            runner.model,
             self._options,
             device,
             padded=False,

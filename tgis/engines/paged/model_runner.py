@@ -18,7 +18,6 @@ from tgis.engines.loading.loader import (
     input_vocab_size,
     load_model,
     max_positions,
-    model_info,
     select_device,
     select_kernels,
 )
@@ -63,6 +62,7 @@ class ModelRunner:
         self.device = select_device(options)
         self.codes = codes_of(options.kv_cache_dtype, self.device)  # of the KV cache
         self.model = load_model(options, self.device)
+        self.vocab_size: int = self.model.get_output_embeddings().out_features
         self.arguments = signature(self.model.forward).parameters
         self.kernels = select_kernels(options, self.device)
         self.lora = LoraLayers(self.model, self.kernels, _MIN_LORA_COLUMNS[self.device.type])
@@ -189,7 +189,7 @@ class ModelRunner:
         length = self._options.max_sequence_length
         positions = self.encoder.max_positions if self.encoder else max_positions(self.model)
         count = max(min(_KEY_SCALE_TOKENS, length // 2, positions // 2), 2)
-        vocab_size = min(input_vocab_size(self.model), model_info(self.model).vocab_size)
+        vocab_size = min(input_vocab_size(self.model), self.vocab_size)
         draw = torch.Generator().manual_seed(0)
         tokens, output = torch.randint(vocab_size, (2, count), generator=draw).tolist()
         plain, found = (self._long_logits(tokens, output, each) for each in (None, codes))

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.engines.base import StepResult
-from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, model_info
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, input_vocab_size
 from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.speculation.mlp_speculator import MLPConfig, MLPSpeculator
 from tgis.engines.speculation.proposals import Drafter, rows_of
@@ -49,10 +49,10 @@ def load_drafter(
     """The model that drafts tokens for another one, with `load` as an engine. `selects`: the other one computes only
     the logits that it is asked for. StartError if the two do not go together.
     """
-    path, info = options.speculator_path or "", model_info(model)
+    path, name = options.speculator_path or "", type(model).__name__
     if config := _mlp_config(path, model):
         if not selects:
-            raise StartError(f"{path}: {info.model_class} computes all logits, and takes no MLP speculator")
+            raise StartError(f"{path}: {name} computes all logits, and takes no MLP speculator")
         rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
         with library_errors(path):
             return MLPSpeculator(Path(path), config, model, rows)
@@ -60,9 +60,10 @@ def load_drafter(
         engine = load(_draft_options(options))
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error
-    for name in ("input_vocab_size", "vocab_size"):
-        if (own := getattr(engine.info, name)) != (needed := getattr(info, name)):
-            raise StartError(f"{path} has a vocabulary of {own}, and {info.model_class} one of {needed}")
+    sizes = input_vocab_size(model), model.get_output_embeddings().out_features
+    for own, needed in zip((engine.info.input_vocab_size, engine.info.vocab_size), sizes, strict=True):
+        if own != needed:
+            raise StartError(f"{path} has a vocabulary of {own}, and {name} one of {needed}")
     if options.max_sequence_length > (positions := engine.info.max_positions):
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {options.max_sequence_length} exceeds the {positions} positions of {path}"
