@@ -1,7 +1,7 @@
 """The inputs of attention kernels."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class AttentionParams:
     sinks: Tensor | None = None  # [heads]: logits that take part in the softmax and add nothing
     bias: Tensor | None = None  # float32 [heads, columns + BIAS_PADDING], added to the scaled scores
     bias_origin: int | None = None  # the column of a token's own key; None: columns are the positions of keys
+    _: KW_ONLY
     causal: bool = True  # False: a token sees later ones, too, up to the last of its sequence; there is no window then
     key_scales: Tensor | None = None  # float32 [K, D]: what keys in codes were divided by
 

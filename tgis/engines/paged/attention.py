@@ -136,24 +136,25 @@ class PagedAttention:
         **_others: Any,
     ) -> tuple[Tensor, None]:
         """The output [1, T, H, E]; an attention function of transformers."""
-        params = scaling, sliding_window, softcap, s_aux, bias_table, bias_origin
+        params = scaling or query.shape[-1] ** -0.5, sliding_window, softcap, s_aux, bias_table, bias_origin
         return self.operator(module, query, key, value, *params), None
 
     def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
         batch = self.batch
         assert batch is not None
         if module in self.encoder_modules:
-            scaling, window, *others = params
+            scale, window, *others = params
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
-            return self._attend(batch, query, key, value, kv_cache, scaling, None, *others, causal=False)
+            return self._attend(batch, query, key, value, kv_cache, AttentionParams(scale, None, *others, causal=False))
         kv_cache = self.cache.layer(module.layer_idx, key, value)
         scales = self._scales_of(module, key) if self.cache.codes == torch.int8 else None
+        own = AttentionParams(*params, key_scales=scales)
         if module in self.cross_modules:
             assert batch.cross is not None
-            return self._attend(batch.cross, query, key, value, kv_cache, *params, key_scales=scales)
+            return self._attend(batch.cross, query, key, value, kv_cache, own)
         self.modules[module.layer_idx] = module
-        return self._attend(batch, query, key, value, kv_cache, *params, key_scales=scales)
+        return self._attend(batch, query, key, value, kv_cache, own)
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
         """What the keys of a module are divided by. The precision of FP8 is relative and needs no such scales."""
@@ -164,30 +165,15 @@ class PagedAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
         """The output [1, T, H, E] of the batch in a layer with this KV cache."""
         assert self.batch is not None
-        return self._attend(self.batch, query, key, value, kv_cache, *params)
+        return self._attend(self.batch, query, key, value, kv_cache, AttentionParams(*params))
 
     def _attend(
-        self,
-        batch: FlatBatch,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: _KVCache,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        bias_origin: int | None,
-        *,
-        causal: bool = True,
-        key_scales: Tensor | None = None,
+        self, batch: FlatBatch, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, params: AttentionParams
     ) -> Tensor:
         """The output [1, T, H, E] of a batch; in cross-attention there may be no keys, or no queries."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
-        self.windows.add(window)
-        scale = scaling or q.shape[-1] ** -0.5
-        params = AttentionParams(scale, window, softcap, sinks, bias, bias_origin, causal, key_scales)
+        key_scales = params.key_scales
+        self.windows.add(params.window)
         if self._cpu_attention and q.dtype == k.dtype == v.dtype and self._cpu_attention.supports(q, *kv_cache):
             if len(k):
                 self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping, key_scales)
