@@ -17,7 +17,7 @@ from tgis.engines.memory.available import (
     total_memory,
     warm_up_errors,
 )
-from tgis.engines.paged.capacity import KVBudget
+from tgis.engines.memory.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
 
@@ -115,7 +115,7 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:
         changed = msgspec.structs.replace(options, **changes)
-        return KVBudget(changed, torch.device(device), 100, to_load=to_load).num_blocks(1, lambda: 100)
+        return KVBudget(changed, torch.device(device), 100, 16, to_load).num_blocks(1, lambda: 100)
 
     assert found("cuda") == 920 - 100
     assert found("cuda", batch_safety_margin=5) == 950 - 100

@@ -13,7 +13,7 @@ from batches import engine_options
 from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory import available, profiler
-from tgis.engines.memory.profiler import KVCacheCost, manual_capacity
+from tgis.engines.memory.capacity import KVCacheCost, manual_capacity, padded_capacity
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -48,7 +48,7 @@ def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def capacity(engine: SyntheticEngine, options: EngineOptions) -> int:
     measure = partial(profiler.profile, engine, options, CPU)
-    return profiler.padded_capacity(options, 64, COST, available.memory_for_batches(options, CPU), measure)
+    return padded_capacity(options, 64, COST, available.memory_for_batches(options, CPU), measure)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
 
-from tgis.engines.memory.profiler import DummyRunner, manual_capacity
+from tgis.engines.memory.capacity import manual_capacity
+from tgis.engines.memory.profiler import DummyRunner
 from tgis.errors import StartError
 
 GiB = 1 << 30

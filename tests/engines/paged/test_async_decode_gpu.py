@@ -10,9 +10,8 @@ from random_requests import KINDS, WISHES
 from tiny_models import make_model
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.paged.capacity import BLOCK_SIZE
 from tgis.engines.paged.cuda_graphs import forbid_synchronization
-from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.ipc.request import Request
 
 pytestmark = [

@@ -15,7 +15,8 @@ from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
-from tgis.engines.paged import capacity, model_runner
+from tgis.engines.memory import capacity
+from tgis.engines.paged import model_runner
 from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.model_runner import ModelRunner

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.soft_prompts import PromptSpan
-from tgis.engines.paged import capacity
+from tgis.engines.memory import capacity
 from tgis.engines.paged.batch import FlatBatch, StaticInputs
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, Replay, capture_sizes, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
@@ -226,4 +226,4 @@ def test_compiled_graphs_of_the_last_start_are_for_the_same_number_of_blocks(
     monkeypatch.setattr(capacity, "memory_for_batches", lambda *_: 100 * free + 7)
     monkeypatch.setattr(capacity, "rank_memory", lambda *_: 100 * free + 7)
     options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), max_sequence_length=1 << 20)
-    assert capacity.KVBudget(options, torch.device("cuda"), 4).num_blocks(100, lambda: 0) == used
+    assert capacity.KVBudget(options, torch.device("cuda"), 4, 16).num_blocks(100, lambda: 0) == used

@@ -6,8 +6,6 @@ counts the KV cache only.
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -16,7 +14,7 @@ import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.memory.available import PeakMeter, memory_for_batches, safety_margin
+from tgis.engines.memory.available import PeakMeter, memory_for_batches
 from tgis.engines.memory.past_starts import recall
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
@@ -45,17 +43,6 @@ _PLAIN = SamplingParams(temperature=1.0)
 _DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheCost:
-    """The most bytes that a padded KV cache needs: for each token of the batch, padding included, and a fixed part."""
-
-    bytes_per_token: float
-    fixed_bytes: int
-
-    def __add__(self, other: "KVCacheCost") -> "KVCacheCost":
-        return KVCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
-
-
 class ProfiledEngine(Engine, Protocol):
     """An engine whose largest steps can be measured."""
 
@@ -65,31 +52,6 @@ class ProfiledEngine(Engine, Protocol):
 
     def find_peak(self, runner: "DummyRunner") -> int:
         """Find the peak of the largest steps with the runner."""
-
-
-def padded_capacity(
-    options: EngineOptions, max_batch_size: int, cost: KVCacheCost, available: int, measure: Callable[[], int]
-) -> int:
-    """Tokens of context, padding included, that fit into the `available` bytes, for a padded engine that holds no
-    sequences. `measure` tells the bytes that steps need.
-
-    StartError if nothing would fit.
-    """
-    if options.estimate_memory == "manual":
-        return manual_capacity(options.max_sequence_length, max_batch_size, safety_margin(options))
-    reserved = cost.fixed_bytes
-    if options.estimate_memory == "auto":
-        reserved += measure()
-    tokens = int((available - reserved) / cost.bytes_per_token)
-    text = (
-        f"{format_bytes(available)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of {max_batch_size} "
-        f"rows take {format_bytes(reserved)}, and each token of context {format_bytes(cost.bytes_per_token)}: room for "
-        f"{max(tokens, 0)} tokens"
-    )
-    if tokens < 1:
-        raise StartError(f"{text}; lower MAX_BATCH_SIZE, choose a smaller DTYPE or grant more memory")
-    log.info("%s", text)
-    return tokens
 
 
 def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device) -> int:
@@ -110,14 +72,6 @@ def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device
         return found
 
     return recall(options, device, measure)
-
-
-def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
-    """Tokens of context that fit according to `manual`.
-
-    Like in TGIS, but the margin counts once, and one request of the full length always fits.
-    """
-    return max(max_length, max_length * max_batch_size * (100 - margin) // 100)
 
 
 def prompt_logits_bytes(tokens: int, vocab_size: int, device: str) -> int:

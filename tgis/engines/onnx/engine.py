@@ -18,7 +18,7 @@ from tgis.engines.base import warn
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, load_generation_config
 from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
 from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session, cuda_available

@@ -17,7 +17,8 @@ from tgis.engines.loading.loader import load_config, select_device, select_kerne
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
-from tgis.engines.memory.profiler import DummyRunner, KVCacheCost, padded_capacity, profile
+from tgis.engines.memory.capacity import KVCacheCost, padded_capacity
+from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.kv_cache import padded_cost
 from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, PaddedModel

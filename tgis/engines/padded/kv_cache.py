@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.model import padding_mask
 
 _SPARE = 4  # slots and columns are over-allocated by a quarter

@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.memory.profiler import KVCacheCost
+from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.messages import EngineInfo, EngineOptions

@@ -18,12 +18,12 @@ from tgis.engines.base import StepResult
 from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
+from tgis.engines.memory.capacity import KVBudget
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.capacity import BLOCK_SIZE, KVBudget
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
 from tgis.engines.paged.model_runner import ModelRunner
 from tgis.engines.sampling.draws import select_ops
@@ -38,6 +38,7 @@ from tgis.ipc.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
+BLOCK_SIZE = 16  # tokens
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
 _MAX_PREFILL_GAP_MS = {"cpu": 250, "cuda": 150}  # less costs throughput
 _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
@@ -65,7 +66,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
         each += sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config)
     extra = EXTRA_BLOCKS if encodes else 0
     to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
-    budget = KVBudget(options, device, rows, to_load=to_load, extra_blocks=extra)
+    budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
     room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
     return unloaded.table("tgis_native", longest, (room, each, 0), step, drafter)

@@ -1,5 +1,6 @@
-"""How many blocks of KV cache fit into memory, beside a model that has been loaded or, for a check, will be."""
+"""How many tokens of context, or blocks of KV cache, fit into memory beside the model and the largest step."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,12 +11,57 @@ from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
 
-BLOCK_SIZE = 16  # tokens
+log = logging.getLogger(__name__)
+
 _EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
 _ROUNDED_BLOCKS = 64  # block counts are multiples: cached graphs are for one, and free memory varies
 _CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
 _LIMITS = "MAX_SEQUENCE_LENGTH, MAX_BATCH_SIZE or KV_CACHE_SIZE_MB"
 Measure = Callable[[], int]  # bytes that steps need beside the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheCost:
+    """The most bytes that a padded KV cache needs: for each token of the batch, padding included, and a fixed part."""
+
+    bytes_per_token: float
+    fixed_bytes: int
+
+    def __add__(self, other: "KVCacheCost") -> "KVCacheCost":
+        return KVCacheCost(self.bytes_per_token + other.bytes_per_token, self.fixed_bytes + other.fixed_bytes)
+
+
+def padded_capacity(
+    options: EngineOptions, max_batch_size: int, cost: KVCacheCost, available: int, measure: Measure
+) -> int:
+    """Tokens of context, padding included, that fit into the `available` bytes, for a padded engine that holds no
+    sequences. `measure` tells the bytes that steps need.
+
+    StartError if nothing would fit.
+    """
+    if options.estimate_memory == "manual":
+        return manual_capacity(options.max_sequence_length, max_batch_size, safety_margin(options))
+    reserved = cost.fixed_bytes
+    if options.estimate_memory == "auto":
+        reserved += measure()
+    tokens = int((available - reserved) / cost.bytes_per_token)
+    text = (
+        f"{format_bytes(available)} are there for batches, BATCH_SAFETY_MARGIN taken off; steps of {max_batch_size} "
+        f"rows take {format_bytes(reserved)}, and each token of context {format_bytes(cost.bytes_per_token)}: room for "
+        f"{max(tokens, 0)} tokens"
+    )
+    if tokens < 1:
+        raise StartError(f"{text}; lower MAX_BATCH_SIZE, choose a smaller DTYPE or grant more memory")
+    log.info("%s", text)
+    return tokens
+
+
+def manual_capacity(max_length: int, max_batch_size: int, margin: int) -> int:
+    """Tokens, or blocks, of context that fit according to `manual`.
+
+    Like in TGIS, but the margin counts once, and one request of the full length always fits.
+    """
+    return max(max_length, max_length * max_batch_size * (100 - margin) // 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +71,7 @@ class KVBudget:
     options: EngineOptions
     device: torch.device
     max_batch_size: int
-    block_size: int = BLOCK_SIZE
+    block_size: int
     to_load: int = 0  # bytes of weights that are not loaded yet
     extra_blocks: int = 0  # of a sequence, beyond those of its tokens in one row
 
@@ -38,7 +84,7 @@ class KVBudget:
         if self.options.kv_cache_bytes is not None:
             blocks = min(blocks, self.options.kv_cache_bytes // self.options.num_shards // block_bytes)
         elif self.options.estimate_memory == "manual":
-            blocks = max(longest, blocks * (100 - safety_margin(self.options)) // 100)
+            blocks = manual_capacity(longest, self.max_batch_size, safety_margin(self.options))
         else:
             available = self._available_bytes(measure) // block_bytes
             if self.device.type == "cuda" and available >= 16 * _ROUNDED_BLOCKS:  # costs few of them
