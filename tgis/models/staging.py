@@ -71,7 +71,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def files_key(files: Iterable[Path], *others: str) -> str:
-    """A hash of what identifies files without reading them."""
+    """A hash of what identifies files without reading them, and of other facts."""
     digest = hashlib.sha256("\0".join(others).encode())
     for file in sorted(files):
         stat = file.stat()

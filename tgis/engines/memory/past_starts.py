@@ -3,12 +3,11 @@
 A kind of start is everything that the measurement depends on; each has a file in CACHE_DIR, named by its digest.
 """
 
-import hashlib
 import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import tgis
 from tgis.engines.memory.available import total_memory
 from tgis.ipc.messages import EngineOptions
+from tgis.models.staging import files_key
 from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
@@ -68,21 +68,9 @@ def _write(path: Path, number: int) -> None:
 
 
 def _digest(options: EngineOptions, device: torch.device) -> str:
-    facts = [
-        msgspec.to_builtins(options),
-        total_memory(device),
-        platform.release(),
-        sorted({line for line in _CPUINFO.read_text().splitlines() if line.partition("\t")[0].strip() not in _VARYING}),
-        [version(name) for name in ("torch", "transformers")],
-        [*_stamps(Path(options.model_path))],
-        [*_stamps(Path(tgis.__file__).parent)],
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _stamps(directory: Path) -> Iterator[tuple[str, int, int]]:
-    """What changes when a file changes."""
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
-            status = path.stat()
-            yield str(path), status.st_size, status.st_mtime_ns
+    cpu = {line for line in _CPUINFO.read_text().splitlines() if line.partition("\t")[0].strip() not in _VARYING}
+    versions = (version(name) for name in ("torch", "transformers"))
+    facts = repr(msgspec.to_builtins(options)), str(total_memory(device)), platform.release(), *sorted(cpu), *versions
+    folders = Path(options.model_path), Path(tgis.__file__).parent
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return files_key(files, *facts)
