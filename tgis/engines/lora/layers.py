@@ -67,10 +67,9 @@ class LoraLayers:
 
     def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
         """Add new adapters to the bank; returns the first column of each adapter, or nothing if all are None."""
-        used = {adapter for adapter in adapters if adapter is not None}
         if self._foreign_columns is None:  # nested: the outer pass has all of these
-            self._update_bank(used)
-        return self._bank.first_columns(adapters) if used else []
+            self._update_bank({adapter for adapter in adapters if adapter is not None})
+        return self.columns(adapters)
 
     def columns(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
         """The first column of each of these adapters, which have all been placed last; nothing if all are None."""

@@ -34,6 +34,7 @@ from tgis.engines.paged.self_check import (
     dummy_adapter,
     dummy_sequence,
     on_all_ranks,
+    step_logits,
     verify_attention,
     verify_encoder_decoder,
     verify_steps,
@@ -117,11 +118,7 @@ class ModelRunner:
         extra = EXTRA_BLOCKS if self.encoder else 0
         seq = dummy_sequence([*tokens], self._block_size, output=[*output], extra_blocks=extra)
         seq.adapter = adapter
-        logits = []
-        for count in (len(seq.tokens) - 1, 1):
-            logits.append(self.compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
-            seq.num_computed_tokens += count
-        return torch.cat(logits)
+        return step_logits(self.compute_logits, seq, (len(seq.tokens) - 1, 1))
 
     def record_steps(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
         """Record steps from now on, where C kernels compute them."""

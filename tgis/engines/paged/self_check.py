@@ -6,7 +6,7 @@ them differ by several percent, so that they reveal only errors around attention
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -103,17 +103,23 @@ def verify_encoder_decoder(
     with hook_errors(model):
         install()
         attention.cache = PagedKVCache(len(seq.block_table), attention.cache.block_size)
-        found = []
-        for count in (_NUM_TOKENS + _PREFILLED_OUTPUT, 1, 1):  # the last of these tokens gets logits
-            found.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
-            seq.num_computed_tokens += count
+        found = step_logits(compute_logits, seq, (_NUM_TOKENS + _PREFILLED_OUTPUT, 1, 1))
     if any(window is not None and window < max_length for window in attention.encoder_windows):
         raise Unsupported("layers of the encoder see a window of the input")
     _compare_attention(attention, seq, build, calls, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE))
     own_logits = expected[_PREFILLED_OUTPUT : _PREFILLED_OUTPUT + len(found)]
     failure = "paged attention does not give the model's own logits"
-    _compare(torch.cat(found), own_logits, _logits_tolerance(model), failure)
+    _compare(found, own_logits, _logits_tolerance(model), failure)
     _verify_windows(model, attention, max_length)
+
+
+def step_logits(compute_logits: ComputeLogits, seq: Sequence, counts: Iterable[int]) -> Tensor:
+    """The logits [steps, V] of the last token of each step of a sequence that computes so many tokens."""
+    found = []
+    for count in counts:
+        found.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
+        seq.num_computed_tokens += count
+    return torch.cat(found)
 
 
 def _compare_attention(
