@@ -2,18 +2,23 @@
 
 The self-attention cache is that of a decoder-only model whose prompt is the start token. The keys and values of the
 encoder's output are in a second cache of the same kind, which changes only when sequences join or leave.
+
+Transformers counts one position of the decoder for the whole batch; here each row has its own. A model whose rows would
+disturb each other, or whose positions cannot be set, is refused at the start.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import EncoderDecoderCache
+from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.loading.positions import position_embeddings
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import (
     PromptSpan,
@@ -31,10 +36,12 @@ from tgis.engines.padded.model import (
     right_aligned,
     token_positions,
 )
-from tgis.engines.padded.positions import check_row_independence, find_positions
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
+from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
+
+ForwardArguments = Callable[[Tensor], dict[str, Tensor]]  # from the positions [rows, columns] of the next pass
 
 
 class Seq2SeqLM(EncoderDecoder, TransformersModel):
@@ -42,8 +49,8 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         TransformersModel.__init__(self, options, device)
-        check_row_independence(self.model)
-        max_positions, self._position_arguments = find_positions(self.model, options.max_sequence_length)
+        _check_row_independence(self.model)
+        max_positions, self._position_arguments = _find_positions(self.model, options.max_sequence_length)
         EncoderDecoder.__init__(self, self.model.generation_config, self.info.vocab_size, device)
         self._encoder_embed_tokens = self.model.get_encoder().get_input_embeddings()
         self._decoder_embed_tokens = self.model.get_decoder().get_input_embeddings()
@@ -132,3 +139,40 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
             **self._position_arguments(positions.to(self._device)),
         )
         return output.logits
+
+
+def _check_row_independence(model: PreTrainedModel) -> None:
+    """Raise Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
+
+    LED and FSMT, for example, ignore the mask when they decode a single token.
+    """
+    if getattr(model.config, "num_experts", 0):
+        raise _unsupported(model, "shares experts among rows")
+    ids = torch.arange(4, 7, device=model.device).expand(2, -1)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]], device=model.device)
+    past = model(input_ids=ids, decoder_input_ids=ids[:, :2], use_cache=True).past_key_values
+    output = model(
+        input_ids=ids, decoder_input_ids=ids[:, 2:], decoder_attention_mask=mask, past_key_values=past, use_cache=True
+    )
+    if torch.allclose(output.logits[0], output.logits[1], rtol=1e-3):
+        raise _unsupported(model, "sees padding")
+
+
+def _find_positions(model: PreTrainedModel, max_positions: int) -> tuple[int, ForwardArguments]:
+    """The tokens that the input, and the output, of a sequence may have, at most `max_positions`, and how the decoder
+    is told their positions; Unsupported if its way is unknown.
+    """
+    decoder = model.get_decoder()
+    if "decoder_position_ids" in inspect.signature(model.forward).parameters:
+        return max_positions, lambda positions: {"decoder_position_ids": positions}
+    if hasattr(decoder, "embed_positions") and hasattr(model.config, "max_position_embeddings"):
+        max_positions = min(max_positions, model.config.max_position_embeddings)
+        decoder.embed_positions = position_embeddings(model, decoder, max_positions)
+        return max_positions, decoder.embed_positions.forward_arguments
+    if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
+        return max_positions, lambda _: {}  # relative to the newest token, whose column all rows share
+    raise _unsupported(model, "places tokens in an unknown way")
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> Unsupported:
+    return Unsupported(f"models of type {model.config.model_type} are not supported: their decoder {reason}")
