@@ -14,9 +14,8 @@ from huggingface_hub import HfApi, snapshot_download
 
 from tgis.errors import StartError
 from tgis.models import hub as lookup
-from tgis.models.download import download
 from tgis.models.files import CONFIG_EXTENSIONS, find_model
-from tgis.models.hub import Listing
+from tgis.models.hub import Listing, download
 
 REPO = "org/name"
 WEIGHTS = bytes(range(256)) * 12_000  # 3 MB, more than one chunk

@@ -13,7 +13,6 @@ from tgis.errors import OptionError, StartError
 from tgis.models import hub
 from tgis.models.convert.fast_tokenizer import TOKENIZER, add_tokenizer
 from tgis.models.convert.weights import convert_weights
-from tgis.models.download import download, snapshot_of
 from tgis.models.files import CONFIG_EXTENSIONS, find_model, find_weights
 from tgis.models.staging import timed
 from tgis.utils.options import BOOLEAN, TEXT, Parser, ValueType
@@ -78,8 +77,8 @@ def _download(options: argparse.Namespace) -> Path:
         listing = hub.fetch_listing(api, options.model_name, options.revision)
     except hub.HubUnreachable as error:
         return _cached_copy(options, cache, error)
-    files = _select_files(listing, options, snapshot_of(listing, cache))
-    return download(api, listing, files, options.revision, cache)
+    files = _select_files(listing, options, hub.snapshot_of(listing, cache))
+    return hub.download(api, listing, files, options.revision, cache)
 
 
 def _cached_copy(options: argparse.Namespace, cache: Path, reason: StartError) -> Path:
