@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import msgspec
@@ -93,12 +93,12 @@ class ShardedEngine:
             store = ranks.open_store(name, options.num_shards)
         for rank, link in links.items():
             node = f" on node {rank // options.ranks_per_node}"
-            self._followers.append(Follower(rank, node, link, None, self._fail, forward))
+            self._followers.append(Follower(f"rank {rank} of the engine{node}", link, None, self._fail, forward))
             self._followers[-1].send(encode_frame(Joined(name)))
         for rank in range(1, options.ranks_per_node):
             sock, process = _start_process(msgspec.structs.replace(options, rank=rank), name, fds)
-            node = " on node 0" if links else ""
-            self._followers.append(Follower(rank, node, sock, process, self._fail, forward))
+            name = f"rank {rank} of the engine{' on node 0' if links else ''}"
+            self._followers.append(Follower(name, sock, process, self._fail, forward))
         return store
 
     @property
@@ -196,40 +196,34 @@ def _start_process(options: EngineOptions, store: str, fds: list[int]) -> tuple[
     return ours, process
 
 
+@dataclass(eq=False)
 class Follower:
     """Another rank, as rank 0 sees it: a process of this machine, or one of another node, without `process`."""
 
-    def __init__(
-        self,
-        rank: int,
-        node: str,
-        link: socket.socket | SecureSocket,
-        process: "subprocess.Popen[bytes] | None",
-        fail: Callable[[str], NoReturn],
-        forward: Callable[[Heartbeat], None],
-    ) -> None:
-        self._name = f"rank {rank} of the engine{node}"
-        self._link = link
-        self._process = process
-        self._fail = fail
-        self._forward = forward
+    name: str
+    link: socket.socket | SecureSocket
+    process: "subprocess.Popen[bytes] | None"
+    fail: Callable[[str], NoReturn]
+    forward: Callable[[Heartbeat], None]
+
+    def __post_init__(self) -> None:
         self._sending = threading.Lock()
         self._shutting_down = False
         self._gave_up = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"rank {rank}")
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name=self.name)
         self._watcher.start()
 
     def send(self, frame: bytes) -> None:
         """OSError if the process is gone."""
         with self._sending:
-            self._link.sendall(frame)
+            self.link.sendall(frame)
 
     def tell(self, reason: str) -> None:
         """Tell another node why all ranks end, unless it does not read; those of this machine just end."""
-        if self._process is None and self._sending.acquire(timeout=_LAST_WORD_SECONDS):
+        if self.process is None and self._sending.acquire(timeout=_LAST_WORD_SECONDS):
             with suppress(OSError):
-                self._link.settimeout(_LAST_WORD_SECONDS)
-                self._link.sendall(encode_frame(Fatal(reason)))
+                self.link.settimeout(_LAST_WORD_SECONDS)
+                self.link.sendall(encode_frame(Fatal(reason)))
 
     def gave_up(self, seconds: float) -> bool:
         """Whether it answers in time that it has given up a step, or computed it."""
@@ -246,29 +240,29 @@ class Follower:
     def join(self) -> None:
         """Wait for exit; kill after a timeout."""
         self._watcher.join(_EXIT_SECONDS)
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-        self._link.close()
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+        self.link.close()
 
     def _watch(self) -> None:
         """Read until end of file: heartbeats, answers, and the reason of a failure."""
         last, gone = "", "has closed its connection"
         try:
-            for message in receive_messages(self._link, Heartbeat | ranks.GiveUp | Fatal):
+            for message in receive_messages(self.link, Heartbeat | ranks.GiveUp | Fatal):
                 match message:
                     case Heartbeat():
-                        self._forward(message)
+                        self.forward(message)
                     case ranks.GiveUp():
                         self._gave_up.set()
                     case Fatal(text):
                         last = text
         except OSError as error:
             gone = f"is gone: {error.strerror or error}"
-        if self._process:
-            gone = _describe_exit(self._process.wait())
+        if self.process:
+            gone = _describe_exit(self.process.wait())
         if not self._shutting_down:
-            self._fail(f"{self._name} {last or gone}")
+            self.fail(f"{self.name} {last or gone}")
 
 
 def _describe_exit(code: int) -> str:
