@@ -124,15 +124,14 @@ class ModelRunner:
         """Record steps from now on, where C kernels compute them."""
         if self.kernels and self.attention.runs_cpu_kernel and reduces_in_kernels(self.model):
             self._tabulate_angles(eager_logits)
-            rows = max(info.max_batch_size, 1 + info.proposed_tokens)
-            sizes = rows, self._max_blocks, info.max_prefill_tokens
-            self.graphs = RecordedSteps(self._forward, self.kernels, *sizes, cross_attention=bool(self.encoder))
+            inputs = self._static_inputs(max(info.max_batch_size, 1 + info.proposed_tokens))
+            self.graphs = RecordedSteps(self._forward, self.kernels, inputs, info.max_prefill_tokens)
             for _ in ("recorded", "verified"):
                 self.dummy_logits()
 
     def capture_graphs(self, capture: Capture, eager_logits: torch.Tensor, info: EngineInfo) -> None:
         """Capture decode steps; a model that cannot be captured runs without graphs."""
-        inputs = StaticInputs(info.max_batch_size, self._max_blocks, self.device, cross_attention=bool(self.encoder))
+        inputs = self._static_inputs(info.max_batch_size)
         try:
             with torch.inference_mode():
                 self.graphs = DecodeGraphs(self._forward, inputs, info.token_capacity, capture)
@@ -140,6 +139,9 @@ class ModelRunner:
         except Unsupported as error:
             log.warning("decode steps run without CUDA graphs: %s", error)
             self.graphs = None
+
+    def _static_inputs(self, rows: int) -> StaticInputs:
+        return StaticInputs(rows, self._max_blocks, self.device, cross_attention=bool(self.encoder))
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""

@@ -34,26 +34,18 @@ class RecordedSteps:
     """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
 
     def __init__(
-        self,
-        forward: Callable[[FlatBatch], Tensor],
-        kernels: CpuKernels,
-        max_batch_size: int,
-        max_blocks: int,
-        max_prefill_tokens: int,
-        *,
-        cross_attention: bool = False,
+        self, forward: Callable[[FlatBatch], Tensor], kernels: CpuKernels, inputs: StaticInputs, max_prefill_tokens: int
     ) -> None:
-        """Sequences have up to `max_blocks` blocks, steps up to `max_prefill_tokens` tokens of prompts."""
+        """Steps have up to `max_prefill_tokens` tokens of prompts, beside the decodes that `inputs` have rows for."""
         self._forward = forward
         self._recorder = Recorder(kernels)
-        self._inputs = StaticInputs(max_batch_size, max_blocks, torch.device("cpu"), cross_attention=cross_attention)
-        self._sequences = self._inputs.batch(max_batch_size).cpu_sequences
-        cross = self._inputs.cross
-        self._cross_sequences = cross.cpu_sequences if cross else torch.empty(0, 4)
+        self._inputs = inputs
+        self._sequences = inputs.batch(inputs.max_rows).cpu_sequences
+        self._cross_sequences = inputs.cross.cpu_sequences if inputs.cross else torch.empty(0, 4)
         self._steps: dict[StepKey, _RecordedStep] = {}
         self._enabled = True
-        tokens = max_prefill_tokens + max_batch_size
-        self._prefill = RecordedPrefill(forward, self._recorder, tokens, max_batch_size)
+        tokens = max_prefill_tokens + inputs.max_rows
+        self._prefill = RecordedPrefill(forward, self._recorder, tokens, inputs.max_rows)
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, until the next call; None if it has to run eagerly."""
