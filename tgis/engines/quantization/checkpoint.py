@@ -4,7 +4,7 @@ when the layer is packed, so that little is in memory beside the result.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -67,25 +67,19 @@ def concatenate_layers(layers: list[QuantizedLayer]) -> QuantizedLayer | None:
     return replace(layers[0], shape=(outputs, layers[0].shape[1]), num_bytes=size, read=lambda: weight)
 
 
+@dataclass(slots=True)
 class QuantizedCheckpoint:
     """The tensors of a model, some of them quantized."""
 
-    def __init__(
-        self,
-        method: str,
-        plain: dict[str, Tensor],
-        layers: list[QuantizedLayer],
-        embeddings: Sequence[QuantizedLayer] = (),
-    ) -> None:
-        """`plain` tensors are best mapped files; `embeddings` are widened, but multiplied as codes where they are tied
-        to a linear layer.
-        """
-        self.method, self.layers, self.embeddings, self._plain = method, layers, embeddings, plain
-        self._placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = {}
+    method: str
+    plain: dict[str, Tensor]  # best mapped files
+    layers: list[QuantizedLayer]
+    embeddings: Sequence[QuantizedLayer] = ()  # widened, but multiplied as codes where they are tied to a linear layer
+    _placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = field(default_factory=dict)
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors by name; those of quantized weights are zeros that take no memory."""
-        found = dict(self._plain)
+        found = dict(self.plain)
         for layer in self.layers:
             zero = torch.zeros((), dtype=dtype)
             self._placeholders[zero.data_ptr()] = zero, layer
