@@ -159,7 +159,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
-        _optimize(model, config, options, device, quantization)
+        _optimize(model, options, device, quantization)
         model.to(device)
         if sharding:
             sharding.connect(model)
@@ -190,11 +190,7 @@ def _sharding(
 
 
 def _optimize(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    options: EngineOptions,
-    device: torch.device,
-    quantization: Quantization | None,
+    model: PreTrainedModel, options: EngineOptions, device: torch.device, quantization: Quantization | None
 ) -> None:
     """Freeze the frequencies of rotary embeddings, quantize what is to be quantized, and make layers faster."""
     for module in model.modules():
@@ -209,7 +205,7 @@ def _optimize(
         from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
 
         gemms = DeviceGemms(quantization, device)
-    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(config, model.device))
+    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
         pack_linears(model, gemms)
@@ -238,9 +234,9 @@ def _convert_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype = dtype
 
 
-def _dummy_inputs(config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
-    return {name: torch.ones(1, 2, dtype=torch.int64, device=device) for name in names}
+def _dummy_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
+    return {name: torch.ones(1, 2, dtype=torch.int64, device=model.device) for name in names}
 
 
 def _from_pretrained(
