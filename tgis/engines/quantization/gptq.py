@@ -44,7 +44,8 @@ class GptqFormat:
         order = column_order(tensors, "g_idx", codes.shape[1], self._group_size)
         codes = codes if order is None else codes[:, order]
         table = INT4 if self._bits == 4 else INT8
-        return affine_weight(tensors, codes, self._zeros(tensors), table, self._group_size, order)
+        ranges = scale_and_offset(tensors, self._zeros(tensors), table)
+        return QuantizedWeight(codes, table, *ranges, self._group_size, order)
 
     def _zeros(self, tensors: LayerTensors) -> Tensor:
         stored = tensors.words("qzeros")
@@ -77,7 +78,7 @@ class AwqFormat:
             unpacked(tensors.words(suffix), 4).unflatten(1, (-1, 8))[..., _NIBBLES].flatten(1)
             for suffix in ("qweight", "qzeros")
         )
-        return affine_weight(tensors, codes.T.contiguous(), zeros, INT4, self._group_size)
+        return QuantizedWeight(codes.T.contiguous(), INT4, *scale_and_offset(tensors, zeros, INT4), self._group_size)
 
 
 def tgis_description(path: Path) -> dict[str, Any] | None:
@@ -119,17 +120,10 @@ def column_order(tensors: LayerTensors, suffix: str, inputs: int, group_size: in
     return None if torch.equal(order, own) else order
 
 
-def affine_weight(
-    tensors: LayerTensors,
-    codes: Tensor,
-    zeros: Tensor,
-    table: Tensor,
-    group_size: int | None,
-    order: Tensor | None = None,
-) -> QuantizedWeight:
-    """The weight scale * (code - zero), with `scales` and zeros [groups, out]."""
+def scale_and_offset(tensors: LayerTensors, zeros: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The ranges [out, groups] of a weight that is scale * (code - zero), from `scales` and zeros [groups, out]."""
     scale = tensors["scales"].float()
     if zeros.shape != scale.shape:
         raise StartError(f"{tensors.name}: qzeros are those of {[*zeros.shape]}, scales {[*scale.shape]}")
     offset = scale * (-table[0] - zeros)
-    return QuantizedWeight(codes, table, scale.T, offset.T if offset.any() else None, group_size, order)
+    return scale.T, offset.T if offset.any() else None
