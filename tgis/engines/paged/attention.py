@@ -257,13 +257,9 @@ def _varlen_prefill(
 
 
 def _triton_prefill(
-    batch: FlatBatch,
-    q: Tensor,
-    k: Tensor,  # noqa: ARG001 - in the cache already
-    v: Tensor,  # noqa: ARG001
-    kv_cache: _KVCache,
-    params: AttentionParams,
+    batch: FlatBatch, q: Tensor, _k: Tensor, _v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
+    """New keys and values are in the cache already."""
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
 
     if batch.paged_chunks is None:
