@@ -10,11 +10,9 @@ from proposers import Adversary, ForcedDrafts, proposing
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.capacity import check_max_sequence_length
 from tgis.batcher.sequence import Sequence
-from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import BatcherCounters, WaitReason
+from tgis.ipc.messages import WaitReason
 from tgis.ipc.request import Request, SamplingParams, StopReason
 from tgis.speculation.speculator import Speculator
 
@@ -170,37 +168,6 @@ def test_a_failed_step_takes_no_request_its_only_token() -> None:
     assert (seq.num_generated_tokens, seq.stop_reason) == (1, StopReason.TIME_LIMIT)
 
 
-def test_sequences_join_a_running_batch_and_leave_it_at_any_step() -> None:
-    batcher = queued([request(1, max_new=2)])
-    assert ids(run_step(batcher)[0].seqs) == [1]
-    batcher.submit([request(2)], 0.0)
-    plan, ended = run_step(batcher)  # no second prefill before the running sequence has had its token
-    assert (plan.has_prefill, ids(plan.seqs), ids(ended)) == (False, [1], [1])
-    plan, _ = run_step(batcher)
-    assert (plan.has_prefill, ids(plan.seqs)) == (True, [2])
-
-
-def test_padding_bounds_a_prefill() -> None:
-    batcher = queued([request(1, 10), request(2, 8), request(3, 2)], max_prefill_padding=0.2)
-    assert ids(run_step(batcher)[0].seqs) == [1, 2]
-    run_step(batcher)
-    assert ids(run_step(batcher)[0].seqs) == [3]
-
-
-def test_a_prompt_larger_than_a_prefill_runs_alone() -> None:
-    batcher = queued([request(1, 50), request(2, 2)], prefill_tokens=8, weight=10)
-    assert ids(run_step(batcher)[0].seqs) == [1]
-
-
-def test_only_requests_of_the_next_second_overtake_one_that_does_not_fit() -> None:
-    batcher = queued([request(1, 3), request(2, 30)], weight=40)
-    batcher.submit([request(3, 1)], 1.0)
-    batcher.submit([request(4, 1)], 1.1)
-    assert ids(next_plan(batcher).seqs) == [1, 3]
-    assert len(batcher.waiting) == 2
-    assert batcher.take_counters() == BatcherCounters(queue_jumps=1)
-
-
 KINDS: list[dict[str, Any]] = [{}, {"padded": False}, {"padded": False, "block_size": 4}]
 
 
@@ -316,26 +283,3 @@ def test_a_failed_step_is_retried_in_halves_until_one_sequence_is_found(kind: di
             batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
     assert (ids(refused), len(batcher.running)) == ([2], 3)
-
-
-def test_a_single_failure_fails_no_request() -> None:
-    batcher = queued([request(1)])
-    assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
-    for _ in range(4):
-        assert run_step(batcher)[1] == []
-    assert ids(run_step(batcher)[1]) == [1]
-
-
-def test_a_max_sequence_length_beyond_memory_stops_the_start() -> None:
-    check_max_sequence_length(1000, 1000)
-    with pytest.raises(StartError, match=r"MAX_SEQUENCE_LENGTH 1001 does not fit into memory, 1000 does: lower it"):
-        check_max_sequence_length(1000, 1001)
-
-
-def test_waiting_and_running_requests_are_cancelled() -> None:
-    batcher = queued([request(1), request(2), request(3)], max_batch_size=1)
-    run_step(batcher)
-    batcher.cancel([2, 1, 77])
-    assert (len(batcher.running), len(batcher.waiting)) == (0, 1)
-    plan, _ = run_step(batcher)
-    assert (ids(plan.to_release), ids(plan.seqs)) == ([1], [3])

@@ -78,31 +78,10 @@ def test_a_cached_prompt_is_computed_from_its_last_block_on(length: int, hits: i
     assert one.take_counters() == BatcherCounters(prefix_cache_queries=length, prefix_cache_hits=hits)
 
 
-def test_only_equal_beginnings_are_shared() -> None:
-    one = queued([ask(1, prompt(20))])
-    work(one)
-    for number, tokens, hits in [
-        (2, [*prompt(12), 5, *prompt(20)[13:]], 12),
-        (3, [5, *prompt(19)], 0),
-        (4, prompt(20)[4:], 0),
-        (5, [5, *prompt(20)[1:]], 0),
-    ]:
-        assert computed(one, ask(number, tokens)) == len(tokens) - hits
-
-
 def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     one = queued([ask(1, prompt(10), 8)])
     work(one, token=3)
     assert computed(one, ask(2, [*prompt(10), *[3] * 7, 5, 5, 5])) == 20 - 16
-
-
-def test_requests_of_different_salts_share_nothing() -> None:
-    one = batcher()
-    salts = [b"", b"a" * 32, b"b" * 32, b"a" * 31]
-    for number, salt in enumerate(salts):
-        assert computed(one, ask(number, prompt(20), salt=salt)) == 20
-    for number, salt in enumerate(salts, 10):
-        assert computed(one, ask(number, prompt(20), salt=salt)) == 4
 
 
 def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
@@ -111,22 +90,6 @@ def test_no_salt_reaches_the_cached_blocks_of_others() -> None:
     work(one)
     for number, key in enumerate(list(pool_of(one)._cached_blocks), 2):
         assert computed(one, ask(number, prompt(20)[4:], salt=key)) == 16
-
-
-def test_without_the_cache_everything_is_computed() -> None:
-    one = batcher(prefix_cache=False)
-    for number in (1, 2):
-        assert computed(one, ask(number, prompt(20))) == 20
-    assert one.take_counters() == BatcherCounters()
-
-
-def test_prompts_with_prompt_logprobs_are_computed() -> None:
-    one = batcher()
-    facts = LogprobOptions(input_tokens=True, logprobs=True)
-    assert computed(one, ask(1, prompt(20), details=facts)) == 20
-    assert computed(one, ask(2, prompt(20), details=facts)) == 20
-    assert one.take_counters() == BatcherCounters()
-    assert computed(one, ask(3, prompt(20))) == 4  # others use what they have computed
 
 
 def started(prompt_length: int = 24) -> tuple[Batcher, StepPlan]:
@@ -215,18 +178,6 @@ def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
     assert admissions.prefix_cache_queries == 8 + 8 + len(seq.tokens) - 1  # after the step it has one more
     assert admissions.prefix_cache_hits > 0
     assert seq.num_computed_tokens == len(seq.tokens) - 1
-
-
-def test_out_of_memory_frees_all_blocks_and_shrinks_the_batch() -> None:
-    one = queued([ask(n, prompt(12, 100 * n), 4) for n in range(4)], 20, prefix_cache=False, prefill_tokens=64)
-    step(one)
-    step(one)
-    assert one.rollback(next_plan(one), out_of_memory=True) == []
-    assert (len(one.running), len(one.waiting), pool_of(one).num_used) == (0, 4, 0)
-    plan = step(one)
-    assert ids(plan.seqs) == [0, 1]  # four blocks each and one to grow by, of nine tenths of the sixteen in use
-    assert [seq.num_generated_tokens for seq in plan.seqs] == [3, 3]  # two that they had
-    assert {number for counts in work(one) for number in counts} == {0, 1, 2, 3}
 
 
 def test_the_batch_shrinks_even_if_everything_is_cached() -> None:

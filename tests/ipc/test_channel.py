@@ -29,12 +29,6 @@ def test_a_split_stream_gives_the_messages_that_were_sent(sent: list[Message], d
     assert [message for piece in pieces for message in reader.feed(piece)] == sent
 
 
-def test_a_message_arrives_with_its_last_byte() -> None:
-    frame, reader = encode_frame(Fatal("out of memory")), FrameReader(Message)
-    assert reader.feed(frame[:-1]) == []
-    assert reader.feed(frame[-1:]) == [Fatal("out of memory")]
-
-
 def test_messages_of_a_socket_keep_nothing_of_what_is_read_into_next() -> None:
     sent = [Fatal(letter * size) for letter, size in (("a", 10), ("b", 1 << 20), ("c", 0), ("d", 10))]
     ours, theirs = socket.socketpair()
