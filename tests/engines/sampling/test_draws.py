@@ -47,15 +47,6 @@ def sample(sampling: list[SamplingParams], generated: list[int], logits: torch.T
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_noise_is_a_hash_of_seed_step_and_token(seed: int) -> None:
-    steps, tokens = [0, 1, 77, 2**31], [0, 1, 2, 49151, 2**20]
-    keys = noise_keys(np.array([seed] * len(steps), np.uint64), np.array(steps))
-    found = exponential_noise(torch.from_numpy(keys)[:, None], torch.tensor(tokens))
-    expected = [[oracle.noise(seed, step, token) for token in tokens] for step in steps]
-    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("vocabulary", [7, 256, 700])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9, "typical_p": 0.9}, {"min_p": 0.1}]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 from collections.abc import Collection
 
 import pytest
@@ -11,15 +10,14 @@ import torch
 from cpu_kernels import CPU_ISA, kernels_of, num_threads
 from msgspec.structs import replace
 from sampling_oracle import make_row
-from sampling_steps import PLAIN_OPS, Sampled, by_row, sample_batch
+from sampling_steps import Sampled, sample_batch
 from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.histories import TokenHistory
-from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
-from tgis.engines.sampling.sampler import BatchSampler
+from tgis.engines.sampling.logprobs import prompt_logprobs
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -161,68 +159,6 @@ def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> 
     assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
 
 
-@pytest.mark.parametrize(
-    "details", [LogprobOptions(), LOGPROBS, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=2)]
-)
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_greedy_compares_float64_exactly(details: LogprobOptions, penalty: float) -> None:
-    """Tests that compare engines bit by bit run in float64."""
-    logits = torch.full((1, 600), 2.0, dtype=torch.float64)
-    logits[0, 400] += 1e-12
-    assert choose([make_row(SamplingParams(repetition_penalty=penalty), details)], logits).tokens == [400]
-
-
-def test_a_retry_beside_an_invalid_row() -> None:
-    logits = torch.zeros(2, 700)
-    logits[0] = math.nan
-    sampled = choose([make_row(SamplingParams(), LogprobOptions(generated_tokens=True, top_n_tokens=3))] * 2, logits)
-    assert (sampled.invalid, sampled.tokens) == ([0], [-1, 0])
-    assert sampled.logprobs == [None, TokenLogprobs(0.0, 0, [(token, 0.0) for token in range(12)])]
-
-
-def test_logits_may_be_a_view() -> None:
-    rows = [make_row(SamplingParams(temperature=t, repetition_penalty=2.0), LOGPROBS) for t in (0.0, 1.0, 0.0)]
-    whole, history = normal(3, 4, 700), list(range(300))
-    sampler = BatchSampler(700, (), CPU, lambda _: history, PLAIN_OPS)
-    found = by_row(sampler.sample_and_wait(rows, whole.clone()[:, -1]), rows)
-    assert found == sample_batch(rows, whole[:, -1], [history] * 3)
-
-
-def test_a_sampler_follows_its_batch() -> None:
-    """It samples as a new one does, whichever rows come and go, whether steps fail halfway or are rolled back."""
-    rng, logits = random.Random(1), normal(4, 60, spread=1.0)
-    sampler = BatchSampler(60, EOS, CPU, lambda seq: seq.tokens, PLAIN_OPS)
-    params = [
-        SamplingParams(temperature=1.0, seed=9, repetition_penalty=3.0),
-        SamplingParams(repetition_penalty=1.5),
-        SamplingParams(min_new_tokens=3),
-        SamplingParams(temperature=1.0, top_k=5, length_penalty=(2, 1.2)),
-    ]
-    everyone = [make_row(each, LOGPROBS) for each in params]
-    rows = everyone
-    for _ in range(300):
-        if rng.random() < 0.2:
-            rows = rng.sample(everyone, rng.randint(1, 4))
-        scores = logits[: len(rows)]
-        if rng.random() < 0.1:
-            sampler.prepare(rng.sample(everyone, 2))  # a step that fails in the model
-        found = by_row(sampler.sample_and_wait(rows, scores.clone()), rows)
-        assert found == sample_batch(rows, scores, [row.tokens for row in rows], EOS)
-        if rng.random() < 0.9:  # else rolled back
-            for row, token in zip(rows, found.tokens, strict=True):
-                row.tokens.append(token)
-
-
-@pytest.mark.parametrize(("output", "token"), [([], 2), ([0], 2), ([0, 0], 1), ([5, 0, 0], 1), ([0, 5, 0], 2)])
-def test_a_bad_word_begins_within_the_output(output: list[int], token: int) -> None:
-    row = make_row(SamplingParams(bad_words=((0, 0, 2),)), prompt=[0, 0], output=output)
-    assert choose([row], torch.tensor([[0.0, 1.0, 2.0, -1.0]])).tokens == [token]
-
-
-def test_an_empty_batch() -> None:
-    assert choose([], torch.empty(0, 40)) == Sampled([], [], [])
-
-
 ROWS = [
     (SamplingParams(), LogprobOptions()),
     (SamplingParams(), LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=5)),
@@ -339,15 +275,6 @@ def test_exactly_n_candidates(n: int, num_levels: int, temperature: float) -> No
         assert len({each for each, _ in found}) == n
         assert (token in dict(found)) == (scores[token] >= best[-1])
         assert dict(found).get(token, logprobs_of(sampled, row).logprob) == logprobs_of(sampled, row).logprob
-
-
-def test_the_first_prompt_token_has_no_logprob() -> None:
-    assert math.isnan(
-        first_prompt_logprobs(LogprobOptions(input_tokens=True, logprobs=True, ranks=True, top_n_tokens=2)).logprob
-    )
-    assert first_prompt_logprobs(LogprobOptions(input_tokens=True, ranks=True, top_n_tokens=2)) == TokenLogprobs(
-        0.0, 0, []
-    )
 
 
 def test_prompt_logprobs_of_an_invalid_position() -> None:
