@@ -56,7 +56,7 @@ test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whos
 
 # What depends most on the versions of other packages.
 OLDEST := tests/test_rooms.py tests/test_server.py tests/test_tracing.py tests/cli tests/api tests/frontend \
-	tests/end_to_end/test_golden.py tests/engines/paged/test_batch.py tests/engines/onnx tests/structured_output tests/prompts
+	tests/end_to_end/test_golden.py tests/engines/onnx tests/structured_output tests/prompts
 
 test-oldest: .cache/oldest/installed ## run the tests that matter there with the oldest dependencies of setup.cfg; ARGS goes to pytest
 	GRPC_VERBOSITY=NONE .cache/oldest/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile \

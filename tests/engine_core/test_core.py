@@ -48,7 +48,7 @@ class ScriptedChannel:
 def run(
     directory: Path, channel: ScriptedChannel, lookups: Any = None, idle_seconds: float = 0, engine: type = FakeEngine
 ) -> None:
-    loaded, batcher = engine(engine_options(make_fake_model(directory), 4, threads=1)), Batcher(LIMITS, {EOS})
+    loaded, batcher = engine(engine_options(make_fake_model(directory), 4)), Batcher(LIMITS, {EOS})
     EngineCore(cast("Channel", channel), loaded, batcher, lookups or LookupTable(channel.send), idle_seconds).run()
 
 
@@ -108,7 +108,7 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
 def test_an_encoder_decoder_with_blocks_rounds_two_parts_of_a_request(
     encoder_decoder: bool, block_size: int, whole: bool, longest: int, tmp_path: Path
 ) -> None:
-    options = engine_options(make_fake_model(tmp_path), 4, threads=1)
+    options = engine_options(make_fake_model(tmp_path), 4)
     changes = {"encoder_decoder": encoder_decoder, "block_size": block_size, "token_capacity": 1600}
     bounds = batch_limits(options, msgspec.structs.replace(FakeEngine(options).info, padded=False, **changes))
     assert (bounds.encoder_decoder, bounds.max_request_tokens) == (whole, longest)

@@ -15,7 +15,7 @@ from tgis.errors import OutOfMemory, StartError
 
 @pytest.fixture(scope="module", params=["glassllm", "detransliterator"])
 def engine(request: pytest.FixtureRequest) -> PaddedEngine:
-    options = engine_options(request.getfixturevalue(f"{request.param}_dir"), 8, threads=1)
+    options = engine_options(request.getfixturevalue(f"{request.param}_dir"), 8)
     loaded = PaddedEngine(options)
     loaded.warm_up()
     return loaded

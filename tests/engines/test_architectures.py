@@ -97,7 +97,7 @@ def slow_if_native(name: str) -> Any:
 @pytest.mark.parametrize("name", [slow_if_native(name) for name in (*ARCHITECTURES, *ENCODER_DECODERS)])
 def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
-    engine = PaddedEngine(engine_options(directory, 6, threads=1))
+    engine = PaddedEngine(engine_options(directory, 6))
     check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
@@ -105,7 +105,7 @@ def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path
 def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
     directory = make_model(name, tmp_path)
-    options = engine_options(directory, 6, threads=1)
+    options = engine_options(directory, 6)
     engine, why = TABLE[class_name(name)]
     if engine != "tgis_native":
         with pytest.raises(Unsupported, match=MESSAGES[why]):
@@ -134,7 +134,7 @@ def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
 @pytest.mark.parametrize("name", [*map(slow_if_native, MORE_ARCHITECTURES), *REFUSED_ENCODER_DECODERS])
 def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     engine, why = TABLE[class_name(name)]
-    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    options = engine_options(make_model(name, tmp_path), 6)
     if engine == "none":
         with pytest.raises(StartError, match=MESSAGES[why]):
             load_engine(msgspec.structs.replace(options, engine="auto"), sys.exit, print)
@@ -154,7 +154,7 @@ def test_the_table_lists_what_was_tried() -> None:
 @pytest.mark.parametrize("name", ["Llama4Text", "Phimoe"])
 def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_texts(name: str, tmp_path: Path) -> None:
     """The models see 256 tokens."""
-    options = engine_options(make_model(name, tmp_path), 6, threads=1)
+    options = engine_options(make_model(name, tmp_path), 6)
     PagedEngine(msgspec.structs.replace(options, max_sequence_length=256))
     with pytest.raises(Unsupported, match="256 do not pass it"):
         PagedEngine(msgspec.structs.replace(options, max_sequence_length=257))
@@ -164,7 +164,7 @@ def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(**TOKEN_IDS | {"bos_token_id": None}, **T5_LIKE)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
-        PaddedEngine(engine_options(tmp_path, 6, threads=1))
+        PaddedEngine(engine_options(tmp_path, 6))
 
 
 def assert_context_matters(reference: Reference, prompts: list[list[int]], generated: list[list[int]]) -> None:

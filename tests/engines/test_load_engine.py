@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
@@ -34,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(model: Path, **changes: Any) -> Engine:
-    return load_engine(msgspec.structs.replace(engine_options(model, 2, threads=1), **changes), sys.exit, print)[0]
+    return load_engine(engine_options(model, 2, **changes), sys.exit, print)[0]
 
 
 @pytest.mark.parametrize(

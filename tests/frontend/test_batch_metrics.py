@@ -80,7 +80,7 @@ def run(directory: Path, turns: list[Turn], **kind: Any) -> ScriptedChannel:
     script = ScriptedChannel(turns, metrics)
     memory_tokens = kind.pop("memory_tokens", None)
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
-    engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4, threads=1))
+    engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4))
     EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS}), LookupTable(script.send)).run()
     return script
 

@@ -191,7 +191,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _subject(
     llama: Path, new_engine: Callable[..., Engine], bounds: BatchLimits, *, soft_prompts: bool = True, **options: Any
 ) -> Subject:
-    engine = new_engine(msgspec.structs.replace(engine_options(llama, ROWS, threads=1), dtype="float64"), **options)
+    engine = new_engine(engine_options(llama, ROWS, dtype="float64"), **options)
     engine.warm_up()
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
     return Subject(engine, bounds, model, VOCAB_SIZE, EOS, soft_prompts)
@@ -259,7 +259,7 @@ def test_steps_run_ahead_between_those_with_grammars(
 def test_onnx_graphs(glassllm_dir: Path, cache_dir: Path) -> None:
     """In float32: what is close to a tie is left out."""
     model = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()
-    eos, options = model.config.eos_token_id, engine_options(exported(glassllm_dir, cache_dir), ROWS, threads=1)
+    eos, options = model.config.eos_token_id, engine_options(exported(glassllm_dir, cache_dir), ROWS)
     engine = load_engine(msgspec.structs.replace(options, eos_ids=(eos,)))
     engine.warm_up()
     subject = Subject(engine, PADDED, model, model.config.vocab_size, eos, soft_prompts=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, VOCAB_SIZE, check_best, run_steps
+from tiny_models import EOS, VOCAB_SIZE, check_best, outcomes
 from tuning import Continuation
 
 from tgis.batcher.capacity import BatchLimits
@@ -50,7 +50,7 @@ class EngineSetup:
 
 
 def make_setup(kind: str, model: Path) -> EngineSetup:
-    engine = ENGINES[kind](engine_options(model, 16, threads=1))
+    engine = ENGINES[kind](engine_options(model, 16))
     engine.warm_up()
     encodes = kind == "paged" and engine.info.encoder_decoder
     return EngineSetup(engine, replace(BOUNDS[kind], encoder_decoder=encodes))
@@ -84,13 +84,8 @@ def generate_all(
     """Generated tokens of requests that arrive at random steps, and the logprobs of their inputs."""
     requests = [job.request(next(setup.ids)) for job in jobs]
     adapters = {request.id: job.prompt for request, job in zip(requests, jobs, strict=True)}
-    done: dict[int, list[int]] = {}
-    inputs: dict[int, list[TokenLogprobs]] = {}
-    steps = run_steps(setup.engine, setup.bounds, requests, random.Random(seed), adapters, eos)
-    for _, result, ended in steps:
-        inputs |= result.prompt_logprobs
-        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
-    return [done[number] for number in adapters], [inputs.get(number, []) for number in adapters]
+    got, _ = outcomes(setup.engine, setup.bounds, requests, random.Random(seed), adapters, eos=eos)
+    return [one.tokens for one in got.values()], [one.inputs for one in got.values()]
 
 
 def store_for(setup: EngineSetup, path: Path) -> AdapterStore:

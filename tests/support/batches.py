@@ -27,26 +27,25 @@ def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
     return BatchLimits(**(values | changes))
 
 
-def engine_options(model: Path, max_batch_size: int, threads: int) -> EngineOptions:
-    """The padded engine in float32, with limits that no test reaches."""
-    return EngineOptions(
-        engine="hf_transformers",
-        model_path=str(model),
-        dtype="float32",
-        eos_ids=(2,),
-        max_sequence_length=256,
-        max_batch_size=max_batch_size,
-        max_prefill_padding=1.0,
-        max_waiting_tokens=0,
-        batch_safety_margin=20,
-        cuda_memory_fraction=1.0,
-        num_threads=threads,
-        log_level="info",
-        json_output=False,
-        cache_dir=CACHE_DIR,
-        cpu_isa=CPU_ISA,
-        verify_start=True,
-    )
+def engine_options(model: Path, max_batch_size: int = 4, **changes: Any) -> EngineOptions:
+    """The padded engine in float32 on one thread, with limits that no test reaches."""
+    values: dict[str, Any] = {
+        "engine": "hf_transformers",
+        "dtype": "float32",
+        "eos_ids": (2,),
+        "max_sequence_length": 256,
+        "max_prefill_padding": 1.0,
+        "max_waiting_tokens": 0,
+        "batch_safety_margin": 20,
+        "cuda_memory_fraction": 1.0,
+        "num_threads": 1,
+        "log_level": "info",
+        "json_output": False,
+        "cache_dir": CACHE_DIR,
+        "cpu_isa": CPU_ISA,
+        "verify_start": True,
+    }
+    return EngineOptions(**{"model_path": str(model), "max_batch_size": max_batch_size} | values | changes)
 
 
 def request(

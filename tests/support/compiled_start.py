@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import msgspec
 import torch
 from batches import engine_options
 
@@ -13,7 +12,7 @@ from tgis.engines.paged.engine import PagedEngine
 
 def main() -> None:
     changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}  # for which there are no CPU kernels
-    PagedEngine(msgspec.structs.replace(engine_options(Path(sys.argv[1]), 4, threads=1), **changes)).warm_up()
+    PagedEngine(engine_options(Path(sys.argv[1]), 4, **changes)).warm_up()
     counters = torch._dynamo.utils.counters["inductor"]
     print(json.dumps({name: count for name, count in counters.items() if name.startswith("fxgraph_cache")}))
 

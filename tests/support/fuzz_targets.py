@@ -159,7 +159,7 @@ def quantized(data: bytes) -> None:
     with _directory({"model.safetensors": _safetensors(names, content)}) as path, _tgis_errors():
         with library_errors("cannot load it"):
             config = PreTrainedConfig(quantization_config=msgspec.json.decode(description))
-            found = resolve_quantization(engine_options(path, 1, 1), config, torch.float32, torch.device("cpu"))
+            found = resolve_quantization(engine_options(path, 1), config, torch.float32, torch.device("cpu"))
             layers = found.checkpoint.layers if found and found.checkpoint else []
             weights = [layer.checked() for layer in layers]
         for layer, weight in zip(layers, weights, strict=True):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 from batches import engine_options, limits
 from tiny_models import generate_all, greedy_requests
@@ -25,7 +24,7 @@ REQUESTS = greedy_requests(5, 5, random.Random(5))
 
 def generated(model: Path) -> tuple[list[list[int]], PagedEngine]:
     """With chunked prompts beside decodes."""
-    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), cpu_isa="none")
+    options = engine_options(model, ROWS, cpu_isa="none")
     engine = PagedEngine(options)
     bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
     return generate_all(engine, bounds, REQUESTS, random.Random(1)), engine

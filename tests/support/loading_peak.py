@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-import msgspec
 import torch
 from batches import engine_options
 
@@ -19,9 +18,7 @@ from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 
 def main(model: Path, dtype: str, quantize: str = "none") -> int:
-    options = msgspec.structs.replace(
-        engine_options(model, 8, threads=1), dtype=dtype, quantize=quantize, quantize_logits=quantize != "none"
-    )
+    options = engine_options(model, 8, dtype=dtype, quantize=quantize, quantize_logits=quantize != "none")
     idle = read_proc_bytes(PROCESS / "status", "RssAnon")
     seen = [idle]
 

@@ -28,7 +28,7 @@ def main(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def start(changes: dict[str, Any]) -> dict[str, Any]:
     """The lines of a check, and what a start logs and says of its engine."""
-    given = engine_options(Path(changes["model_path"]), ROWS, threads=1)
+    given = engine_options(Path(changes["model_path"]), ROWS)
     options, log = msgspec.structs.replace(given, **changes), io.StringIO()
     logging.basicConfig(level=logging.INFO, stream=log, format="%(message)s")
     load(msgspec.structs.replace(options, max_batch_size=1, max_sequence_length=8))  # libraries are read once

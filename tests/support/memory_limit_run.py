@@ -8,7 +8,6 @@ import random
 import sys
 from pathlib import Path
 
-import msgspec
 import torch
 from batches import engine_options
 
@@ -40,7 +39,7 @@ def main(name: str, model: Path, granted: int) -> dict[str, int]:
     """The token capacity, the most tokens in a batch, and the peak bytes."""
     available.available_memory = lambda device: granted
     changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto"}
-    options = msgspec.structs.replace(engine_options(model, ROWS, threads=torch.get_num_threads()), **changes)
+    options = engine_options(model, ROWS, num_threads=torch.get_num_threads(), **changes)
     engine = ENGINES[name](options)
     meter = PeakMeter(torch.device("cpu"))
     idle = meter.reset()

@@ -5,7 +5,7 @@ that share no code with the readers.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ import msgspec
 import numpy as np
 import torch
 from batches import engine_options
-from cpu_kernels import CACHE_DIR, CPU_ISA
-from gptq_oracle import unpack
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -47,23 +45,8 @@ def words(rows: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(np.array(found, dtype=np.uint32).view(np.int32))
 
 
-def nearest(weight: Tensor, values: Sequence[float], tall: int, wide: int) -> tuple[np.ndarray, np.ndarray]:
-    """The codes of the values nearest to a weight's numbers, and the scale of each block."""
-    numbers, table = weight.double().numpy(), np.array(values)
-    outputs, inputs = numbers.shape
-    scales = np.zeros((-(-outputs // tall), -(-inputs // wide)), dtype=np.float32)
-    codes = np.zeros((outputs, inputs), dtype=np.uint8)
-    for i, j in np.ndindex(*scales.shape):
-        block = slice(tall * i, tall * (i + 1)), slice(wide * j, wide * (j + 1))
-        scales[i, j] = abs(numbers[block]).max() / np.nanmax(table)
-        codes[block] = np.nanargmin(abs(numbers[block][..., None] / scales[i, j] - table), -1)
-    return codes, scales
-
-
-def packed(
-    bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False, trained: bool = False
-) -> Quantize:
-    """compressed-tensors' pack-quantized; random codes, or those of a `trained` weight."""
+def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False) -> Quantize:
+    """compressed-tensors' pack-quantized."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
@@ -71,9 +54,6 @@ def packed(
         order = rng.permutation(inputs) // size if act_order else np.arange(inputs) // size
         codes, zeros = rng.integers(0, 2 * middle, (2, outputs, inputs))
         scales, zeros = numbers((outputs, -(-inputs // size)), 1e-3, 2e-2) * 8 / middle, zeros[:, ::size]
-        if trained:
-            codes, scales = nearest(weight, range(-middle, middle), 1, size)
-            zeros = zeros // middle + middle - 1  # as good as the middle
         expected = np.zeros((outputs, inputs))
         for n in range(outputs):
             for k in range(inputs):
@@ -93,7 +73,7 @@ def packed(
     return quantize
 
 
-def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True, trained: bool = False) -> Quantize:
+def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True) -> Quantize:
     """E4M3 or int8 with a number for each block of rows and columns; None: all of them. That of SCB is for 127."""
 
     def value_of(code: int) -> float:
@@ -105,8 +85,6 @@ def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = T
         codes = np.random.default_rng(inputs).integers(0, 256, (outputs, inputs), dtype=np.uint8)
         codes[codes % 128 == 127] = 0  # NaN
         scales = numbers((-(-outputs // tall), -(-inputs // wide)), 1e-3, 2e-2) / (50 if e4m3 else 10)
-        if trained:
-            codes, scales = nearest(weight, [value_of(code) for code in range(256)], tall, wide)
         scales *= 127 if name == "SCB" else 1
         expected = np.zeros((outputs, inputs))
         for n in range(outputs):
@@ -128,7 +106,7 @@ def e4m3_value(code: int) -> float:
     return -value if code > 127 else value
 
 
-def in_4_bits(kind: str, block: int, *, nested: bool = False, trained: bool = False) -> Quantize:
+def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
     """bitsandbytes' NF4 and FP4, with blocks of the flat weight."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -137,9 +115,6 @@ def in_4_bits(kind: str, block: int, *, nested: bool = False, trained: bool = Fa
         codes, blocks = np.random.default_rng(inputs).integers(0, 16, count), -(-count // block)
         state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}
         absmax = numbers(blocks, 0.1, 0.3)
-        if trained:
-            flat, scales = nearest(weight.reshape(1, -1), table, 1, block)
-            codes, absmax = flat[0], scales[0]
         tensors = {
             "weight": torch.tensor([[int(codes[i]) << 4 | int(codes[i + 1])] for i in range(0, count, 2)]).byte(),
             "weight.absmax": torch.from_numpy(absmax),
@@ -164,16 +139,13 @@ def in_4_bits(kind: str, block: int, *, nested: bool = False, trained: bool = Fa
     return quantize
 
 
-def rounded(x: Tensor, scale: float | None = None, *, group: int | None = None, steps: float = 127.5) -> Tensor:
-    """int8 with the scale, or with one for each token and group of inputs: of the largest number by `steps`."""
+def rounded(x: Tensor, scale: float | None = None) -> Tensor:
+    """int8 with the scale, or with one for each token: of its largest number by 127.5."""
     found = []
     for row in x.double().flatten(0, -2).tolist():
-        size, numbers = group or len(row), []
-        for part in (row[at : at + size] for at in range(0, len(row), size)):
-            largest = max(map(abs, part))
-            codes = [round(each / scale if scale else each * steps / largest) for each in part]
-            numbers += [min(max(code, -128), 127) * (scale or largest / steps) for code in codes]
-        found.append(numbers)
+        largest = max(map(abs, row))
+        codes = [round(each / scale if scale else each * 127.5 / largest) for each in row]
+        found.append([min(max(code, -128), 127) * (scale or largest / 127.5) for code in codes])
     return torch.tensor(found, dtype=torch.float64).view(x.shape)
 
 
@@ -253,6 +225,21 @@ def gptq(
     return quantize
 
 
+def unpack(tensors: Mapping[str, np.ndarray], bits: int, stored_less: int) -> np.ndarray:  # [out, in]
+    """What `qweight`, `qzeros`, `scales` and `g_idx` of a layer stand for; zeros are stored less this number."""
+    weights, zeros = tensors["qweight"].view(np.uint32), tensors["qzeros"].view(np.uint32)
+    scales, groups = tensors["scales"], tensors["g_idx"]
+    in_a_word, largest = 32 // bits, 2**bits - 1
+    expected = np.zeros((weights.shape[1], len(groups)))
+    for n in range(weights.shape[1]):
+        for k in range(len(groups)):
+            group = int(groups[k])
+            code = int(weights[k // in_a_word, n]) >> k % in_a_word * bits & largest
+            zero = int(zeros[group, n // in_a_word]) >> n % in_a_word * bits & largest
+            expected[n, k] = float(scales[group, n]) * (code - zero - stored_less)
+    return expected
+
+
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
 CHANNELS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS: dict[str, Any] = CHANNELS | {"strategy": "token", "dynamic": True}
@@ -273,6 +260,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "gptq by auto-round": (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, gptq(4, 16, 1)),
     "gptq_v2 by auto-round": (AUTO_ROUND | {"packing_format": "auto_round"}, gptq(4, 16, 0)),
     "compressed-tensors": (compressed_tensors("pack-quantized", GROUPS), packed(4, 16)),
+    "compressed-tensors, channels": (
+        compressed_tensors("pack-quantized", CHANNELS | {"num_bits": 4}),
+        packed(4, None),
+    ),
     "compressed-tensors, act-order": (
         compressed_tensors("pack-quantized", GROUPS | {"actorder": "group", "symmetric": False}),
         packed(4, 16, symmetric=False, act_order=True),
@@ -342,5 +333,4 @@ def experts_in_mxfp4(path: Path) -> None:
 
 
 def load(path: Path, **others: Any) -> PreTrainedModel:
-    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
-    return loader.load_model(msgspec.structs.replace(engine_options(path, 8, threads=1), **given), torch.device("cpu"))
+    return loader.load_model(engine_options(path, **others), torch.device("cpu"))

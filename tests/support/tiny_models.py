@@ -1,9 +1,12 @@
 """Tiny models of many architectures, with random weights large enough that the best token is clear."""
 
 import json
+import logging
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import engine_options
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
-from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.batcher.sequence import Sequence as Row
+from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import Engine, StepResult
-from tgis.ipc.request import Request
+from tgis.engines.paged.capacity import BLOCK_SIZE
+from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.self_check import dummy_sequence
+from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.store import LoadedAdapter
 
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
@@ -246,13 +254,12 @@ REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(name: str) -> PreTrainedConfig:
+def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     kind = getattr(transformers, f"{name.split(',', maxsplit=1)[0]}Config")
-    if settings := (ARCHITECTURES | MORE_ARCHITECTURES).get(name):
-        return kind(**TOKEN_IDS, **settings)
-    return kind(
-        **TOKEN_IDS, decoder_start_token_id=DECODER_START, **(ENCODER_DECODERS | REFUSED_ENCODER_DECODERS)[name]
-    )
+    settings = (ARCHITECTURES | MORE_ARCHITECTURES).get(name)
+    if settings is None:
+        settings = {"decoder_start_token_id": DECODER_START} | (ENCODER_DECODERS | REFUSED_ENCODER_DECODERS)[name]
+    return kind(**TOKEN_IDS | settings | changes)
 
 
 def make_wide_config(name: str) -> PreTrainedConfig:
@@ -304,6 +311,33 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
+def paged_engine(
+    model: Path, rows: int = 4, *, async_decode: bool | None = None, block_size: int = BLOCK_SIZE, **options: Any
+) -> PagedEngine:
+    """An engine that is warm."""
+    engine = PagedEngine(engine_options(model, rows, **options), async_decode=async_decode, block_size=block_size)
+    engine.warm_up()
+    return engine
+
+
+def tgis_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our own: those of libraries differ between machines."""
+    ours = [record for record in caplog.records if record.name.startswith("tgis")]
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+
+
+def logits_of_chunks(engine: PagedEngine, tokens: list[int], counts: Sequence[int]) -> torch.Tensor:
+    """[len(tokens), V]: prompt chunks of these sizes, then decode steps."""
+    seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
+    for count in counts:
+        prefill = count > 1
+        plan = StepPlan([seq], [count], [] if prefill else [seq], has_prefill=prefill)
+        computed, slices = engine.runner.compute_logits(plan)
+        logits.append((computed[slices[seq.id]] if prefill else computed[:1]).float().cpu().clone())
+        seq.num_computed_tokens += count
+    return torch.cat(logits)
+
+
 def greedy_requests(count: int, new: int, draw: random.Random, longest: int = 30) -> list[Request]:
     """With random prompts."""
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(count)]
@@ -337,7 +371,7 @@ def run_steps(
     adapters: Mapping[int, LoadedAdapter | None] = {},
     eos: int = EOS,
     cancelled: Mapping[int, int] = {},
-) -> Iterator[tuple[StepPlan, StepResult, list[Sequence]]]:
+) -> Iterator[tuple[StepPlan, StepResult, list[Row]]]:
     """Plans, what they gave and who ended by it, until all are done that come at random times, in their order; some are
     cancelled after so many tokens.
     """
@@ -357,10 +391,45 @@ def run_steps(
         yield plan, result, ended
 
 
+@dataclass
+class Outcome:
+    """What a request gets."""
+
+    tokens: list[int] = field(default_factory=list)
+    facts: list[TokenLogprobs] = field(default_factory=list)  # about them
+    inputs: list[TokenLogprobs] = field(default_factory=list)
+
+
+def outcomes(
+    engine: Engine,
+    bounds: BatchLimits,
+    requests: list[Request],
+    rng: random.Random,
+    adapters: Mapping[int, LoadedAdapter | None] = {},
+    check: Callable[[list[int], list[int]], None] = lambda *_: None,
+    **others: Any,
+) -> tuple[dict[int, Outcome], Counter[str]]:
+    """By request, and counts of drafted tokens and preemptions; `check` gets the tokens of a sequence and its draft."""
+    found, counts = {request.id: Outcome() for request in requests}, Counter[str]()
+    for plan, result, _ in run_steps(engine, bounds, requests, rng, adapters, **others):
+        logprobs = result.logprobs or [[]] * len(plan.sampled)
+        for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
+            assert len(facts) in (len(tokens), 0)
+            own = found[row.id]
+            new = row.num_generated_tokens - len(own.tokens)  # one of several tokens may be the end
+            own.tokens += tokens[:new]
+            own.facts += facts[:new]
+            if row.id in plan.drafts:
+                drafted = plan.proposals.get(row.id, [])
+                counts.update(asked=plan.drafts[row.id], drafted=len(drafted), kept=len(tokens) - 1)
+                check(row.tokens[: len(row.tokens) - new], drafted)
+        for number, inputs in result.prompt_logprobs.items():
+            found[number].inputs += inputs
+        counts["preempted"] += sum(not row.finished for row in plan.to_release)
+    return found, counts
+
+
 def generate_all(engine: Engine, bounds: BatchLimits, requests: list[Request], rng: random.Random) -> list[list[int]]:
     """Generated tokens of each request, when they arrive at random steps."""
     engine.warm_up()
-    done: dict[int, list[int]] = {}
-    for _, _, ended in run_steps(engine, bounds, requests, rng):
-        done |= {row.id: row.tokens[row.prompt_length :] for row in ended}
-    return [done[request.id] for request in requests]
+    return [one.tokens for one in outcomes(engine, bounds, requests, rng)[0].values()]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 import torch
 from batches import engine_options
@@ -77,7 +76,7 @@ def model(tmp_path: Path) -> Path:
 def options_of(model: Path, node: int, port: int, **changes: Any) -> EngineOptions:
     cluster: dict[str, Any] = {"num_shards": 2, "nnodes": 2, "rank": node, "node_rank": node}
     cluster |= {"master_addr": "127.0.0.1", "master_port": port, "cluster_secret_path": str(model.parent / "secret")}
-    return msgspec.structs.replace(engine_options(model, 4, threads=1), **cluster | changes)
+    return engine_options(model, 4, **cluster | changes)
 
 
 @contextmanager

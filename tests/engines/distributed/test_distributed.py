@@ -1,11 +1,11 @@
 """A model over two processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
 
-import copy
 import itertools
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,21 +25,18 @@ from mlp_speculators import random_mlp, save_mlp
 from proposers import Adversary, ForcedDrafts, proposing
 from step_failures import Failing, check, requests
 from step_failures import run as run_with_failures
-from tiny_models import make_model_from_config, run_steps
+from tiny_models import Outcome, make_model_from_config, outcomes
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
-from tgis.engines.distributed.follower import _compute_steps as follow_steps
 from tgis.engines.distributed.mirror import MirroredSequences, SentSequences, StepInput
-from tgis.engines.lora.layers import LoraLayers
-from tgis.engines.paged.batch import BatchBuilder
 from tgis.engines.paged.engine import PagedEngine
-from tgis.errors import OutOfMemory, StartError
+from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions, Shutdown
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
@@ -64,10 +61,7 @@ SMALL: dict[str, Any] = {
 
 
 def options_of(model: Path, **changes: Any) -> EngineOptions:
-    options = engine_options(model, 4, threads=1)
-    return msgspec.structs.replace(
-        options, **{"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2} | changes
-    )
+    return engine_options(model, **{"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2} | changes)
 
 
 def end(reason: str) -> NoReturn:
@@ -136,42 +130,26 @@ def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Pa
     ]
     with sharded(model, **changes) as engine, proposing(ForcedDrafts if drafts else Adversary):
         assert engine.info.token_capacity > 0
-        got, drafted, kept = run(engine, wanted)
-    assert (drafted > 20) == drafts
-    assert kept == drafted or speculation != "itself"
+        got, counts = run(engine, wanted)
+    assert (counts["drafted"] > 20) == drafts
+    assert counts["kept"] == counts["drafted"] or speculation != "itself"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for request in wanted:
-        tokens, generated, inputs = got[request.id]
+        tokens, inputs = got[request.id].tokens, got[request.id].inputs
         assert len(tokens) == NEW_TOKENS or tokens[-1] == 2 or request.id == CANCELLED
         logits = logits_of(reference, request.tokens + tokens)
-        compare(logits[len(request.tokens) - 1 : -1], tokens, generated)
+        compare(logits[len(request.tokens) - 1 : -1], tokens, got[request.id].facts)
         assert len(inputs) == (len(request.tokens) if request.logprob_options.input_tokens else 0)
         scores = logits[: len(request.tokens) - 1].log_softmax(-1)
         for row, token, fact in zip(scores, request.tokens[1:], inputs[1:], strict=False):
             assert abs(fact.logprob - row[token].item()) <= TOLERANCE
 
 
-Got = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]  # tokens, facts about them, facts about the input
-
-
-def run(engine: ShardedEngine, wanted: list[Request]) -> tuple[dict[int, Got], int, int]:
-    """What requests get, and how many tokens were drafted and kept."""
+def run(engine: ShardedEngine, wanted: list[Request]) -> tuple[dict[int, Outcome], Counter[str]]:
     paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": 7}
     proposed = {"proposed_tokens": engine.info.proposed_tokens, "drafted_tokens": engine.info.drafted_tokens}
     bounds = limits(96, max_batch_size=4, vocab_size=96, **proposed, **paged)
-    got: dict[int, Got] = {request.id: ([], [], []) for request in wanted}
-    drafted = kept = 0
-    for plan, result, _ in run_steps(engine, bounds, wanted, random.Random(1), cancelled={CANCELLED: 5}):
-        for row, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs or [], strict=True):
-            assert len(facts) == len(tokens)
-            got[row.id][0].extend(tokens)
-            got[row.id][1].extend(facts)
-            if row.id in plan.drafts:
-                drafted += len(plan.proposals.get(row.id, []))
-                kept += len(tokens) - 1
-        for request_id, inputs in result.prompt_logprobs.items():
-            got[request_id][2].extend(inputs)
-    return got, drafted, kept
+    return outcomes(engine, bounds, wanted, random.Random(1), cancelled={CANCELLED: 5})
 
 
 def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
@@ -227,38 +205,20 @@ def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.step_input(plan)), type=ranks.RankMessage)
         assert isinstance(message, StepInput)
         mirrored.pop(message.released)
-        check_batches(plan, mirrored.plan(message))
+        check_same(plan, mirrored.plan(message))
 
 
-def check_batches(plan: StepPlan, other: StepPlan) -> None:
-    assert (plan.has_prefill, [seq.id for seq in plan.sampled]) == (
-        other.has_prefill,
-        [seq.id for seq in other.sampled],
-    )
-    for row, other_row in zip(plan.seqs, other.seqs, strict=True):
-        assert (row.tokens, row.block_table, row.wants_prompt_logprobs) == (
-            *(other_row.tokens, other_row.block_table, other_row.wants_prompt_logprobs),
-        )
-        assert type(row.adapter) is type(other_row.adapter)
-        if isinstance(row.adapter, LoraAdapter):
-            assert torch.equal(row.adapter.layers["q"].lora_b, other_row.adapter.layers["q"].lora_b)
-    (ours, prompt_slices), (theirs, same) = (
-        BatchBuilder(4, torch.device("cpu"), LoraLayers(None)).build(without_lora(each)) for each in (plan, other)
-    )
-    assert prompt_slices == same
-    for name in ("input_ids", "positions", "slot_mapping", "block_tables", "seq_lens", "logits_indices"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    for span, same_span in zip(ours.spans, theirs.spans, strict=True):
-        assert (span.row, span.start) == (same_span.row, same_span.start)
-        assert torch.equal(span.embeddings, same_span.embeddings)
-
-
-def without_lora(plan: StepPlan) -> StepPlan:
-    """The plan for a builder without a model."""
-    rows = [copy.copy(seq) for seq in plan.seqs]
-    for row in rows:
-        row.adapter = None if isinstance(row.adapter, LoraAdapter) else row.adapter
-    return StepPlan.of(rows, plan.num_scheduled_tokens)
+def check_same(plan: StepPlan, other: StepPlan) -> None:
+    assert plan.has_prefill == other.has_prefill
+    assert [seq.id for seq in plan.sampled] == [seq.id for seq in other.sampled]
+    for row, same in zip(plan.seqs, other.seqs, strict=True):
+        for name in ("id", "tokens", "block_table", "num_computed_tokens", "wants_prompt_logprobs"):
+            assert getattr(row, name) == getattr(same, name), name
+        assert type(row.adapter) is type(same.adapter)
+        if isinstance(row.adapter, SoftPrompt):
+            assert torch.equal(row.adapter.decoder, same.adapter.decoder)
+        elif row.adapter:
+            assert torch.equal(row.adapter.layers["q"].lora_b, same.adapter.layers["q"].lora_b)
 
 
 def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
@@ -310,29 +270,6 @@ def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepR
             plan.seqs[0].block_table = table
 
     return broken_step
-
-
-STEP = StepInput([], [], [])
-
-
-@pytest.mark.parametrize(
-    ("messages", "answers"),
-    [
-        ([[STEP, ranks.GiveUp(), STEP], [ranks.GiveUp()], [ranks.GiveUp(), Shutdown()]], 3),
-        ([[STEP], []], None),
-        ([[STEP], [STEP, ranks.GiveUp()]], None),
-    ],
-)
-def test_a_rank_gives_a_step_up_only_together_with_rank_0(messages: list[list[Any]], answers: int | None) -> None:
-    channel, engine = mock.Mock(), mock.Mock()
-    channel.receive.side_effect = messages
-    engine.info.device, engine.step.side_effect = "cpu", OutOfMemory("none left")
-    if answers is None:
-        with pytest.raises(OutOfMemory):
-            follow_steps(channel, engine)
-    else:
-        follow_steps(channel, engine)
-    assert channel.send.mock_calls == [mock.call(ranks.GiveUp())] * (answers or 0)
 
 
 def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

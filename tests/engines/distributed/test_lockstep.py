@@ -176,7 +176,6 @@ def failures(mode: str) -> Iterator[None]:
 def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]], dict[str, Any]]:
     """What a rank gives: texts, if it is the first or only one, its launches, and what it has made at the start."""
     ranked = dist.is_initialized()
-    options = engine_options(model, ROWS, threads=1)
     store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
     changes: dict[str, Any] = {"dtype": "float64", "num_shards": 2 if ranked else 1, "adapter_store": store}
     changes["compile"] = "compile" in mode
@@ -187,7 +186,7 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
         mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
         short_lists() if "short lists" in mode else nullcontext(),
     ):
-        engine = PagedEngine(msgspec.structs.replace(options, **changes), async_decode=True, block_size=SIZE)
+        engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
         engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
         engine.warm_up()
         if "capture" in mode:

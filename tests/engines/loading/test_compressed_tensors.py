@@ -21,7 +21,7 @@ from quantized_formats import (
     rounded,
     with_input_scale,
 )
-from tiny_models import make_model
+from tiny_models import make_config, make_model, make_model_from_config
 
 from tgis.engines.quantization import compressed_tensors as reader
 from tgis.errors import StartError
@@ -54,11 +54,12 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
     assert (load(tmp_path)(IDS).logits - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("scale", [None, 0.03])
+@pytest.mark.parametrize(("scale", "size"), [(None, 48), (None, 43), (0.03, 48)])
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_activations_in_8_bits(scale: float | None, tmp_path: Path) -> None:
+def test_activations_in_8_bits(scale: float | None, size: int, tmp_path: Path) -> None:
+    path = make_model_from_config(make_config("Llama", intermediate_size=size), tmp_path)
     config = compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS if scale is None else STATIC)
-    expected = quantized_copy(make_model("Llama", tmp_path), INT8 if scale is None else with_input_scale, config)
+    expected = quantized_copy(path, INT8 if scale is None else with_input_scale, config)
     check_layers(load(tmp_path), expected, IDS, lambda x: rounded(x, scale))
 
 

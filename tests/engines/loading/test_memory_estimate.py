@@ -47,7 +47,7 @@ def bytes_in(text: str) -> float:
 
 
 def options_for(model: Path, **changes: Any) -> EngineOptions:
-    return msgspec.structs.replace(engine_options(model, ROWS, threads=1), **SETTINGS | changes)
+    return engine_options(model, ROWS, **SETTINGS | changes)
 
 
 MLP = {"model_type": "mlp_speculator", "vocab_size": 12_000, "emb_dim": 512, "inner_dim": 256, "n_predict": 1}

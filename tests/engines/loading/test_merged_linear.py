@@ -1,17 +1,13 @@
 """Merged linear layers: which ones they are, and that the model computes the same."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 import pytest
 import torch
-from repository import REPOSITORY, python_path
-from tiny_models import make_model, make_model_from_config
+from tiny_models import make_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tgis.engines.loading.merged_linear import MergedLinearSlice, merge_linears
 
@@ -95,26 +91,3 @@ def test_slices_called_with_other_inputs_and_out_of_order() -> None:
     merge_linears(model, x=x)
     for found, wanted in zip((model.b(y), model.a(x), model.b(x), model.a(y)), expected, strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.slow
-def test_ranks_merge_their_shards(tmp_path: Path) -> None:
-    """Two ranks, and two models one after the other; merged layers are packed afterwards."""
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 44, "num_hidden_layers": 2}
-    few = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    many = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, attention_bias=True)
-    models = [make_model_from_config(few, tmp_path / "few"), make_model_from_config(many, tmp_path / "many")]
-    commands = [
-        [sys.executable, "tests/support/merged_linear_rank.py", str(tmp_path / "store"), str(rank), *map(str, models)]
-        for rank in (0, 1)
-    ]
-    variables = os.environ | {"PYTHONPATH": python_path(REPOSITORY)}
-    ranks = [Popen(command, cwd=REPOSITORY, env=variables, stdout=PIPE, text=True) for command in commands]
-    for rank in ranks:
-        lines = rank.communicate(timeout=120)[0].splitlines()
-        assert rank.returncode == 0
-        assert len(lines) == len(models)
-        for merged, packed, difference in map(str.split, lines):
-            assert int(merged) == 2 * (3 + 2)
-            assert int(packed) == 2 * 4 + 1  # and the head
-            assert float(difference) < 1e-4

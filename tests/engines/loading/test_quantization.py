@@ -9,10 +9,9 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from cpu_kernels import CACHE_DIR, CPU_ISA
 from quantized_cases import CASES, weight_of
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -21,17 +20,11 @@ from tgis.engines.loading import loader
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.quantization.weight import ActivationCodes, quantize
 from tgis.errors import StartError
-from tgis.ipc.messages import EngineOptions
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 INSTEAD = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
-
-
-def options(path: Path, **others: Any) -> EngineOptions:
-    given = {"dtype": "float32", "cpu_isa": CPU_ISA, "cache_dir": CACHE_DIR, **others}
-    return msgspec.structs.replace(engine_options(path, 8, threads=1), **given)
 
 
 def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -42,14 +35,16 @@ def plain(path: Path, name: str) -> PreTrainedModel:
     return (AutoModelForSeq2SeqLM if name == "T5" else AutoModelForCausalLM).from_pretrained(path).eval()
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "T5"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("Llama", {}), ("Llama", {"intermediate_size": 43}), ("GPT2", {}), ("T5", {})]
+)
 @pytest.mark.parametrize(("asked", "logits"), [("int8", True), ("int4", False)])
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_layers_of_a_model(name: str, asked: str, logits: bool, tmp_path: Path) -> None:
-    path = make_model(name, tmp_path)
+def test_layers_of_a_model(name: str, sizes: dict[str, int], asked: str, logits: bool, tmp_path: Path) -> None:
+    path = make_model_from_config(make_config(name, **sizes), tmp_path)
     own = plain(path, name)
     head = own.get_output_embeddings()
-    model = loader.load_model(options(path, quantize=asked, quantize_logits=logits), CPU)
+    model = loader.load_model(engine_options(path, quantize=asked, quantize_logits=logits), CPU)
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     weights = {}
     for layer, module in own.named_modules():
@@ -79,7 +74,7 @@ def test_what_stays_has_the_dtype_that_it_is_loaded_with(name: str, tmp_path: Pa
     path = make_model(name, tmp_path)
     family = AutoModelForCausalLM if name == "Llama" else AutoModelForSeq2SeqLM
     own = family.from_pretrained(path, dtype=torch.bfloat16)
-    model = loader.load_model(options(path, quantize="int8", dtype="bfloat16"), CPU)
+    model = loader.load_model(engine_options(path, quantize="int8", dtype="bfloat16"), CPU)
     expected = {**dict(own.named_parameters()), **dict(own.named_buffers())}
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     common = expected.keys() & found.keys()
@@ -96,7 +91,7 @@ def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
     for layer, module in own.named_modules():
         if isinstance(module, nn.Linear) and layer != "lm_head":
             module.weight.copy_(quantize(module.weight, 4).dequantized())
-    model = loader.load_model(options(path, dtype=dtype, quantize="int4", quantize_activations="none"), CPU)
+    model = loader.load_model(engine_options(path, dtype=dtype, quantize="int4", quantize_activations="none"), CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {model.dtype} == {getattr(torch, dtype)}
     expected = own.double()(IDS).logits
     tolerance = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}[dtype]
@@ -121,20 +116,20 @@ def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path
         file = path / "config.json"
         file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
     with pytest.raises(StartError) as refusal:
-        loader.load_model(options(path, quantize=asked, quantize_logits=True), CPU)
+        loader.load_model(engine_options(path, quantize=asked, quantize_logits=True), CPU)
     assert str(refusal.value) == error
 
 
 def test_gpus_and_corrupt_weights_are_refused(tmp_path: Path) -> None:
     path = make_model("Llama", tmp_path)
     with pytest.raises(StartError, match=r"^QUANTIZE=int8 works on CPUs only, not on cuda$"):
-        loader.look_at_model(options(path, quantize="int8"), CUDA)
+        loader.look_at_model(engine_options(path, quantize="int8"), CUDA)
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name][3, 5] = torch.inf
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite"):
-        loader.load_model(options(path, quantize="int4"), CPU)
+        loader.load_model(engine_options(path, quantize="int4"), CPU)
 
 
 @pytest.mark.parametrize("name", CASES)

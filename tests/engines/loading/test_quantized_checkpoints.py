@@ -52,12 +52,22 @@ def check_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
     assert (found(**inputs).logits - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("model", ["Llama", "T5"])
-@pytest.mark.parametrize("name", FORMATS)
+# 43 inputs or outputs are no multiple of anything; words of gptq and awq cannot hold them
+ODD = {"intermediate_size": 43}
+HOLD_ODD = [name for name in FORMATS if not name.startswith(("awq", "gptq")) and "act-order" not in name]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "name"),
+    [
+        *((model, {}, name) for model in ("Llama", "T5") for name in FORMATS),
+        *(("Llama", ODD, name) for name in HOLD_ODD),
+    ],
+)
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_logits(name: str, model: str, tmp_path: Path) -> None:
+def test_logits(model: str, changes: dict[str, int], name: str, tmp_path: Path) -> None:
     config, quantize = FORMATS[name]
-    path = make_model(model, tmp_path)
+    path = make_model_from_config(make_config(model, **changes), tmp_path) if changes else make_model(model, tmp_path)
     expected = quantized_copy(path, quantize, config)
     check_logits(load(path), expected)
 
@@ -97,7 +107,7 @@ def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
 def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
     path = make_model("Llama", tmp_path)
     quantized_copy(path, gptq(4, 16, 1), GPTQ)
-    options = msgspec.structs.replace(engine_options(path, 8, threads=1), dtype="bfloat16", num_shards=num_shards)
+    options = engine_options(path, 8, dtype="bfloat16", num_shards=num_shards)
     *_, quantization, found = loader.look_at_model(options, torch.device("cpu"))
     tensors = load_file(path / "model.safetensors")
     packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
@@ -110,9 +120,7 @@ def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
     """As transformers does it, to the bit."""
-    config = make_config("GptOss")
-    config.hidden_size, config.intermediate_size = 64, 96
-    path = make_model_from_config(config, tmp_path)
+    path = make_model_from_config(make_config("GptOss", hidden_size=64, intermediate_size=96), tmp_path)
     experts_in_mxfp4(path)
     expected = dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).named_parameters())
     found = {name: weight for name, weight in load(path, dtype=dtype).named_parameters() if ".experts." in name}
@@ -193,6 +201,14 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
         {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},
         r"has \[48, 3\] scales, not \[48, 2\]",
     ),
+    "padded": (
+        {
+            "qweight": torch.ones(4, 56, dtype=torch.int32),
+            "qzeros": torch.ones(2, 7, dtype=torch.int32),
+            "scales": torch.ones(2, 56),
+        },
+        r"has the shape \[56, 32\] in the files, \[48, 32\] in LlamaForCausalLM",
+    ),
     "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
 }
 
@@ -204,7 +220,7 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
     quantized_copy(path, gptq(4, 16, 1), GPTQ)
     found = load_file(path / "model.safetensors") | {f"{LAYER}.{key}": tensor for key, tensor in tensors.items()}
     save_file(found, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StartError, match=f"^{LAYER}:? {error}$"):
+    with pytest.raises(StartError, match=rf"(^|: ){LAYER}(:|\.weight)? {error}$"):
         load(path)
 
 

@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import transformers
-from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import LLAMA_LIKE, MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config
+from tiny_models import LLAMA_LIKE, MORE_ARCHITECTURES, TOKEN_IDS, make_model_from_config, paged_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -48,10 +46,7 @@ def make(directory: Path, kind: str, **values: Any) -> Path:
 
 
 def load(model: Path, longest: int) -> PagedEngine:
-    changes = {"engine": "tgis_native", "kv_cache_bytes": 1 << 22, "max_sequence_length": longest}
-    engine = PagedEngine(msgspec.structs.replace(engine_options(model, 8, threads=1), **changes))
-    engine.warm_up()
-    return engine
+    return paged_engine(model, 8, kv_cache_bytes=1 << 22, max_sequence_length=longest)
 
 
 def row(number: int, length: int, first_block: int) -> Sequence:

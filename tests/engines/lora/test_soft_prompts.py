@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import transformers
@@ -54,7 +53,7 @@ def store(glassllm_dir: Path, tuned: Tuned) -> AdapterStore:
 @pytest.mark.slow  # both ranks load everything
 def test_two_ranks_generate_what_peft_generates(glassllm_dir: Path, store: AdapterStore, tuned: Tuned) -> None:
     """The other rank has no adapter store: each step brings the embeddings that it needs."""
-    options = msgspec.structs.replace(engine_options(glassllm_dir, 8, threads=2), kv_cache_bytes=1 << 20, num_shards=2)
+    options = engine_options(glassllm_dir, 8, num_threads=2, kv_cache_bytes=1 << 20, num_shards=2)
     engine = ShardedEngine(options, pytest.fail, print)
     try:
         engine.warm_up()

@@ -87,7 +87,7 @@ def test_memory_within_the_limits_of_control_groups(system: System, name: str) -
 @pytest.mark.parametrize(("margin", "expected"), [(None, 6400), (0, 8000), (25, 6000)])
 def test_a_margin_stays_free(system: System, margin: int | None, expected: int, tmp_path: Path) -> None:
     system("0::/\n", _={})
-    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), batch_safety_margin=margin)
+    options = engine_options(tmp_path, 4, batch_safety_margin=margin)
     assert memory_for_batches(options, CPU) == expected << 10
 
 
@@ -110,7 +110,7 @@ def test_a_warm_up_out_of_memory_says_what_helps() -> None:
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
-    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), **defaults)
+    options = engine_options(tmp_path, 4, **defaults)
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:

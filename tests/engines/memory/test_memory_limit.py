@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from batches import engine_options
 from harness import running_server
@@ -37,7 +36,7 @@ def test_full_batches_stay_within_the_memory_granted(
 @pytest.mark.parametrize("name", ["T5", "OPT, 350m"])
 def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> None:
     changes = {"estimate_memory": "auto", "max_sequence_length": 64}
-    engine = PaddedEngine(msgspec.structs.replace(engine_options(make_model(name, tmp_path), 3, 1), **changes))
+    engine = PaddedEngine(engine_options(make_model(name, tmp_path), 3, **changes))
     engine.warm_up()
     assert 1000 < engine.info.token_capacity < 1 << 40
     seq = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)

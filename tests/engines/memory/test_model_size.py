@@ -59,7 +59,7 @@ def test_loading_needs_the_predicted_memory(
 ) -> None:
     peak = run_python("tests/support/loading_peak.py", smollm2_dir, dtype, **LIBRARY_ENVIRONMENT)
     assert 0.98 * expected < peak < 2 * expected  # the C library keeps some of what is given back
-    options = msgspec.structs.replace(engine_options(smollm2_dir, 8, threads=1), dtype=dtype)
+    options = engine_options(smollm2_dir, 8, dtype=dtype)
     free(cpu=expected)
     check(options, getattr(torch, dtype), CPU)
     free(cpu=expected - 1)
@@ -74,9 +74,7 @@ def test_quantizing_needs_little_beside_the_result(smollm2_dir: Path, asked: str
     result, largest = (LINEARS - head) * bits // 8 + head, 2 * head
     peak = run_python("tests/support/loading_peak.py", smollm2_dir, "bfloat16", asked, **LIBRARY_ENVIRONMENT)
     assert 0.9 * result < peak < 1.1 * (result + largest)
-    options = msgspec.structs.replace(
-        engine_options(smollm2_dir, 8, threads=1), dtype="bfloat16", quantize=asked, quantize_logits=True
-    )
+    options = engine_options(smollm2_dir, 8, dtype="bfloat16", quantize=asked, quantize_logits=True)
     *_, found = look_at_model(options, CPU)
     assert found is not None
     assert peak < found[1] < 2 * peak
@@ -86,13 +84,13 @@ def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.L
     free(cpu=1 << 29)
     caplog.set_level(logging.INFO)
     with pytest.raises(StartError) as refusal:
-        check(engine_options(smollm2_dir, 8, threads=1), torch.float32, CPU)
+        check(engine_options(smollm2_dir, 8), torch.float32, CPU)
     assert "513 MiB of weights takes 621 MiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
     assert "  513 MiB of weights" in caplog.messages
 
 
 def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Path, free: Free) -> None:
-    options = engine_options(smollm2_dir, 8, threads=1)
+    options = engine_options(smollm2_dir, 8)
     free(cpu=0, cuda=2 * SMOLLM2)
     check(options, torch.bfloat16, CUDA)
     with pytest.raises(StartError, match="on cpu"):
@@ -111,7 +109,7 @@ def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Pat
 
 def test_weights_stored_twice_or_in_another_dtype_count_as_loaded(tmp_path: Path, free: Free) -> None:
     model = make_model("Gemma", tmp_path)  # its head is its embedding
-    options = engine_options(model, 8, threads=1)
+    options = engine_options(model, 8)
     file = model / "model.safetensors"
     tensors = load_file(file)
     bytes_ = sum(tensor.nbytes for tensor in tensors.values())
@@ -130,7 +128,7 @@ def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free)
     model = make_model("T5", tmp_path)
     weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     free(cpu=1 << 40, cuda=weights)
-    check(engine_options(model, 8, threads=1), torch.float32, CUDA, AutoModelForSeq2SeqLM)
+    check(engine_options(model, 8), torch.float32, CUDA, AutoModelForSeq2SeqLM)
     free(cpu=1 << 40, cuda=weights - 1)
     with pytest.raises(StartError, match="too big"):
-        check(engine_options(model, 8, threads=1), torch.float32, CUDA, AutoModelForSeq2SeqLM)
+        check(engine_options(model, 8), torch.float32, CUDA, AutoModelForSeq2SeqLM)

@@ -28,7 +28,7 @@ Start = Callable[..., tuple[int, SyntheticEngine]]
 @pytest.fixture
 def options() -> EngineOptions:
     changes = {"estimate_memory": "auto", "max_sequence_length": 2048}
-    return msgspec.structs.replace(engine_options(Path("model"), 64, threads=1), **changes)
+    return engine_options(Path("model"), 64, **changes)
 
 
 @pytest.fixture

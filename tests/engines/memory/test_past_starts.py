@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
@@ -30,7 +29,7 @@ class Starts:
     def __call__(self, device: torch.device = CPU, **options: Any) -> int:
         self.num_starts += 1
         given = {"cache_dir": str(self.cache), "verify_start": False} | options
-        made = msgspec.structs.replace(engine_options(self.model, 4, threads=1), **given)
+        made = engine_options(self.model, 4, **given)
         return recall(made, device, lambda: self.num_starts)
 
     @property

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import golden_runner
-import msgspec
 import onnx
 import pytest
 import torch
@@ -50,7 +49,7 @@ def graphs(model: Path, cache_dir: Path) -> Path:
 
 
 def load(directory: Path, rows: int = 8) -> PaddedEngine:
-    engine = load_engine(engine_options(directory, rows, threads=1))
+    engine = load_engine(engine_options(directory, rows))
     engine.warm_up()
     return engine
 
@@ -97,7 +96,7 @@ def test_changing_batches_generate_what_transformers_generates_alone(
 ) -> None:
     """Also in chunks shorter than the prompts."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
-    expected = alone(PaddedEngine(engine_options(model, 8, threads=1)))
+    expected = alone(PaddedEngine(engine_options(model, 8)))
     assert joined(load(graphs), 2) == expected
 
 
@@ -146,17 +145,17 @@ def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
     assert engine.info.max_batch_size == 1
     assert "MAX_BATCH_SIZE is 1: the graphs see padding" in caplog.text
     found = generate_all(engine, limits(10**6, max_batch_size=1), wanted(3), random.Random(0))
-    assert found == alone(PaddedEngine(engine_options(model, 8, threads=1)), 3)
+    assert found == alone(PaddedEngine(engine_options(model, 8)), 3)
 
 
 def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours = load(graphs).info
-    theirs = PaddedEngine(engine_options(model, 8, threads=1)).info
+    theirs = PaddedEngine(engine_options(model, 8)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
     for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)
     assert not ours.supports_adapters
-    load_engine(msgspec.structs.replace(engine_options(graphs, 8, threads=1), dtype="bfloat16"))
+    load_engine(engine_options(graphs, 8, dtype="bfloat16"))
     assert "DTYPE=bfloat16 has no effect: the graphs were exported in float32" in caplog.text
 
 
@@ -178,7 +177,7 @@ def test_out_of_memory_is_distinguished_from_bugs() -> None:
 
 def refusal(directory: Path) -> str:
     with pytest.raises(StartError) as caught:
-        load_engine(engine_options(directory, 8, threads=1))
+        load_engine(engine_options(directory, 8))
     return str(caught.value)
 
 

@@ -47,12 +47,12 @@ def generate(directory: Path, **settings: Any) -> Outputs:
 
 def joined(directory: Path, wanted: list[Request], seed: int) -> Outputs:
     """What the engine generates for requests that arrive at random times."""
-    engine = PaddedEngine(engine_options(directory, 6, threads=1))
+    engine = PaddedEngine(engine_options(directory, 6))
     return generate_all(engine, limits(100_000, max_batch_size=6, prefill_tokens=512), wanted, random.Random(seed))
 
 
 def load(directory: Path) -> PaddedEngine:
-    engine = PaddedEngine(engine_options(directory, 8, threads=1))
+    engine = PaddedEngine(engine_options(directory, 8))
     engine.warm_up()
     return engine
 

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
-import sampling_oracle as oracle
 import torch
-from batches import check_pool, engine_options, limits, pool_of
+from checked_runs import Broken, Subject, random_request
 from fake_cuda_graphs import record
-from random_requests import KINDS, WISHES
-from tiny_models import EOS, VOCAB_SIZE, make_model
+from tiny_models import make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
-from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged import async_decode
@@ -26,7 +22,7 @@ from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.sampling import logits_processors, logprobs
 from tgis.engines.sampling import sampler as ours
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, SamplingParams
 
 SIZE, ROWS = 4, 6
 
@@ -58,57 +54,6 @@ class Launches:
         return seen
 
 
-@dataclass
-class Subject:
-    """An engine that decodes asynchronously, and transformers."""
-
-    engine: PagedEngine
-    model: Any
-    facts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
-    inputs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-
-    def step(self, plan: StepPlan) -> StepResult:
-        """Record the logprobs."""
-        result = self.engine.step(plan)
-        for place, row in enumerate(plan.sampled):
-            if row.id not in result.failed:
-                self.facts.setdefault(row.id, []).extend((result.logprobs and result.logprobs[place]) or [None])
-        self.inputs |= result.prompt_logprobs
-        return result
-
-    def check(self, row: Sequence) -> None:
-        """Everything that the sequence has got so far."""
-        logits = self.model(torch.tensor([row.tokens])).logits[0]
-        request, facts = row.request, self.facts.pop(row.id, [])
-        assert len(facts) == row.num_generated_tokens
-        for step, fact in enumerate(facts):
-            context = row.tokens[: row.prompt_length + step]
-            expected = oracle.process(
-                logits[len(context) - 1].tolist(),
-                request.sampling_params,
-                step,
-                [EOS],
-                context,
-                context[row.prompt_length :],
-            )
-            if expected.ambiguous:
-                continue
-            token = row.tokens[len(context)]
-            oracle.check_token(token, expected, request.sampling_params, step)
-            assert (fact is not None) == request.logprob_options.generated_tokens
-            if fact is not None:
-                oracle.check_logprobs(fact, token, expected, request.logprob_options)
-        self._check_inputs(row, logits.log_softmax(-1))
-
-    def _check_inputs(self, row: Sequence, logprobs: torch.Tensor) -> None:
-        told = self.inputs.pop(row.id, [])
-        assert len(told) == (
-            row.prompt_length if row.request.logprob_options.input_tokens and row.num_generated_tokens else 0
-        )
-        expected = [logprobs[place, token].item() for place, token in enumerate(row.request.tokens[1:])]
-        assert [fact.logprob for fact in told[1:]] == pytest.approx(expected[: len(told)], abs=1e-6)
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("Llama", tmp_path_factory.mktemp("model"))
@@ -116,10 +61,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def subject(model_dir: Path) -> Iterator[Subject]:
-    options = msgspec.structs.replace(engine_options(model_dir, ROWS, threads=1), dtype="float64")
     with torch.inference_mode():
-        engine = PagedEngine(options, async_decode=True, block_size=SIZE)
-        engine.warm_up()
+        engine = paged_engine(model_dir, ROWS, async_decode=True, block_size=SIZE, dtype="float64")
         yield Subject(engine, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval())
 
 
@@ -140,13 +83,6 @@ def lists(request: pytest.FixtureRequest) -> Iterator[str]:
         mock.patch.object(ours, "_TOP_P_CANDIDATES", 2),
     ):
         yield request.param
-
-
-def request(rng: random.Random, number: int, new: int = 12, **changes: Any) -> Request:
-    sampling = msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64))
-    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
-    values = {"sampling_params": sampling, "logprob_options": rng.choice(WISHES)} | changes
-    return Request(number, prompt, new, False, **values)
 
 
 def commit(plan: StepPlan, result: StepResult) -> None:
@@ -175,7 +111,7 @@ def test_any_plan_may_follow_any_other(
     ):
         for seed in range(4):
             rng = random.Random(seed)
-            rows = [Sequence(request(rng, number), 0.0) for number in range(ROWS)]
+            rows = [Sequence(random_request(rng, number), 0.0) for number in range(ROWS)]
             for _ in range(40):
                 alive = [row for row in rows if row.num_remaining_tokens > 0]
                 chosen = rng.sample(alive, rng.choice([len(alive), len(alive), rng.randint(0, len(alive))]))
@@ -212,7 +148,7 @@ def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], ch
 def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Launches) -> None:
     rng = random.Random(1)
     sampling = SamplingParams(temperature=1.0, min_new_tokens=20)
-    rows = [Sequence(request(rng, n, 20, sampling_params=sampling), 0.0) for n in range(4)]
+    rows = [Sequence(random_request(rng, n, 20, sampling_params=sampling), 0.0) for n in range(4)]
     for number, row in enumerate(rows):
         row.block_table = list(range(number * 10, number * 10 + 10))
     launched = []
@@ -225,49 +161,6 @@ def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Lau
     assert subject.engine._decoder._in_flight is None
     for row in rows:
         subject.check(row)
-
-
-@dataclass
-class Run:
-    """Steps of a batcher, as the worker takes them."""
-
-    subject: Subject
-    batcher: Batcher
-    ended: list[Sequence] = field(default_factory=list)
-    failed: set[int] = field(default_factory=set)
-
-    def step(self) -> bool:
-        plan, engine = self.batcher.plan(0.0), self.subject.engine
-        engine.release(plan.to_release)
-        if not plan.seqs:
-            return False
-        try:
-            result = self.subject.step(plan)
-        except RuntimeError:
-            assert self.batcher.rollback(plan, out_of_memory=False) == []
-            return True
-        failed = [row for row in plan.seqs if row.id in result.failed]
-        self.failed |= result.failed.keys()
-        self.batcher.drop(failed)
-        tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
-        self.ended += self.batcher.commit(plan.without(result.failed), tokens, 0.0)
-        check_pool(pool_of(self.batcher))
-        return True
-
-    def finish(self) -> None:
-        while self.step():
-            pass
-        for row in self.ended:
-            self.subject.check(row)
-        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
-
-
-def run_of(subject: Subject, blocks: int, requests: list[Request], **changes: Any) -> Run:
-    values = {"block_size": SIZE, "prefix_cache": True, "max_batch_size": ROWS, "lookahead": 1, "prefill_tokens": 9}
-    subject.facts.clear()
-    run = Run(subject, Batcher(limits(blocks * SIZE, padded=False, **(values | changes)), {EOS}))
-    run.batcher.submit(requests, 0.0)
-    return run
 
 
 def test_sequences_with_invalid_logits_fail_alone(
@@ -284,8 +177,8 @@ def test_sequences_with_invalid_logits_fail_alone(
 
     monkeypatch.setattr(subject.engine.runner, "run", poisoned)
     rng = random.Random(3)
-    requests = [request(rng, number, logprob_options=LogprobOptions()) for number in range(40)]
-    run = run_of(subject, 100, requests, prefill_tokens=64)
+    run = subject.run(100, prefix_cache=True, prefill_tokens=64)
+    run.batcher.submit([random_request(rng, number, logprob_options=LogprobOptions()) for number in range(40)], 0.0)
     run.finish()
     assert {row.id for row in run.ended} | run.failed == set(range(40))
     assert not run.failed & {row.id for row in run.ended}
@@ -306,12 +199,13 @@ def test_a_failed_launch_changes_no_result(
         nonlocal calls
         calls += 1
         if calls % 4 == 3:
-            raise RuntimeError("broken")
+            raise Broken
         return launch(*arguments)
 
     monkeypatch.setattr(subject.engine._decoder, failing, broken)
     rng = random.Random(4)
-    run = run_of(subject, 100, [request(rng, number) for number in range(12)])
+    run = subject.run(100, prefix_cache=True, prefill_tokens=9)
+    run.batcher.submit([random_request(rng, number) for number in range(12)], 0.0)
     run.finish()
     assert len(run.ended) == 12
     assert calls > 10
@@ -319,10 +213,9 @@ def test_a_failed_launch_changes_no_result(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
 def test_decoding_is_synchronous_on_cpus_by_default(model_dir: Path, subject: Subject) -> None:
-    engine = PagedEngine(engine_options(model_dir, ROWS, threads=1))
+    engine = paged_engine(model_dir, ROWS)
     assert (engine.info.lookahead, subject.engine.info.lookahead) == (0, 1)
-    row = Sequence(request(random.Random(1), 1), 0.0)
+    row = Sequence(random_request(random.Random(1), 1), 0.0)
     row.block_table = list(range(9))
-    engine.warm_up()
     engine.step(StepPlan.compute_all([row]))
     assert engine._decoder._in_flight is None

@@ -1,17 +1,15 @@
 """On a real GPU: no step waits for the device except for its tokens, whatever the batch and its requests."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
-from batches import engine_options
 from random_requests import KINDS, WISHES
-from tiny_models import make_model
+from tiny_models import make_model, paged_engine, tgis_warnings
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.paged.cuda_graphs import forbid_synchronization
-from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
+from tgis.engines.paged.engine import BLOCK_SIZE
 from tgis.ipc.request import Request
 
 pytestmark = [
@@ -26,8 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize("async_decode", [True, False])
 def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Prompts, decodes, and sequences that end one after the other; twice, since the first run compiles kernels."""
-    engine = PagedEngine(engine_options(make_model("Llama", tmp_path), 16, threads=1), async_decode=async_decode)
-    engine.warm_up()
+    engine = paged_engine(make_model("Llama", tmp_path), 16, async_decode=async_decode)
     for seed in range(2):
         rows = []
         for number, sampling in enumerate(KINDS):
@@ -48,5 +45,4 @@ def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool, ca
                 row.tokens += tokens
             engine.release([row for row in rows if not row.num_remaining_tokens])
             rows = [row for row in rows if row.num_remaining_tokens]
-    ours = [record for record in caplog.records if record.name.startswith("tgis")]
-    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []  # nothing runs eagerly
+    assert tgis_warnings(caplog) == []  # nothing runs eagerly

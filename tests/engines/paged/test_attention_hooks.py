@@ -4,19 +4,23 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
-from tiny_models import OWN_ATTENTION, VOCAB_SIZE, make_model, make_model_from_config
+from tiny_models import (
+    OWN_ATTENTION,
+    VOCAB_SIZE,
+    logits_of_chunks,
+    make_model,
+    make_model_from_config,
+    paged_engine,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tgis.batcher.sequence import StepPlan
 from tgis.engines.paged import attention_hooks
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.paged.self_check import dummy_sequence
 from tgis.errors import Unsupported
 
 CHUNKS = 150, 249, 1, 1
@@ -30,19 +34,13 @@ def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernel
         kernels_of(CPU_ISA)  # or the test is skipped
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
-    options = engine_options(make_model_from_config(OWN_ATTENTION[name], tmp_path), 4, threads=1)
-    isa = options.cpu_isa if kernels == "auto" else kernels
-    engine = PagedEngine(msgspec.structs.replace(options, max_sequence_length=len(tokens), cpu_isa=isa))
-    engine.warm_up()
+    model = make_model_from_config(OWN_ATTENTION[name], tmp_path)
+    engine = paged_engine(model, max_sequence_length=len(tokens), cpu_isa=CPU_ISA if kernels == "auto" else "none")
     assert engine.runner.attention.runs_cpu_kernel == (kernels == "auto")
-    seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
-    for count in CHUNKS:
-        computed, slices = engine.runner.compute_logits(StepPlan([seq], [count], [], has_prefill=True))
-        logits.append(computed[slices[seq.id]].clone())
-        seq.num_computed_tokens += count
+    logits = logits_of_chunks(engine, tokens, CHUNKS)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     expected = reference(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(torch.cat(logits).log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
 
 
 ALIBI = attention_hooks._alibi
@@ -60,7 +58,7 @@ def test_a_hook_that_does_not_fit_the_model_is_not_used(
     alibi: Callable[..., Tensor | None], message: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a change in transformers."""
-    options = engine_options(make_model("Bloom", tmp_path), 4, threads=1)
+    options = engine_options(make_model("Bloom", tmp_path), dtype=dtype)
     monkeypatch.setattr(attention_hooks, "_alibi", alibi)
     with pytest.raises(Unsupported, match=message):
-        PagedEngine(msgspec.structs.replace(options, dtype=dtype))
+        PagedEngine(options)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
@@ -30,10 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("Llama", tmp_path_factory.mktemp("compiled"))
 
 
-def options(model: Path) -> EngineOptions:
+def options(model: Path, **changes: Any) -> EngineOptions:
     # float64, for which there are no CPU kernels
-    changes = {"engine": "tgis_native", "compile": True, "dtype": "float64"}
-    return msgspec.structs.replace(engine_options(model, 4, threads=1), **changes)
+    return engine_options(model, **{"engine": "tgis_native", "compile": True, "dtype": "float64"} | changes)
 
 
 def graphs() -> int:
@@ -80,9 +79,8 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setitem(ARCHITECTURES, "Gemma3Text", ARCHITECTURES["Gemma3Text"] | {"num_hidden_layers": 3})
-    changed = options(make_model("Gemma3Text", tmp_path))
     store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
-    engine = PagedEngine(msgspec.structs.replace(changed, adapter_store=store))
+    engine = PagedEngine(options(make_model("Gemma3Text", tmp_path), adapter_store=store))
     for index, layer in enumerate(engine.runner.model.model.layers):
         layer.self_attn.sliding_window = 8 * (index + 1)
     before = graphs()
@@ -173,7 +171,7 @@ def test_gpus_compile_by_default(
     monkeypatch.setattr(capacity, "rank_memory", lambda *_: 1 << 30)
     monkeypatch.setattr(ModelRunner, "_compile", lambda *_: called.append("compile"))
     monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *_: called.append("capture"))
-    engine = PagedEngine(msgspec.structs.replace(options(model), compile=wanted, kv_cache_bytes=1 << 20))
+    engine = PagedEngine(options(model, compile=wanted, kv_cache_bytes=1 << 20))
     engine.runner.device = torch.device(device)
     engine.warm_up()
     assert called == expected
@@ -181,7 +179,7 @@ def test_gpus_compile_by_default(
 
 def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    engine = PagedEngine(msgspec.structs.replace(options(model), dtype="float32"))
+    engine = PagedEngine(options(model, dtype="float32"))
     before = graphs()
     assert_generates_what_transformers_does(engine, model)
     assert "PT2_COMPILE has no effect" in caplog.text

@@ -7,19 +7,18 @@ from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
 from fake_cuda_graphs import record
-from tiny_models import make_model
+from tiny_models import make_model, paged_engine
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.memory import capacity
 from tgis.engines.paged.batch import FlatBatch, StaticInputs
-from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, Replay, capture_sizes, cuda_capture
+from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, Replay, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
@@ -118,27 +117,6 @@ def test_long_prompts_are_not_replayed(graphs: DecodeGraphs) -> None:
         assert (graphs.run(batch) is not None) == replayed
 
 
-def test_a_later_step_does_not_overwrite_the_logits_of_an_earlier_one(graphs: DecodeGraphs) -> None:
-    """Neither may have been read yet."""
-    draw = random.Random(3)
-    batches = [batch_of(rows, draw) for rows in (4, 4, 3)]
-    found = [graphs.run(batch) for batch in batches]
-    for logits, batch in zip(found, batches, strict=True):
-        assert logits is not None
-        assert torch.equal(logits, forward(batch))
-
-
-def test_padding_reads_nothing_and_writes_to_the_scratch_slot() -> None:
-    made = graphs_of(lambda batch: torch.stack([batch.seq_lens, batch.slot_mapping], 1), 8, WIDTH)
-    made.run(batch_of(8, random.Random(3)))
-    made.run(batch_of(5, random.Random(4)))
-    _, output = made._captured[8, None]
-    lengths, slots = output.T.tolist()
-    assert lengths[5:] == [0, 0, 0]
-    assert slots[5:] == [SCRATCH] * 3
-    assert all(lengths[:5])
-
-
 def test_other_batches_are_not_replayed(graphs: DecodeGraphs) -> None:
     draw = random.Random(5)
     assert graphs.run(batch_of(ROWS + 1, draw)) is None
@@ -176,9 +154,7 @@ def test_a_step_that_synchronizes_is_not_captured(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     model = make_model("Llama", tmp_path_factory.mktemp("model"))
-    engine = PagedEngine(msgspec.structs.replace(engine_options(model, 8, threads=1), dtype="float64"))
-    engine.warm_up()
-    return engine
+    return paged_engine(model, 8, dtype="float64")
 
 
 def test_captured_steps_must_agree_with_eager_ones(engine: PagedEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,21 +185,11 @@ def test_only_a_device_that_still_works_runs_without_graphs(
             engine.runner.capture_graphs(mock.Mock(side_effect=fatal), eager_logits, engine.info)
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 8, 9, 63, 64, 65, 256])
-def test_capture_sizes(max_batch_size: int) -> None:
-    sizes = capture_sizes(max_batch_size)
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == max_batch_size
-    waste = max(later - earlier for earlier, later in zip([0, *sizes], sizes, strict=False))
-    assert waste <= 16
-
-
 @pytest.mark.parametrize(("free", "used"), [(5000, 4992), (4992, 4992), (1023, 1023)])
 def test_compiled_graphs_of_the_last_start_are_for_the_same_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, used: int
 ) -> None:
     monkeypatch.setattr(capacity, "memory_for_batches", lambda *_: 100 * free + 7)
     monkeypatch.setattr(capacity, "rank_memory", lambda *_: 100 * free + 7)
-    options = msgspec.structs.replace(engine_options(tmp_path, 4, threads=1), max_sequence_length=1 << 20)
+    options = engine_options(tmp_path, 4, max_sequence_length=1 << 20)
     assert capacity.KVBudget(options, torch.device("cuda"), 4, 16).num_blocks(100, lambda: 0) == used

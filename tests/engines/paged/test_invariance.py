@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from batches import engine_options, limits
+from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from quantized_formats import (
@@ -31,15 +31,16 @@ from tiny_models import (
     SHAPE_OF_512,
     VOCAB_SIZE,
     WIDE_ENCODER_DECODERS,
+    Outcome,
     make_model_from_config,
-    run_steps,
+    outcomes,
+    paged_engine,
 )
 from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
-from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.speculation.speculator import Speculator
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -54,8 +55,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
-
-Outcome = tuple[list[int], list[TokenLogprobs]]
 
 CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto"), ("GPT2", "bfloat16", "auto")]
 CASES += [("T5", "bfloat16", "auto"), ("Llama", "bfloat16", "avx2")]
@@ -104,18 +103,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     isa = CPU_ISA if isa == "auto" else isa
     kernels_of(isa)
     path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
-    options = msgspec.structs.replace(engine_options(path, ROWS, threads=1 if kind else 2), dtype=dtype, cpu_isa=isa)
     if kind and kind[0] in CHECKPOINTS:
         config, quantize = CHECKPOINTS[kind[0]]
         quantized_copy(path, quantize, config)
-    options = msgspec.structs.replace(options, **QUANTIZED.get(kind[0], {}) if kind else {})
-    return warm_engine(options)
-
-
-def warm_engine(options: EngineOptions) -> PagedEngine:
-    engine = PagedEngine(options)
-    engine.warm_up()
-    return engine
+    changes = QUANTIZED.get(kind[0], {}) if kind else {}
+    return paged_engine(path, ROWS, num_threads=1 if kind else 2, dtype=dtype, cpu_isa=isa, **changes)
 
 
 def requests() -> list[Request]:
@@ -130,7 +122,7 @@ def requests() -> list[Request]:
     return [Request(number, prompt, NEW, False, sampling[number % 3], DETAILS) for number, prompt in enumerate(prompts)]
 
 
-def outcomes(
+def generated_by(
     engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random, proposed: int = 0
 ) -> list[Outcome]:
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
@@ -145,24 +137,16 @@ def outcomes(
         max_batch_size=ROWS,
         encoder_decoder=engine.info.encoder_decoder,
     )
-    found: dict[int, Outcome] = {request.id: ([], []) for request in together}
-    for plan, result, _ in run_steps(engine, bounds, together, rng):
-        logprobs = result.logprobs or [[]] * len(plan.sampled)
-        for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
-            assert len(facts) in (len(tokens), 0)
-            kept = row.num_generated_tokens - len(found[row.id][0])  # one of several tokens may be the end
-            found[row.id][0].extend(tokens[:kept])
-            found[row.id][1].extend(facts[:kept])
-    return [found[request.id] for request in together]
+    return [*outcomes(engine, bounds, together, rng)[0].values()]
 
 
 def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
     draw = random.Random(2)
     asked = requests()
-    alone = [outcomes(engine, [request], 512, 100, draw)[0] for request in asked]
+    alone = [generated_by(engine, [request], 512, 100, draw)[0] for request in asked]
     for chunk in (3, 16, 50):
         draw.shuffle(asked)
-        together = outcomes(engine, asked, chunk, draw.choice([24, 100]), draw)
+        together = generated_by(engine, asked, chunk, draw.choice([24, 100]), draw)
         for request, outcome in zip(asked, together, strict=True):
             assert outcome == alone[request.id], (chunk, request.id)
 
@@ -180,13 +164,14 @@ def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -
         Request(number, motif * draw.randint(1, 5), 24, False, params, DETAILS)
         for number, params in enumerate(msgspec.structs.replace(each, seed=draw.getrandbits(64)) for each in sampling)
     ]
-    expected = outcomes(engine, asked, 512, 100, draw)
-    right = [request.tokens + tokens for request, (tokens, _) in zip(asked, expected, strict=True)]
+    expected = generated_by(engine, asked, 512, 100, draw)
+    right = [request.tokens + own.tokens for request, own in zip(asked, expected, strict=True)]
     if kind is ForcedDrafts:
-        own = {"speculation": "auto", "speculator_path": engine._options.model_path}
-        engine = warm_engine(msgspec.structs.replace(engine._options, **own))
+        drafts = {"speculation": "auto", "speculator_path": engine._options.model_path}
+        engine = PagedEngine(msgspec.structs.replace(engine._options, **drafts))
+        engine.warm_up()
     with proposing(kind, right):
         for most, blocks in ((5, 24), (15, 100)):
-            found = outcomes(engine, asked, 512, blocks, draw, most)
+            found = generated_by(engine, asked, 512, blocks, draw, most)
             for request, one, other in zip(asked, found, expected, strict=True):
                 assert one == other, (most, request)

@@ -1,11 +1,10 @@
 """On a real GPU: compiled and captured steps of all ways to attend give the logits of transformers on the CPU."""
 
-import logging
 import random
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options, limits
@@ -19,9 +18,12 @@ from tiny_models import (
     check_best,
     generate_all,
     greedy_requests,
+    logits_of_chunks,
     make_model_from_config,
+    paged_engine,
+    tgis_warnings,
 )
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -32,9 +34,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tgis.batcher.sequence import StepPlan
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.paged.self_check import dummy_sequence
 from tgis.engines.quantization import config as quantization
 from tgis.engines.quantization.weight import quantize
 
@@ -68,12 +68,10 @@ def test_logits_are_those_of_transformers(
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
     model = make_model_from_config(CONFIGS[name], tmp_path)
-    options = msgspec.structs.replace(engine_options(model, 4, threads=2), dtype=dtype, max_sequence_length=len(tokens))
-    engine = PagedEngine(msgspec.structs.replace(options, compile=name in ("Llama", "BLOOM")))
-    engine.warm_up()
-    ours = [record for record in caplog.records if record.name.startswith("tgis")]
-    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []  # nothing runs eagerly
-    found = logits_of_chunks(engine, tokens)
+    how = {"dtype": dtype, "num_threads": 2, "compile": name in ("Llama", "BLOOM")}
+    engine = paged_engine(model, max_sequence_length=len(tokens), **how)
+    assert tgis_warnings(caplog) == []  # nothing runs eagerly
+    found = logits_of_chunks(engine, tokens, CHUNKS)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).float().eval()
     expected = reference(torch.tensor([tokens])).logits[0]
     assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
@@ -88,21 +86,19 @@ def test_quantized_weights_give_the_logits_of_what_they_stand_for(
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
     model = make_model_from_config(CONFIGS["Llama"], tmp_path)
-    options = msgspec.structs.replace(engine_options(model, 4, threads=2), dtype=dtype, max_sequence_length=len(tokens))
+    how: dict[str, Any] = {"dtype": dtype, "num_threads": 2, "compile": True}
     if name in FORMATS:
         config, codes = FORMATS[name]
         reference = quantized_copy(model, codes, config)
     else:
-        options = msgspec.structs.replace(options, quantize=name, quantize_activations="none")
+        how |= {"quantize": name, "quantize_activations": "none"}
         reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         for path, module in reference.named_modules():
             if isinstance(module, nn.Linear) and path != "lm_head":
                 module.weight.data = quantize(module.weight.data, int(name[-1])).dequantized()
-    engine = PagedEngine(msgspec.structs.replace(options, compile=True))
-    engine.warm_up()
-    ours = [record for record in caplog.records if record.name.startswith("tgis")]
-    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
-    found, expected = logits_of_chunks(engine, tokens), reference(torch.tensor([tokens])).logits[0]
+    engine = paged_engine(model, max_sequence_length=len(tokens), **how)
+    assert tgis_warnings(caplog) == []
+    found, expected = logits_of_chunks(engine, tokens, CHUNKS), reference(torch.tensor([tokens])).logits[0]
     assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
@@ -112,7 +108,7 @@ def test_encoder_decoders_generate_what_transformers_does(
 ) -> None:
     """Inputs that come at random steps, with few blocks and cached inputs."""
     model, draw = make_model_from_config(WIDE_ENCODER_DECODERS[name], tmp_path), random.Random(1)
-    engine = PagedEngine(engine_options(model, 6, threads=2))
+    engine = PagedEngine(engine_options(model, 6, num_threads=2))
     bounds = limits(
         160, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=64, encoder_decoder=True
     )
@@ -123,18 +119,4 @@ def test_encoder_decoders_generate_what_transformers_does(
         outputs = torch.tensor([[DECODER_START, *tokens]])
         logits = reference(input_ids=torch.tensor([request.tokens]), decoder_input_ids=outputs).logits[0]
         check_best(logits[:-1], tokens)
-    ours = [record for record in caplog.records if record.name.startswith("tgis")]
-    assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
-
-
-def logits_of_chunks(engine: PagedEngine, tokens: list[int]) -> Tensor:
-    """[len(tokens), V]: prompt chunks, then replayed decode steps."""
-    seq, logits = dummy_sequence(tokens, 16, prompt_logprobs=True), []
-    for count in CHUNKS:
-        prefill = count > 1
-        computed, slices = engine.runner.compute_logits(
-            StepPlan([seq], [count], [] if prefill else [seq], has_prefill=prefill)
-        )
-        logits.append(computed[slices[seq.id]] if prefill else computed[:1])
-        seq.num_computed_tokens += count
-    return torch.cat([part.float().cpu() for part in logits])
+    assert tgis_warnings(caplog) == []

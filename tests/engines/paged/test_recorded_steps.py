@@ -6,21 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
 from tiny_models import (
-    LLAMA_LIKE,
     OWN_ATTENTION,
-    TOKEN_IDS,
     generate_all,
     greedy_requests,
     make_model_from_config,
     make_wide_config,
+    paged_engine,
 )
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from tgis.engines.kernels.cpu import linear
@@ -66,13 +63,12 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    config = LlamaConfig(**LLAMA_LIKE | TOKEN_IDS | {"head_dim": 16})  # for which there are kernels
-    return make_model_from_config(config, tmp_path)
+    return make_model_from_config(make_wide_config("Llama"), tmp_path)
 
 
 def generated(model: Path, **options: Any) -> list[list[int]]:
     """The tokens of a dozen requests that come at random times, some to an idle engine."""
-    engine = PagedEngine(msgspec.structs.replace(engine_options(model, ROWS, threads=1), **options))
+    engine = PagedEngine(engine_options(model, ROWS, **options))
     draw = random.Random(1)
     bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
     return generate_all(engine, bounds, greedy_requests(12, 9, draw, longest=40), draw)
@@ -121,10 +117,8 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
 def test_replayed_steps_call_no_operators_of_pytorch(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = make_model_from_config(make_wide_config(name), tmp_path)
-    options = msgspec.structs.replace(engine_options(path, ROWS, threads=1), dtype="bfloat16")
     with caplog.at_level("INFO"):
-        PagedEngine(options).warm_up()
+        paged_engine(make_model_from_config(make_wide_config(name), tmp_path), ROWS, dtype="bfloat16")
     assert "operators of PyTorch in a recorded pass: none" in caplog.messages
 
 

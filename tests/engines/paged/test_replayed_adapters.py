@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from adapter_batches import AdapterRequest, EngineSetup, generate_all
-from batches import engine_options, limits
+from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from fake_cuda_graphs import record
-from tiny_models import EOS, LLAMA_LIKE, TOKEN_IDS, VOCAB_SIZE, make_model_from_config
+from tiny_models import EOS, VOCAB_SIZE, make_model_from_config, make_wide_config, paged_engine
 from torch import Tensor
-from transformers import LlamaConfig
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
@@ -30,20 +28,12 @@ from tgis.engines.paged.self_check import dummy_sequence
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
-ROWS, NEW = 4, 9
+ROWS, NEW = 4, 9  # ROWS of `paged_engine`
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(**LLAMA_LIKE | TOKEN_IDS | {"head_dim": 16})  # for which there are kernels
-    return make_model_from_config(config, tmp_path_factory.mktemp("model"))
-
-
-def make_engine(model: Path, dtype: str, **changes: Any) -> PagedEngine:
-    options = msgspec.structs.replace(engine_options(model, ROWS, threads=1), dtype=dtype, **changes)
-    engine = PagedEngine(options)
-    engine.warm_up()
-    return engine
+    return make_model_from_config(make_wide_config("Llama"), tmp_path_factory.mktemp("model"))
 
 
 def make_adapters(engine: PagedEngine, ranks: list[int]) -> list[LoraAdapter]:
@@ -89,19 +79,19 @@ def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         replay.parts.append(lambda: replays.update([has_adapters]))
         return replay, output
 
-    engine = make_engine(model, "float32")
+    engine = paged_engine(model, dtype="float32")
     monkeypatch.setattr(Recorder, "record", counted)
     found = generated(engine, [2, 3, 1])
     assert replays[True] > 20
     monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
-    assert generated(make_engine(model, "float32"), [2, 3, 1]) == found
+    assert generated(paged_engine(model, dtype="float32"), [2, 3, 1]) == found
 
 
 @pytest.fixture
 def captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedEngine, Counter[str]]:
     """An engine whose bank has four columns at least, and how many steps with adapters are captured and replayed."""
     monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
-    return capture(make_engine(model, "float64"))
+    return capture(paged_engine(model, dtype="float64"))
 
 
 def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
@@ -131,7 +121,7 @@ def test_captured_steps_read_what_the_bank_holds(
 ) -> None:
     """Later adapters too; as long as it does not grow: one capture for each batch size and set of layers."""
     engine, counts = captured
-    assert generated(engine, ranks) == generated(make_engine(model, "float64"), ranks)
+    assert generated(engine, ranks) == generated(paged_engine(model, dtype="float64"), ranks)
     if grows:
         assert counts["captured"] > 3
     else:
@@ -169,7 +159,7 @@ def test_adapters_that_cannot_be_captured_run_eagerly(
         raise RuntimeError("called a synchronizing operation\nand more")
 
     monkeypatch.setattr(engine.runner.graphs, "_capture_graph", fail)
-    assert generated(engine, [2, 3]) == generated(make_engine(model, "float64"), [2, 3])
+    assert generated(engine, [2, 3]) == generated(paged_engine(model, dtype="float64"), [2, 3])
     assert [each for each in caplog.messages if "CUDA graphs" in each] == [
         "decode steps with LoRA adapters run without CUDA graphs: called a synchronizing operation"
     ]
@@ -198,7 +188,7 @@ def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytes
     """What is compiled calls operators in place of changing outputs; here nothing compiles it."""
     monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
     ranks = [2, 3, 5, 1]
-    expected = generated(make_engine(model, "float64"), ranks)
+    expected = generated(paged_engine(model, dtype="float64"), ranks)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     change, changed = LoraLayers.changed_output, set[int]()
 
@@ -207,7 +197,7 @@ def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytes
         return change(self, layer, *arguments)
 
     monkeypatch.setattr(LoraLayers, "changed_output", counted)
-    engine, counts = capture(make_engine(model, "float64", **COMPILED))
+    engine, counts = capture(paged_engine(model, dtype="float64", **COMPILED))
     assert generated(engine, ranks) == expected
     assert counts["replayed"] > 5 * counts["captured"] > 0
     assert changed == set(range(len(engine.info.lora_targets)))
@@ -218,7 +208,7 @@ def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytes
 def test_adapters_in_compiled_layers_that_differ_run_eagerly(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = generated(make_engine(model, "float64"), [2, 3])
+    expected = generated(paged_engine(model, dtype="float64"), [2, 3])
     stances: list[str] = []
 
     @contextmanager
@@ -234,7 +224,7 @@ def test_adapters_in_compiled_layers_that_differ_run_eagerly(
 
     monkeypatch.setattr(LoraLayers, "changed_output", wrong)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
-    engine = make_engine(model, "float64", **COMPILED)
+    engine = paged_engine(model, dtype="float64", **COMPILED)
     assert "passes with LoRA adapters are not compiled: compiled steps do not give the logits of eager" in caplog.text
     assert generated(engine, [2, 3]) == expected
     assert stances[-1] == "force_eager"
@@ -246,7 +236,7 @@ def test_a_model_that_no_adapter_can_change_starts(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(LoraLayers, "_delta", mock.Mock(side_effect=RuntimeError("shape '[13, -1, 4]' is invalid")))
-    engine = make_engine(model, "float64", **COMPILED)
+    engine = paged_engine(model, dtype="float64", **COMPILED)
     assert "PT2_COMPILE has no effect: shape '[13, -1, 4]' is invalid" in caplog.text
     seq = dummy_sequence([5, 6, 7], 16)
     engine.runner.compute_logits(StepPlan([seq], [3], [seq], has_prefill=True))
@@ -258,7 +248,7 @@ def test_a_model_that_no_adapter_can_change_starts(
 def test_compiled_passes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters that come and go, of ranks that make the bank grow and of some layers only, need no other graph."""
     monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
-    compiled, ranks = make_engine(model, "float64", **COMPILED), [2, 3, 5, 1]
-    assert generated(compiled, ranks) == generated(make_engine(model, "float64"), ranks)
+    compiled, ranks = paged_engine(model, dtype="float64", **COMPILED), [2, 3, 5, 1]
+    assert generated(compiled, ranks) == generated(paged_engine(model, dtype="float64"), ranks)
     assert compiled.runner.compiled is not None
     assert (compiled.runner.compiled.num_eager_steps, compiled.runner.compiled.lora_is_eager) == (0, False)

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
 from cpu_kernels import CPU_ISA
-from tiny_models import make_model, make_model_from_config
+from tiny_models import make_model, make_model_from_config, paged_engine
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -36,7 +35,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
         num_key_value_heads=2,
     )
     model = make_model_from_config(config, tmp_path_factory.mktemp("deep"))
-    return msgspec.structs.replace(engine_options(model, 4, threads=1), dtype="bfloat16")
+    return engine_options(model, 4, dtype="bfloat16")
 
 
 def test_a_deep_model_is_paged(options: EngineOptions) -> None:
@@ -74,7 +73,7 @@ def test_a_kernel_of_draws_is_tried_with_several_rows(tmp_path: Path, monkeypatc
     """A wrong one may give the right token once."""
     watched = mock.Mock(wraps=draw)
     monkeypatch.setattr(engine_module, "select_ops", lambda *_: SamplingOps(draw=watched))
-    PagedEngine(engine_options(make_model("Llama", tmp_path), 4, threads=1)).warm_up()
+    paged_engine(make_model("Llama", tmp_path))
     scores, keys = watched.call_args_list[0].args
     assert len(scores.values) == len(keys.unique()) == 8
 
@@ -85,11 +84,7 @@ def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, asked: str, tm
     model = make_model(name, tmp_path)
     logits = []
     for isa, kv_cache_dtype in ((CPU_ISA, asked), ("none", asked), ("none", "auto")):
-        options = msgspec.structs.replace(
-            engine_options(model, 4, threads=1), cpu_isa=isa, kv_cache_dtype=kv_cache_dtype
-        )
-        engine = PagedEngine(options)
-        engine.warm_up()
+        engine = paged_engine(model, cpu_isa=isa, kv_cache_dtype=kv_cache_dtype)
         logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 70)))
     by_kernel, by_pytorch, plain = logits
     assert (by_kernel - by_pytorch).norm() < 1e-3 * plain.norm()
@@ -98,6 +93,6 @@ def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, asked: str, tm
 
 def test_a_cache_that_changes_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tgis.engines.paged.attention.channel_scales", lambda key: key[:, 0].float() * torch.nan)
-    options = msgspec.structs.replace(engine_options(make_model("Llama", tmp_path), 4, 1), kv_cache_dtype="int8")
+    options = engine_options(make_model("Llama", tmp_path), 4, kv_cache_dtype="int8")
     with pytest.raises(Unsupported, match=r"^KV_CACHE_DTYPE=int8 steps do not give the logits of eager ones"):
         PagedEngine(options)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 import transformers
@@ -29,7 +28,7 @@ from quantized_formats import (
     with_input_scale,
 )
 from rank_processes import on_ranks
-from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_config, make_wide_config, run_steps
+from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_config, make_wide_config, outcomes
 
 from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
@@ -99,7 +98,7 @@ def test_where_paged_attention_fails_on_one_rank_all_have_another_engine(tmp_pat
 
 
 def load_with_failure(directory: Path) -> tuple[str, str]:
-    options = msgspec.structs.replace(engine_options(directory, 4, threads=1), num_shards=2, engine="auto")
+    options = engine_options(directory, 4, num_shards=2, engine="auto")
     failing = mock.patch.object(self_check, "_compare", side_effect=Unsupported("off by 0.1"))
     with failing if torch.distributed.get_rank() else nullcontext():
         engine, reason = load_shard(options)
@@ -151,9 +150,7 @@ def test_ranks_share_quantized_weights(name: str, layout: str, count: int, engin
 )
 def test_ranks_share_experts_in_mxfp4(count: int, engine: str, tmp_path: Path) -> None:
     """Parts of 48 and 24 inputs begin within blocks of 32."""
-    config = make_config("GptOss")
-    config.hidden_size, config.intermediate_size = 64, 96
-    directory = make_model_from_config(config, tmp_path)
+    directory = make_model_from_config(make_config("GptOss", hidden_size=64, intermediate_size=96), tmp_path)
     experts_in_mxfp4(directory)
     compare(directory, count, engine)
 
@@ -202,7 +199,7 @@ def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=error):
         on_ranks(2, generate, directory, 2, "tgis_native", {})
     with pytest.raises(StartError, match=error):  # `tgis serve --check`
-        describe_memory(msgspec.structs.replace(engine_options(directory, 4, threads=1), num_shards=2))
+        describe_memory(engine_options(directory, 4, num_shards=2))
     weights = {"o_proj": in_groups(32, 16), "down_proj": in_groups(48, 8), "whole": in_groups(5, 5)}
     check_groups(weights, make_config("Llama"), 2)
     with pytest.raises(StartError, match=r"^NUM_SHARD=4 cuts groups of 16 of the 32 inputs of o_proj; .* do: 1, 2$"):
@@ -261,12 +258,11 @@ def generate(
     rows: int = 4,
     chunk: int = 40,
 ) -> Found:
-    options = engine_options(directory, 4, threads=1)
-    options = msgspec.structs.replace(options, engine=engine, num_shards=count, kv_cache_bytes=1 << 20, **changes)
+    changes = {"engine": engine, "num_shards": count, "kv_cache_bytes": 1 << 20} | changes
     if (directory / SHARED).exists():
         memory = os.open(directory / SHARED, os.O_RDWR)
-        options = msgspec.structs.replace(options, rank=torch.distributed.get_rank(), shared_memory=memory)
-    shard, reason = load_shard(options)
+        changes |= {"rank": torch.distributed.get_rank(), "shared_memory": memory}
+    shard, reason = load_shard(engine_options(directory, **changes))
     assert not reason
     shard.warm_up()
     info = shard.info
@@ -278,15 +274,9 @@ def generate(
     if not info.padded:
         paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": chunk}
         bounds = limits(90, max_batch_size=rows, encoder_decoder=info.encoder_decoder, **paged)
-    found: Found = {number: ([], []) for number in range(6)}
-    for plan, result, _ in run_steps(shard, bounds, requests(), random.Random(1), adapters, cancelled=CANCELLED):
-        for seq, tokens, facts in zip(plan.sampled, result.tokens, result.logprobs, strict=True):
-            found[seq.id][0].extend(tokens)
-            found[seq.id][1].extend(fact.logprob for fact in facts)
-        for number, facts in result.prompt_logprobs.items():
-            found[number][1].extend(fact.logprob for fact in facts)
-    assert all(len(found[number][0]) <= count for number, count in CANCELLED.items())
-    return found
+    got, _ = outcomes(shard, bounds, requests(), random.Random(1), adapters, cancelled=CANCELLED)
+    assert all(len(got[number].tokens) <= count for number, count in CANCELLED.items())
+    return {n: (one.tokens, [fact.logprob for fact in (*one.inputs, *one.facts)]) for n, one in got.items()}
 
 
 def generate_and_count(recording: bool, *args: Any) -> tuple[Found, int]:

@@ -4,27 +4,25 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from batches import engine_options, limits
-from cpu_kernels import CPU_ISA, kernels_of, num_threads
+from batches import limits
+from cpu_kernels import CPU_ISA, kernels_of
 from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
-from tiny_models import SHAPE_OF_512, VOCAB_SIZE, make_model_from_config, run_steps
-from torch.nn.functional import cross_entropy, gelu
+from tiny_models import SHAPE_OF_512, VOCAB_SIZE, Outcome, make_model_from_config, outcomes, paged_engine
+from torch.nn.functional import gelu
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.errors import StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
-from tgis.prompts.lora import LoraAdapter
 
 ROWS = 8
 WIDTH, INNER = SHAPE_OF_512["hidden_size"], 40
@@ -36,7 +34,6 @@ MLP: dict[str, Any] = {
     "n_predict": 3,
 }
 TIED = MLP | {"tie_weights": True, "scale_input": True}
-NEW, BOS = 32, 2  # of texts of glassllm
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
 
@@ -77,11 +74,8 @@ def normed(states: torch.Tensor) -> torch.Tensor:
 
 
 def load(paths: dict[str, Path], drafter: str, dtype: str = "bfloat16") -> PagedEngine:
-    options = msgspec.structs.replace(engine_options(paths["itself"], ROWS, threads=1), dtype=dtype)
-    options = msgspec.structs.replace(options, speculation="auto", speculator_path=str(paths[drafter]))
-    engine = PagedEngine(options)
-    engine.warm_up()
-    return engine
+    drafts = {"speculation": "auto", "speculator_path": str(paths[drafter])}
+    return paged_engine(paths["itself"], ROWS, dtype=dtype, **drafts)
 
 
 @pytest.fixture(scope="module", params=["itself", "another", "tied MLP"])
@@ -90,15 +84,9 @@ def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngin
     return load(paths, request.param)
 
 
-def outcomes(
-    engine: PagedEngine,
-    asked: list[Request],
-    drafted: int,
-    blocks: int,
-    draw: random.Random,
-    check: Callable[[list[int], list[int]], None] = lambda *_: None,
-    adapters: Mapping[int, LoraAdapter] = {},
-) -> tuple[list[Any], Counter[str]]:
+def generated_by(
+    engine: PagedEngine, asked: list[Request], drafted: int, blocks: int, draw: random.Random, **others: Any
+) -> tuple[list[Outcome], Counter[str]]:
     bounds = limits(
         blocks * 16,
         prefix_cache=True,
@@ -109,22 +97,8 @@ def outcomes(
         prefill_tokens=50,
         max_batch_size=ROWS,
     )
-    found: dict[int, Any] = {request.id: ([], []) for request in asked}
-    counts: Counter[str] = Counter()
-    for plan, result, _ in run_steps(engine, bounds, asked, draw, adapters):
-        logprobs = result.logprobs or [[]] * len(plan.sampled)
-        for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
-            kept = row.num_generated_tokens - len(found[row.id][0])
-            found[row.id][0].extend(tokens[:kept])
-            found[row.id][1].extend(facts[:kept])
-            if row.id in plan.drafts:
-                counts["asked"] += plan.drafts[row.id]
-                counts["drafted"] += len(plan.proposals.get(row.id, []))
-                counts["kept"] += len(tokens) - 1
-                if row.id in plan.proposals:
-                    check(row.tokens[: len(row.tokens) - kept], plan.proposals[row.id])
-        counts["preempted"] += sum(not row.finished for row in plan.to_release)
-    return [found[request.id] for request in asked], counts
+    found, counts = outcomes(engine, bounds, asked, draw, **others)
+    return [*found.values()], counts
 
 
 def requests(draw: random.Random, sampling: list[SamplingParams]) -> list[Request]:
@@ -138,12 +112,12 @@ def test_drafts_change_nothing(engine: PagedEngine) -> None:
     """With every way to sample, few blocks, and prefixes of the cache."""
     draw = random.Random(4)
     asked = requests(draw, [*KINDS, *KINDS])
-    expected, none = outcomes(engine, asked, 0, 100, draw)
+    expected, none = generated_by(engine, asked, 0, 100, draw)
     assert not none["asked"]
     preempted = 0
     for most, blocks in ((1, 100), (4, 14), (15, 100)):
         with proposing(ForcedDrafts):
-            found, counts = outcomes(engine, asked, most, blocks, draw)
+            found, counts = generated_by(engine, asked, most, blocks, draw)
         for request, one, other in zip(asked, found, expected, strict=True):
             assert one == other, (most, request)
         assert counts["drafted"] > 100
@@ -157,12 +131,12 @@ def test_drafts_go_together_with_adapters(paths: dict[str, Path]) -> None:
     asked = requests(draw, [SamplingParams()] * 12)
     adapter = dummy_adapter(engine.info.lora_targets, torch.float32, torch.device("cpu"))
     adapters = dict.fromkeys(range(1, len(asked), 3), adapter)
-    expected, _ = outcomes(engine, asked, 0, 100, draw, adapters=adapters)
-    plain, _ = outcomes(engine, asked, 0, 100, draw)
+    expected, _ = generated_by(engine, asked, 0, 100, draw, adapters=adapters)
+    plain, _ = generated_by(engine, asked, 0, 100, draw)
     assert [one == other for one, other in zip(plain, expected, strict=True)].count(False) >= len(adapters)
     with proposing(ForcedDrafts):
-        found, counts = outcomes(engine, asked, 4, 14, draw, adapters=adapters)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        found, counts = generated_by(engine, asked, 4, 14, draw, adapters=adapters)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
     assert counts["drafted"] > 50
 
 
@@ -172,7 +146,7 @@ def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> N
     warm, hot = SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.0, top_p=0.95, top_k=40)
     for sampling in ([SamplingParams()] * 6, [warm] * 3 + [hot] * 3, KINDS):
         with proposing(ForcedDrafts):
-            _, counts = outcomes(engine, requests(draw, [*sampling]), 5, 40, draw)
+            _, counts = generated_by(engine, requests(draw, [*sampling]), 5, 40, draw)
         assert counts["kept"] == counts["drafted"] > 80, sampling
 
 
@@ -191,73 +165,8 @@ def test_an_mlp_speculator_is_its_formula(paths: dict[str, Path], name: str, con
             num_checked += 1
 
     with proposing(ForcedDrafts):
-        outcomes(engine, requests(draw, [*KINDS[:3], KINDS[4]] * 3), 3, 14, draw, check)
+        generated_by(engine, requests(draw, [*KINDS[:3], KINDS[4]] * 3), 3, 14, draw, check=check)
     assert num_checked > 50
-
-
-@pytest.mark.slow
-def test_a_trained_mlp_speculator_is_right_as_often_as_in_training(glassllm_dir: Path, tmp_path: Path) -> None:
-    """In texts that it was not trained with: as many tokens of each draft are kept as its formula is right about."""
-    model = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    config = MLP | {"vocab_size": 1024, "emb_dim": 128}
-    words = torch.randperm(1000, generator=torch.Generator().manual_seed(1)) + 24  # those before are special or letters
-    with num_threads(1):  # two that wait for each other are slower
-        known = torch.cat([generated(model, words[:64], 64, sample=True), generated(model, words[64:128], 64)])
-        weights = train_mlp(config, *drafts_of(model, known))
-        texts = generated(model, words[128:160], NEW + config["n_predict"])
-    states, tokens = drafts_of(model, texts)
-    best = torch.stack(mlp_logits(config, weights, states, tokens[:-1])).argmax(-1)
-    right = (best == torch.stack(tokens[1:])).int().cumprod(0)  # [stage, text, place], teacher-forced
-    expected = 0
-
-    def check(known: list[int], drafted: list[int]) -> None:
-        nonlocal expected
-        (text,) = (texts[:, 1] == known[1]).nonzero()[0].tolist()
-        assert known == texts[text, : len(known)].tolist()
-        expected += int(right[: len(drafted), text, len(known) - 3].sum())
-
-    paths = {"itself": glassllm_dir, "trained": save_mlp(tmp_path, config, weights)}
-    asked = [
-        Request(at, text, NEW, False, SamplingParams(ignore_eos=True)) for at, text in enumerate(texts[:, :2].tolist())
-    ]
-    with proposing(ForcedDrafts):
-        _, counts = outcomes(load(paths, "trained", "float32"), asked, 3, 40, random.Random(7), check)
-    assert counts["drafted"] > 300
-    assert 0.4 * counts["drafted"] < expected == pytest.approx(counts["kept"], rel=0.01)
-
-
-def generated(model: Any, words: torch.Tensor, new: int, *, sample: bool = False) -> torch.Tensor:
-    """Texts of glassllm that begin with these words."""
-    torch.manual_seed(2)
-    prompts = torch.stack([torch.full_like(words, BOS), words], 1)
-    mask = torch.ones_like(prompts)
-    found: torch.Tensor = model.generate(prompts, attention_mask=mask, max_new_tokens=new, do_sample=sample)
-    return found
-
-
-def drafts_of(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The hidden states before each generated token after which there are enough others, and these tokens in turn."""
-    states, count = model.model(texts).last_hidden_state.detach(), texts.shape[1] - 2 - MLP["n_predict"]
-    return states[:, 1 : 1 + count], [texts[:, 2 + ahead : 2 + ahead + count] for ahead in range(MLP["n_predict"] + 1)]
-
-
-def train_mlp(config: dict[str, Any], states: torch.Tensor, tokens: list[torch.Tensor]) -> Weights:
-    """A few steps of teacher forcing, which take about a second."""
-    weights = random_mlp(config)
-    weights = {name: (weight / 5 if ".head." in name else weight).requires_grad_() for name, weight in weights.items()}
-    optimizer, rate = torch.optim.Adam(weights.values()), torch.linspace(0.03, 0, 200)
-    states, tokens, draw = states.flatten(0, 1), [each.flatten() for each in tokens], torch.Generator().manual_seed(3)
-    for each in rate.tolist():
-        optimizer.param_groups[0]["lr"] = each
-        some = torch.randint(len(states), (256,), generator=draw)
-        with torch.enable_grad():
-            scores = mlp_logits(config, weights, states[some], [own[some] for own in tokens[:-1]])
-            loss = sum(cross_entropy(own, right[some]) for own, right in zip(scores, tokens[1:], strict=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return {name: weight.detach() for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""Runs of a paged engine in which everything that a sequence gets is what the oracle makes of transformers' logits."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import sampling_oracle as oracle
+import torch
+from batches import check_pool, limits, pool_of
+from random_requests import KINDS, WISHES
+from tiny_models import EOS, VOCAB_SIZE
+
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.base import StepResult
+from tgis.engines.paged.engine import PagedEngine
+from tgis.ipc.request import Request, TokenLogprobs
+
+
+class Broken(RuntimeError):
+    """Of a step that tests let fail."""
+
+
+def random_request(rng: random.Random, number: int, new: int = 12, **changes: Any) -> Request:
+    """With any prompt, way to sample and details, unless `changes` says something else."""
+    sampling = changes.get("sampling_params") or msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64))
+    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
+    values = {"tokens": prompt, "sampling_params": sampling, "logprob_options": rng.choice(WISHES)} | changes
+    return Request(number, max_new_tokens=max(new, sampling.min_new_tokens), **values)
+
+
+@dataclass
+class Subject:
+    """An engine, transformers' model, and the logprobs of sequences that have not been checked."""
+
+    engine: PagedEngine
+    model: Any
+    tolerance: float = 1e-6  # of the input's logprobs
+    facts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    inputs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Record the logprobs."""
+        result = self.engine.step(plan)
+        for place, row in enumerate(plan.sampled):
+            if row.id not in result.failed:
+                told = result.logprobs[place] if result.logprobs else []
+                self.facts.setdefault(row.id, []).extend(told or [None] * len(result.tokens[place]))
+        self.inputs |= result.prompt_logprobs
+        return result
+
+    def check(self, row: Sequence) -> None:
+        """Everything that the sequence has got so far."""
+        logits = self.model(torch.tensor([row.tokens])).logits[0]
+        request, facts = row.request, self.facts.pop(row.id, [])
+        assert len(facts) >= row.num_generated_tokens  # one of several tokens may be the end
+        for step, fact in enumerate(facts[: row.num_generated_tokens]):
+            context = row.tokens[: row.prompt_length + step]
+            scores, output = logits[len(context) - 1].tolist(), context[row.prompt_length :]
+            expected = oracle.process(scores, request.sampling_params, step, [EOS], context, output)
+            if expected.ambiguous:
+                continue
+            token = row.tokens[len(context)]
+            oracle.check_token(token, expected, request.sampling_params, step)
+            assert (fact is not None) == request.logprob_options.generated_tokens
+            if fact is not None:
+                oracle.check_logprobs(fact, token, expected, request.logprob_options)
+        self._check_inputs(row, logits.log_softmax(-1))
+
+    def _check_inputs(self, row: Sequence, logprobs: torch.Tensor) -> None:
+        told = self.inputs.pop(row.id, [])
+        is_told = row.request.logprob_options.input_tokens and row.num_generated_tokens > 0
+        assert len(told) == (row.prompt_length if is_told else 0)
+        expected = [logprobs[place, token].item() for place, token in enumerate(row.request.tokens[1:])]
+        assert [fact.logprob for fact in told[1:]] == pytest.approx(expected[: len(told)], abs=self.tolerance)
+
+    def run(self, blocks: int, **bounds: Any) -> "Run":
+        """With this number of blocks."""
+        info = self.engine.info
+        values: dict[str, Any] = {"padded": False, "block_size": info.block_size, "max_batch_size": info.max_batch_size}
+        values |= {"lookahead": info.lookahead, "drafted_tokens": info.drafted_tokens} | bounds
+        self.facts.clear()
+        self.inputs.clear()
+        return Run(self, Batcher(limits(blocks * info.block_size, **values), {EOS}))
+
+
+@dataclass
+class Run:
+    """Steps of a batcher, as the worker takes them; every sequence is checked when it ends."""
+
+    subject: Subject
+    batcher: Batcher
+    ended: list[Sequence] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+
+    def step(self) -> StepPlan | None:
+        plan, engine = self.batcher.plan(0.0), self.subject.engine
+        engine.release(plan.to_release)
+        if not plan.seqs:
+            return None
+        try:
+            result = self.subject.step(plan)
+        except Broken:
+            assert self.batcher.rollback(plan, out_of_memory=False) == []
+            return plan
+        failed = [row for row in plan.seqs if row.id in result.failed]
+        self.failed |= result.failed.keys()
+        self.batcher.drop(failed)
+        tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
+        ended = self.batcher.commit(plan.without(result.failed), tokens, 0.0)
+        for row in ended:
+            self.subject.check(row)
+            end = {EOS, *row.request.sampling_params.stop_token_ids}
+            assert row.num_generated_tokens == row.request.max_new_tokens or row.tokens[-1] in end
+        self.ended += ended
+        check_pool(pool_of(self.batcher))
+        return plan
+
+    def cancel(self, number: int) -> int:
+        """1 if the request was running."""
+        cancelled = [row for row in self.batcher.running if row.id == number]
+        self.batcher.cancel([number])
+        for row in cancelled:
+            self.subject.check(row)
+        return len(cancelled)
+
+    def finish(self) -> None:
+        while self.step():
+            pass
+        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
