@@ -69,7 +69,7 @@ def changed_draws(case: gumbel_max_cases.Case) -> float:
     return gumbel_max_cases.changed(replace(case, rows=min(case.rows, 5)), gumbel_max, "cpu")
 
 
-def quantized_error(case: tuple[Any, ...]) -> float:
+def quantized_error(case: quantized_cases.Case) -> float:
     return quantized_cases.error(case, "cpu", torch.float32)
 
 

@@ -1,6 +1,7 @@
 """Test cases of the Triton kernel of quantized weights, on a GPU or interpreted: all codes, groups and activations."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,53 +10,88 @@ from torch._dynamo.testing import CompileCounter
 from tgis.engines.quantization.weight import E4M3, FP4, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
 
 GROUPS = ActivationCodes()
-BY_ROW, FIXED = ActivationCodes(per_group=False, steps=127.5), ActivationCodes(scale=0.03017)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of weight, and how the activations are rounded that it multiplies."""
+
+    table: Tensor
+    group: int | None = None
+    activations: ActivationCodes | None = None
+    offset: bool = False
+    dtype: torch.dtype = torch.float32
+    order: bool = False
+
+    def weight(self, outputs: int, inputs: int) -> QuantizedWeight:
+        """A random one."""
+        random, groups = torch.Generator().manual_seed(inputs), -(-inputs // (self.group or inputs))
+        codes = torch.randint(len(self.table), (outputs, inputs), generator=random).to(torch.uint8)
+        codes[self.table[codes.int()].isnan()] = 1
+        scale, offset = torch.randn(2, outputs, groups, generator=random) / self.table.nan_to_num().max()
+        order = torch.randperm(inputs, generator=random) if self.order else None
+        scale[1:2] = 0
+        given = scale.to(self.dtype), offset.to(self.dtype) if self.offset else None
+        return QuantizedWeight(codes, self.table, *given, self.group, order, self.activations)
+
+
+KINDS = {
+    "int8": Kind(INT8, activations=GROUPS),
+    "int8, plain activations": Kind(INT8),
+    "int4": Kind(INT4, 32, GROUPS, offset=True, dtype=torch.bfloat16),
+    "int4, plain activations": Kind(INT4, 32, offset=True, dtype=torch.bfloat16),
+    "int4 of 128": Kind(INT4, 128, GROUPS, offset=True),
+    "int4 in order": Kind(INT4, 64, order=True),
+    "int4 of 128 in order": Kind(INT4, 128, offset=True, order=True),
+    "int4 of 48": Kind(INT4, 48, ActivationCodes(steps=127.5)),
+    "int8 of 16": Kind(INT8, 16, GROUPS, offset=True),
+    "int8 of 16, plain activations": Kind(INT8, 16),
+    "int8 by row": Kind(INT8, activations=ActivationCodes(per_group=False, steps=127.5)),
+    "int8 by row in order": Kind(INT8, 64, ActivationCodes(per_group=False), offset=True, order=True),
+    "int8 with fixed steps": Kind(INT8, activations=ActivationCodes(scale=0.03017)),
+    "int4 of 16 by row": Kind(INT4, 16, ActivationCodes(per_group=False), dtype=torch.bfloat16),
+    "nf4": Kind(NF4, 64),
+    "fp4": Kind(FP4, 64, offset=True, dtype=torch.bfloat16),
+    "fp8": Kind(E4M3),
+    "fp8 of 128": Kind(E4M3, 128),
+}
 ONE, SEVERAL, MANY = (70, 330, 1), (64, 256, 19), (70, 300, 130)  # outputs, inputs, rows
-CASES: dict[str, tuple[Any, ...]] = {  # table, group, dtype of scales, offsets, order, activations; size
-    "int8": (INT8, None, torch.float32, False, False, GROUPS, SEVERAL),
-    "int8, plain activations": (INT8, None, torch.float32, False, False, None, ONE),
-    "int8 of 16": (INT8, 16, torch.float32, True, False, None, SEVERAL),
-    "int8 by row": (INT8, None, torch.float32, False, False, BY_ROW, ONE),
-    "int8 by row in order": (INT8, 64, torch.float32, True, True, BY_ROW, SEVERAL),
-    "int8 with fixed steps": (INT8, None, torch.float32, False, False, FIXED, SEVERAL),
-    "int4": (INT4, 32, torch.float32, True, False, GROUPS, MANY),
-    "int4, plain activations": (INT4, 32, torch.float32, True, False, None, ONE),
-    "int4 of 128 in order": (INT4, 128, torch.float32, True, True, None, MANY),
-    "int4 of 48": (INT4, 48, torch.float32, True, False, None, SEVERAL),
-    "int4 of 5": (INT4, 5, torch.float32, False, False, GROUPS, ONE),
-    "nf4": (NF4, 64, torch.float32, False, False, None, SEVERAL),
-    "fp4": (FP4, 64, torch.float32, True, False, None, ONE),
-    "fp8": (E4M3, None, torch.float32, False, False, None, ONE),
-    "fp8 of 128": (E4M3, 128, torch.float32, False, False, None, SEVERAL),
+SIZES = {"int4": MANY, "int4 of 128 in order": MANY}
+SIZES |= dict.fromkeys(("int8, plain activations", "int8 by row", "int4 of 5", "fp4", "fp8"), ONE)
+
+
+class Case(NamedTuple):
+    """A product of a layer with rows."""
+
+    kind: Kind
+    outputs: int
+    inputs: int
+    rows: int
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        return self.kind.weight(self.outputs, self.inputs)
+
+
+CASES = {
+    name: Case(kind, *SIZES.get(name, SEVERAL)) for name, kind in (KINDS | {"int4 of 5": Kind(INT4, 5, GROUPS)}).items()
 }
 
 
-def weight_of(case: tuple[Any, ...]) -> QuantizedWeight:
-    table, group, dtype, has_offset, has_order, activations, (outputs, inputs, _) = case
-    draw = torch.Generator().manual_seed(inputs)
-    codes = torch.randint(len(table), (outputs, inputs), generator=draw).to(torch.uint8)
-    codes[table[codes.int()].isnan()] = 1
-    scale, offset = torch.randn(2, outputs, -(-inputs // (group or inputs)), generator=draw) / table.nan_to_num().max()
-    order = torch.randperm(inputs, generator=draw) if has_order else None
-    given = scale.to(dtype), offset.to(dtype) if has_offset else None
-    return QuantizedWeight(codes, table, *given, group, order, activations)
-
-
-def inputs_of(case: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def inputs_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Numbers and a bias; no number is halfway between two codes."""
-    outputs, inputs, rows = case[-1]
-    draw = torch.Generator().manual_seed(rows)
-    x = (torch.randint(-250, 251, (rows, inputs), generator=draw) / 32).to(dtype)
+    draw = torch.Generator().manual_seed(case.rows)
+    x = (torch.randint(-250, 251, (case.rows, case.inputs), generator=draw) / 32).to(dtype)
     x[:, ::32] = -251 / 32
     x[1:2] = 0
-    return x, torch.randn(outputs, generator=draw).to(dtype)
+    return x, torch.randn(case.outputs, generator=draw).to(dtype)
 
 
-def error(case: tuple[Any, ...], device: str, dtype: torch.dtype) -> float:
+def error(case: Case, device: str, dtype: torch.dtype) -> float:
     """How far the kernel's product is from that in float64, relative to the largest number."""
     from tgis.engines.kernels.cuda.quantized import TritonGemm
 
-    weight, (x, bias) = weight_of(case), inputs_of(case, dtype)
+    weight, (x, bias) = case.weight, inputs_of(case, dtype)
     expected = weight.numbers(x.double()) @ weight.dequantized().double().T
     gemm, worst = TritonGemm(weight, torch.device(device)), 0.0
     for added in (None, bias):
@@ -74,12 +110,12 @@ def compiled(device: str) -> dict[str, int]:
 
     counter, wrong = CompileCounter(), 0
     for scale in (0.03, 0.04, 0.05):
-        case = *CASES["int8 with fixed steps"][:-2], ActivationCodes(scale=scale), SEVERAL
-        weight, plain = weight_of(case), nn.Linear(256, 64, device=device)
+        case = Case(Kind(INT8, activations=ActivationCodes(scale=scale)), *SEVERAL)
+        weight, plain = case.weight, nn.Linear(256, 64, device=device)
         layer = nn.Sequential(PackedLinear(plain, TritonGemm(weight, torch.device(device)), torch.float32), nn.ReLU())
         layer.compile(backend=counter, dynamic=True, fullgraph=True)
         for rows in (3, 19, 40):
-            x, bias = inputs_of((*case[:-1], (64, 256, rows)), torch.float32)
+            x, bias = inputs_of(case._replace(rows=rows), torch.float32)
             plain.bias.data.copy_(bias)
             expected = (weight.numbers(x.double()) @ weight.dequantized().double().T + bias.double()).relu()
             with torch.inference_mode():

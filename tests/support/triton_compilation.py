@@ -114,8 +114,7 @@ def build_write(capability: int) -> tuple[int, int, int]:
 
 def build_product(name: str, rows: int, capability: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Of a layer as wide as Llama's."""
-    *kind, _ = quantized_cases.CASES[name]
-    weight = quantized_cases.weight_of((*kind, (64, 4096, rows)))
+    weight = quantized_cases.KINDS[name].weight(64, 4096)
     gemm, x = quantized.TritonGemm(weight, torch.device("cpu")), torch.zeros(rows, 4096, dtype=dtype)
     return build(quantized, "_product", capability, partial(gemm.quantized_product, x, None))
 

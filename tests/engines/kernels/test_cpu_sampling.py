@@ -4,19 +4,13 @@ import math
 
 import pytest
 import torch
-from cpu_kernels import kernels_of, num_threads
+from cpu_kernels import num_threads
 from gumbel_max_cases import CASES, Case, inputs
 
-from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.sampling.draws import best_tokens, draw
 from tgis.engines.sampling.logits_processors import Scores
-
-
-@pytest.fixture(params=list(isa_flags()))
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return kernels_of(request.param)
 
 
 @pytest.fixture

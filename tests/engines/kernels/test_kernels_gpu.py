@@ -111,7 +111,7 @@ def test_captured_products_with_quantized_weights_read_new_numbers() -> None:
 
     for name in ("int8 by row in order", "int4", "fp8 of 128"):
         case = quantized_cases.CASES[name]
-        gemm = TritonGemm(quantized_cases.weight_of(case), torch.device("cuda"))
+        gemm = TritonGemm(case.weight, torch.device("cuda"))
         x, bias = (each.cuda() for each in quantized_cases.inputs_of(case, torch.bfloat16))
         gemm(x, bias)
         graph = torch.cuda.CUDAGraph()

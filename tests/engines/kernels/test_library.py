@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cpu_kernels import CACHE_DIR, kernels_of
+from tiny_models import tgis_warnings
 
 from tgis import config
 from tgis.engines.kernels.cpu import build, library
@@ -154,13 +155,11 @@ def test_a_machine_without_a_compiler_says_so_once(
         (tmp_path / "cc").write_text(compiler)
         (tmp_path / "cc").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if compiler else str(tmp_path))
-    caplog.set_level(logging.INFO)
     for _ in range(2):
         assert load_kernels("generic", str(tmp_path / "cache")) is None
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("no CPU kernels, plain PyTorch is slower: ")
-    assert warnings[0].endswith(reason)
+    (warning,) = tgis_warnings(caplog)
+    assert warning.startswith("no CPU kernels, plain PyTorch is slower: ")
+    assert warning.endswith(reason)
     assert [path.name for path in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
 
 

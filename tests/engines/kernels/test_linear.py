@@ -37,11 +37,6 @@ class Ours:
         return our_gemms(weight, self.kernels)[self.name](weight)
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> None:
-    torch.manual_seed(7)
-
-
 @pytest.fixture(params=[*((isa, dtype) for isa in ISAS for dtype in ERROR), ("amx", torch.bfloat16)])
 def ours(request: pytest.FixtureRequest) -> Ours:
     isa, dtype = request.param

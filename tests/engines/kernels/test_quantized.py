@@ -3,7 +3,7 @@ whatever is beside it and under every instruction set.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_kernels import kernels_of, num_threads
+from quantized_cases import GROUPS, KINDS, Kind
 from torch import Tensor, nn
 
 from tgis.engines.kernels.cpu.library import ISAS as FLAGS
@@ -19,82 +20,11 @@ from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.quantization.config import Quantization
-from tgis.engines.quantization.weight import E4M3, FP4, INT4, INT8, NF4, ActivationCodes, QuantizedWeight, quantize
+from tgis.engines.quantization.weight import E4M3, INT4, INT8, ActivationCodes, QuantizedWeight, quantize
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (420, 5)]
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-GROUPS = ActivationCodes()
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of weight, and how the activations are rounded that it multiplies."""
-
-    table: Tensor
-    group: int | None = None
-    activations: ActivationCodes | None = None
-    offset: bool = False
-    dtype: torch.dtype = torch.float32
-    order: bool = False
-
-    @cache  # noqa: B019
-    def weight(self, outputs: int, inputs: int) -> tuple[QuantizedWeight, Tensor]:
-        """A random one, and what it stands for, one number after the other."""
-        random, groups = torch.Generator().manual_seed(inputs), -(-inputs // (self.group or inputs))
-        codes = torch.randint(len(self.table), (outputs, inputs), generator=random).to(torch.uint8)
-        codes[self.table[codes.int()].isnan()] = 1
-        scale, offset = (torch.randn(2, outputs, groups, generator=random) / self.table.nan_to_num().max()).to(
-            self.dtype
-        )
-        order = torch.randperm(inputs, generator=random)
-        scale[1:2] = 0
-        expected = torch.empty(outputs, inputs, dtype=torch.float64)
-        for row, numbers, scales, offsets in zip(
-            expected, codes.tolist(), scale.tolist(), offset.tolist(), strict=True
-        ):
-            for column, code in enumerate(numbers):
-                group = column // (self.group or inputs)
-                number = value_of(self.table, code) * scales[group] + (offsets[group] if self.offset else 0)
-                row[order[column] if self.order else column] = number
-        made = QuantizedWeight(
-            codes,
-            self.table,
-            scale,
-            offset if self.offset else None,
-            self.group,
-            order if self.order else None,
-            self.activations,
-        )
-        return made, expected
-
-
-KINDS = {
-    "int8": Kind(INT8, activations=GROUPS),
-    "int8, plain activations": Kind(INT8),
-    "int4": Kind(INT4, 32, GROUPS, offset=True, dtype=torch.bfloat16),
-    "int4, plain activations": Kind(INT4, 32, offset=True, dtype=torch.bfloat16),
-    "int4 of 128": Kind(INT4, 128, GROUPS, offset=True),
-    "int4 in order": Kind(INT4, 64, order=True),
-    "int4 of 48": Kind(INT4, 48, ActivationCodes(steps=127.5)),
-    "int8 of 16": Kind(INT8, 16, GROUPS, offset=True),
-    "int8 of 16, plain activations": Kind(INT8, 16),
-    "int8 by row": Kind(INT8, activations=ActivationCodes(per_group=False, steps=127.5)),
-    "int8 by row in order": Kind(INT8, 64, ActivationCodes(per_group=False), offset=True, order=True),
-    "int8 with fixed steps": Kind(INT8, activations=ActivationCodes(scale=0.03017)),
-    "int4 of 16 by row": Kind(INT4, 16, ActivationCodes(per_group=False), dtype=torch.bfloat16),
-    "nf4": Kind(NF4, 64),
-    "fp4": Kind(FP4, 64, offset=True, dtype=torch.bfloat16),
-    "fp8": Kind(E4M3),
-    "fp8 of 128": Kind(E4M3, 128),
-}
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.manual_seed(7)
-    with torch.no_grad():
-        yield
 
 
 def value_of(table: Tensor, code: int) -> float:
@@ -106,6 +36,26 @@ def value_of(table: Tensor, code: int) -> float:
         return float(table[code])
     exponent, mantissa, sign = code >> 3 & 15, code & 7, -1 if code > 127 else 1
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+
+
+def numbers_of(weight: QuantizedWeight) -> Tensor:
+    """What a weight stands for, one number after the other."""
+    found = torch.empty(weight.codes.shape, dtype=torch.float64)
+    size = weight.group_size or found.shape[1]
+    order = range(found.shape[1]) if weight.order is None else weight.order.tolist()
+    offsets = torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
+    for row, codes, scales, added in zip(
+        found, weight.codes.tolist(), weight.scale.tolist(), offsets.tolist(), strict=True
+    ):
+        for column, code in enumerate(codes):
+            row[order[column]] = value_of(weight.table, code) * scales[column // size] + added[column // size]
+    return found
+
+
+@cache
+def made(name: str, outputs: int, inputs: int) -> tuple[QuantizedWeight, Tensor]:
+    weight = KINDS[name].weight(outputs, inputs)
+    return weight, numbers_of(weight)
 
 
 def rounded(number: Any) -> np.float32:
@@ -171,7 +121,7 @@ def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) ->
     kernels, kind = kernels_of(isa), KINDS[name]
     gemms = GemmSelector(kernels)
     for inputs, outputs in SIZES:
-        weight, by = kind.weight(outputs, inputs)
+        weight, by = made(name, outputs, inputs)
         bias, x = torch.randn(outputs).to(dtype), (torch.randint(-250, 251, (11, inputs)) / 32).to(dtype)
         x[:, ::32] = -251 / 32  # a prime: no number is halfway between two codes
         x[1] = 0
@@ -188,7 +138,7 @@ def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) ->
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: torch.dtype) -> None:
-    weight, bias = KINDS[name].weight(100, 330)[0], torch.randn(100).to(dtype)
+    weight, bias = KINDS[name].weight(100, 330), torch.randn(100).to(dtype)
     x = (torch.randn(70, 330) * torch.logspace(-30, 30, 70)[:, None]).to(dtype)
     every_isa = []
     for isa in ISAS:
@@ -212,7 +162,7 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: to
 def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
     x, how = torch.randn(9, 64), KINDS[name].activations
     x[3, 5], x[6, 0] = float("nan"), -float("inf")
-    y = GemmSelector(kernels_of(isa)).quantized_gemm(KINDS[name].weight(40, 64)[0], torch.float32)(x, None)
+    y = GemmSelector(kernels_of(isa)).quantized_gemm(KINDS[name].weight(40, 64), torch.float32)(x, None)
     assert y[3].isnan().all()
     assert y[6].isfinite().any() == (how is not None and how.scale is not None)  # the largest code there is
     assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
@@ -221,7 +171,7 @@ def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_products_are_recorded_without_operators_of_pytorch(name: str) -> None:
     kernels, x = kernels_of("generic"), torch.randn(3, 96)
-    layer = GemmSelector(kernels).quantized_gemm(KINDS[name].weight(40, 96)[0], torch.float32)
+    layer = GemmSelector(kernels).quantized_gemm(KINDS[name].weight(40, 96), torch.float32)
     with torch.inference_mode():
         replay, output = Recorder(kernels).record(lambda: layer(x, None))
         x.copy_(torch.randn(3, 96))
@@ -230,7 +180,8 @@ def test_products_are_recorded_without_operators_of_pytorch(name: str) -> None:
 
 
 def test_codes_without_a_kernel_are_multiplied_by_pytorch() -> None:
-    weight, expected = Kind(INT4, 8).weight(5, 40)
+    weight = Kind(INT4, 8).weight(5, 40)
+    expected = numbers_of(weight)
     tables = {"int4": weight, "8-bit": replace(weight, table=torch.arange(256.0))}
     gemms = GemmSelector(kernels_of("generic"))
     for each in tables.values():

@@ -45,7 +45,7 @@ def test_interpreted_attention_matches_the_oracle_in_all_cases() -> None:
 
 def test_interpreted_products_with_quantized_weights_are_their_definition(found: dict[str, dict[str, float]]) -> None:
     """In float64, and in whole models; compiled layers, each with steps of its own for activations, share a graph."""
-    assert (len(found["quantized"]), len(found["models"])) == (15, 2)
+    assert (len(found["quantized"]), len(found["models"])) == (19, 2)
     assert too_far(found["quantized"] | found["models"]) == {}
     assert found["compiled"] == {"graphs": 1, "wrong": 0}
 

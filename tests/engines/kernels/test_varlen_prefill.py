@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cuda import varlen_prefill
-from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches
+from tgis.engines.kernels.cuda.varlen_prefill import is_supported
 from tgis.engines.paged import attention
 
 NEW = [(0, 40), (0, 2), (0, 16), (0, 17)]
@@ -116,50 +116,39 @@ def test_long_contexts_are_gathered_in_several_calls(varlen: OldVarlen, monkeypa
     assert varlen.calls == 3
 
 
-def test_prompts_without_context_are_not_gathered() -> None:
-    chunks = chunk_batch(NEW, 4, 2, 16, torch.float32).batch.chunks
-    (batch,) = make_varlen_batches(chunks, 16)
-    assert batch.context_slots is None
-    assert batch.tokens == slice(2, 2 + sum(count for _, count in NEW))
+def shapes(
+    dtype: torch.dtype = torch.bfloat16, cache: torch.dtype | None = None, size: int = 128, v_size: int | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Queries and a layer of the cache."""
+    q = torch.empty(3, 4, size, dtype=dtype)
+    return q, tuple(torch.empty(1, 16, 2, each, dtype=cache or dtype) for each in (size, v_size or size))
 
 
 @pytest.mark.parametrize(
-    ("change", "supported"),
+    ("change", "rules", "supported"),
     [
-        ({}, True),
-        ({"dtype": torch.float16}, True),
-        ({"k_size": 80, "v_size": 80}, True),
-        ({"dtype": torch.float32}, False),
-        ({"cache": torch.float16}, False),
-        ({"k_size": 20, "v_size": 20}, False),
-        ({"k_size": 264, "v_size": 264}, False),
-        ({"v_size": 64}, False),
-        ({"softcap": 30.0}, False),
-        ({"sinks": torch.zeros(4)}, False),
-        ({"bias": torch.zeros(4, 32)}, False),
+        ({}, {}, True),
+        ({"dtype": torch.float16}, {}, True),
+        ({"size": 80}, {}, True),
+        ({"dtype": torch.float32}, {}, False),
+        ({"cache": torch.float16}, {}, False),
+        ({"size": 20}, {}, False),
+        ({"size": 264}, {}, False),
+        ({"v_size": 64}, {}, False),
+        ({}, {"softcap": 30.0}, False),
+        ({}, {"sinks": torch.zeros(4)}, False),
+        ({}, {"bias": torch.zeros(4, 32)}, False),
     ],
 )
 def test_unsupported_inputs_use_other_backends(
-    change: dict[str, object], supported: bool, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], rules: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "cache": None,
-        "k_size": 128,
-        "v_size": 128,
-        "softcap": None,
-        "sinks": None,
-        "bias": None,
-    }
-    made |= change
-    q = torch.empty(3, 4, made["k_size"], dtype=made["dtype"])
-    keys, values = (torch.empty(1, 16, 2, made[n], dtype=made["cache"] or q.dtype) for n in ("k_size", "v_size"))
-    params = AttentionParams(1.0, None, made["softcap"], made["sinks"], made["bias"])
-    assert is_supported(q, keys, values, params) == supported
-    assert attention._select_backends(q, (keys, values), params) is attention._TORCH_BACKENDS
+    (q, layer), params = shapes(**change), AttentionParams(1.0, **rules)
+    assert is_supported(q, *layer, params) == supported
+    assert attention._select_backends(q, layer, params) is attention._TORCH_BACKENDS
     monkeypatch.setattr(attention, "has_kernels", lambda _device: True)
-    write, decode, prefill = attention._select_backends(q, (keys, values), params)
-    same = made["cache"] is None
+    write, decode, prefill = attention._select_backends(q, layer, params)
+    same = "cache" not in change
     other = attention._triton_prefill if same else attention._torch_prefill
     assert prefill is (attention._varlen_prefill if supported else other)
     assert decode is (attention._triton_decode if same else attention._torch_decode)

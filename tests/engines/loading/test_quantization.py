@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from quantized_cases import CASES, weight_of
+from quantized_cases import CASES
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ def test_gpus_and_corrupt_weights_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_parts_are_those_of_the_numbers(name: str) -> None:
-    weight = weight_of(CASES[name])
+    weight = CASES[name].weight
     whole, rows = weight.dequantized(), torch.tensor([3, 60, 4, 4])
     assert torch.equal(weight.part(rows, 0).dequantized(), whole[rows])
     step, inputs = weight.alignment, weight.codes.shape[1]
