@@ -3,7 +3,7 @@
 import pytest
 import torch
 from batches import engine_options
-from step_failures import Failing, Outcome, check, requests, run
+from step_failures import Failing, Outcomes, check, requests, run
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.causal_lm import CausalLM
@@ -22,7 +22,7 @@ def engine(request: pytest.FixtureRequest) -> PaddedEngine:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: PaddedEngine) -> Outcome:
+def alone(engine: PaddedEngine) -> Outcomes:
     return {n: outcome for request in requests() for n, outcome in run(engine, [request]).items()}
 
 
@@ -36,7 +36,7 @@ NO_MEMORY, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 
 @pytest.mark.parametrize(("error", "calls"), [(NO_MEMORY, {1}), (NO_MEMORY, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
 def test_a_failed_step_changes_no_result(
-    engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
+    engine: PaddedEngine, alone: Outcomes, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
     network = network_of(engine)
     monkeypatch.setattr(network, "forward", Failing(network.forward, error, calls))
@@ -46,7 +46,7 @@ def test_a_failed_step_changes_no_result(
 
 @pytest.mark.parametrize("call", [1, 3, 8])
 def test_a_cache_that_cannot_grow_changes_no_result(
-    engine: PaddedEngine, alone: Outcome, monkeypatch: pytest.MonkeyPatch, call: int
+    engine: PaddedEngine, alone: Outcomes, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     allocate = Failing(PaddedCacheLayer._allocate, torch.OutOfMemoryError("none left"), {call})
     monkeypatch.setattr(PaddedCacheLayer, "_allocate", lambda self, *args: allocate(self, *args))  # noqa: PLW0108 - to bind

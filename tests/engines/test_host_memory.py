@@ -1,6 +1,6 @@
-"""Copies to the device and back, and tensors in huge pages, which are like any other.
+"""Memory in huge pages.
 
-That nothing waits for copies shows on a GPU only: test_async_decode_gpu.py.
+That nothing waits for copies to a device and back shows on a GPU only: test_async_decode_gpu.py.
 """
 
 import mmap
@@ -10,27 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tgis.engines.host_memory import HugePages, Mapping, download, to_device, upload
+from tgis.engines.host_memory import Mapping
 from tgis.engines.paged.attention import PagedKVCache
 
 CPU = torch.device("cpu")
 PAGE = 2 << 20
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def test_parts_are_views_of_one_copy() -> None:
-    parts = [[1, 2, 3], [], [-(2**63), 2**63 - 1], range(4)]
-    uploaded = upload(parts, CPU)
-    assert [part.tolist() for part in uploaded] == [list(part) for part in parts]
-    assert {part.dtype for part in uploaded} == {torch.int64}
-    assert len({part.untyped_storage().data_ptr() for part in uploaded}) == 1
-    assert {(part.data_ptr() - uploaded[0].data_ptr()) % 16 for part in uploaded} == {0}
-
-
-def test_there_and_back() -> None:
-    there = to_device([0.1, -0.0, float("inf")], torch.float64, CPU)
-    assert download(there)() == [0.1, -0.0, float("inf")]
-    assert download(torch.empty(0))() == []
 
 
 def flags_at(address: int) -> set[str]:
@@ -73,16 +58,3 @@ def test_memory_is_real_where_it_has_been_written() -> None:
     assert not mapping.bytes.any()
     with pytest.raises(torch.OutOfMemoryError, match="Cannot allocate"):
         Mapping(1 << 60)
-
-
-def test_copies_lie_side_by_side() -> None:
-    memory, draw = HugePages(), torch.Generator().manual_seed(0)
-    shapes = [(0,), (3, 5), (1,), (1 << 25,), (1 << 12, 1 << 12), (7, 2, 3)]
-    originals = [torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in shapes]
-    copies = [memory.copy_of(x) for x in originals]
-    for x, copy in zip(originals, copies, strict=True):
-        assert (copy.dtype, copy.shape, copy.is_contiguous()) == (x.dtype, x.shape, True)
-        assert copy.data_ptr() % 64 == 0
-        assert torch.equal(copy, x)
-    small = [memory.copy_of(torch.ones(40)) for _ in range(3)]
-    assert [x.data_ptr() - small[0].data_ptr() for x in small] == [0, 192, 384]

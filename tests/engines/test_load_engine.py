@@ -1,7 +1,6 @@
 """Which engine is loaded when options ask for one that cannot run the model, and what is said about it."""
 
 import json
-import logging
 import math
 import re
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from batches import engine_options
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import make_model, tgis_warnings
 
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
@@ -47,9 +46,9 @@ def test_a_model_that_the_engine_cannot_run_falls_back(
     models: dict[str, Path], model: str, engine: str, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(models[model], engine=engine).info.padded
-    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     said = warning.format(path=models[model])
-    assert record.getMessage().startswith(said)
+    (logged,) = tgis_warnings(caplog)
+    assert logged.startswith(said)
     with pytest.raises(StartError, match=f"^STRICT_OPTIONS: {said}"):
         load(models[model], engine=engine, strict=True)
 
@@ -101,7 +100,7 @@ def test_auto_takes_the_best_that_can_run_the_model(
     models: dict[str, Path], model: str, padded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(models[model], engine="auto", strict=True).info.padded == padded
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not tgis_warnings(caplog)
 
 
 @pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
@@ -187,7 +186,7 @@ def test_weights_without_a_place_in_the_model_are_a_warning(
     write_changed(models["Llama"], lambda weights, _: weights.update(more), tmp_path)
     load(tmp_path)
     said = f"{tmp_path}: {count} weights in the files have no place in LlamaForCausalLM: {named}"
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said]
+    assert tgis_warnings(caplog) == [said]
 
 
 @pytest.mark.parametrize("name", ["GPT2", "OPT", "CodeGen", "BioGpt"])
@@ -213,4 +212,4 @@ def test_an_engine_without_adapters_says_so(models: dict[str, Path], caplog: pyt
         load(models["Llama"], engine="fake", adapter_store=STORE, strict=True)
     caplog.clear()
     assert load(models["T5"], engine="hf_transformers", adapter_store=STORE).info.supports_adapters
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not tgis_warnings(caplog)

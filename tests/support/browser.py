@@ -108,10 +108,6 @@ class BrowserPage:
         answer = await self.call("Page.navigate", url=url)
         await self._loaded[answer["loaderId"]].wait()
 
-    async def send_headers(self, **headers: str) -> None:
-        """With every request from now on, as a proxy would."""
-        await self.call("Network.setExtraHTTPHeaders", headers=headers)
-
     async def value(self, expression: str) -> Any:
         """The value of an expression in JavaScript, awaited if it is a promise."""
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)

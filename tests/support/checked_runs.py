@@ -31,6 +31,31 @@ def random_request(rng: random.Random, number: int, new: int = 12, **changes: An
     return Request(number, max_new_tokens=max(new, sampling.min_new_tokens), **values)
 
 
+class Launches:
+    """Each launch of an engine and the ids that it samples for, in order: planned, or ahead of the plan."""
+
+    def __init__(self, engine: PagedEngine, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, list[int]]] = []
+        steps = engine._decoder
+        launch, launch_next = steps.launch, steps.launch_next
+        assert launch_next is not None
+
+        def planned(plan: StepPlan) -> Any:
+            self.seen.append(("planned", [seq.id for seq in plan.sampled]))
+            return launch(plan)
+
+        def ahead(seqs: list[Sequence], *others: Any) -> Any:
+            self.seen.append(("ahead", [seq.id for seq in seqs]))
+            return launch_next(seqs, *others)
+
+        patch.setattr(steps, "launch", planned)
+        patch.setattr(steps, "launch_next", ahead)
+
+    def rows(self, kind: str) -> list[int]:
+        """How many the launches of one kind sample for."""
+        return [len(ids) for each, ids in self.seen if each == kind]
+
+
 @dataclass
 class Subject:
     """An engine, transformers' model, and the logprobs of sequences that have not been checked."""

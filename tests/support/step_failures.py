@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
+from tiny_models import Outcome, outcomes
 
-from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
 from tgis.errors import OutOfMemory
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-Outcome = dict[int, tuple[list[int], list[TokenLogprobs]]]  # id -> generated tokens, logprobs of its input
+Outcomes = dict[int, Outcome]
 
 
 def requests() -> list[Request]:
@@ -31,37 +31,16 @@ def requests() -> list[Request]:
 PADDED = BatchLimits(8, 10**6, prefill_tokens=100, max_prefill_padding=0.9, padded=True)
 
 
-def run(engine: Engine, wanted: list[Request], limits: BatchLimits = PADDED) -> Outcome:
-    """As the engine core does, without the messages."""
-    batcher = Batcher(limits, {2})
-    batcher.submit(wanted, 0.0)
-    outcome: Outcome = {}
-    inputs: dict[int, list[TokenLogprobs]] = {}
-    failed = []
-    now = 0.0
-    while not batcher.idle:
-        plan = batcher.plan(now := now + 1.0)
-        engine.release(plan.to_release)
-        if not plan.seqs:
-            break
-        try:
-            result = engine.step(plan)
-        except (OutOfMemory, RuntimeError, IndexError) as error:
-            failed += batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
-            continue
-        assert not inputs.keys() & result.prompt_logprobs.keys()
-        inputs |= result.prompt_logprobs
-        ended = batcher.commit(plan, result.tokens, now)
-        outcome |= {seq.id: (seq.tokens[seq.prompt_length :], inputs.get(seq.id, [])) for seq in ended}
-    assert failed == []
-    return outcome
+def run(engine: Engine, wanted: list[Request], limits: BatchLimits = PADDED) -> Outcomes:
+    """What requests that come together get, although steps fail."""
+    return outcomes(engine, limits, wanted, None, failures=(OutOfMemory, RuntimeError, IndexError))[0]
 
 
-def check(found: Outcome, expected: Outcome) -> None:
+def check(found: Outcomes, expected: Outcomes) -> None:
     assert found.keys() == expected.keys()
-    for n, (tokens, facts) in expected.items():
-        assert found[n][0] == tokens
-        logprobs = [[fact.logprob for fact in some] for some in (found[n][1], facts)]
+    for n, one in expected.items():
+        assert found[n].tokens == one.tokens
+        logprobs = [[fact.logprob for fact in some] for some in (found[n].inputs, one.inputs)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4, nan_ok=True)
 
 

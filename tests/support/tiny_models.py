@@ -25,6 +25,7 @@ from tgis.engines.base import Engine, StepResult
 from tgis.engines.paged.capacity import BLOCK_SIZE
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_sequence
+from tgis.errors import OutOfMemory
 from tgis.ipc.request import Request, TokenLogprobs
 from tgis.prompts.store import LoadedAdapter
 
@@ -106,38 +107,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 4,
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
-}
-SHAPE_OF_512 = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}  # heads fit CPU kernels
-FALCON_OF_512 = TOKEN_IDS | {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
-GPTJ_OF_512 = TOKEN_IDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "n_ctx": 512, "rotary_dim": 8}
-OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface; heads fit CPU kernels
-    "BLOOM": transformers.BloomConfig(**TOKEN_IDS, hidden_size=96, n_layer=3, n_head=6),
-    "MPT": transformers.MptConfig(**TOKEN_IDS, d_model=96, n_layers=3, n_heads=6, max_seq_len=512),
-    "Falcon 7B": transformers.FalconConfig(**FALCON_OF_512),
-    "Falcon 40B": transformers.FalconConfig(**FALCON_OF_512, new_decoder_architecture=True, num_kv_heads=2),
-    "Falcon RW": transformers.FalconConfig(
-        **FALCON_OF_512, alibi=True, multi_query=False, parallel_attn=False, bias=True
-    ),
-    "GPT-J": transformers.GPTJConfig(**GPTJ_OF_512),
-    "CodeGen": transformers.CodeGenConfig(**GPTJ_OF_512),
-    "GPT-Neo": transformers.GPTNeoConfig(
-        **TOKEN_IDS,
-        hidden_size=96,
-        num_layers=2,
-        num_heads=6,
-        max_position_embeddings=512,
-        attention_types=[[["global", "local"], 1]],
-        window_size=40,
-    ),
 }
 HEAD = LLAMA_LIKE | {"head_dim": 8}
 SMALL_WINDOW = {"sliding_window": 8}
@@ -223,28 +192,6 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "T5Gemma": {"encoder": GEMMA_LIKE | {"sliding_window": 256}, "decoder": GEMMA_LIKE, "tie_word_embeddings": False},
 }
 
-_STARTED = TOKEN_IDS | {"decoder_start_token_id": DECODER_START}
-_BART_OF_512 = _STARTED | {
-    "d_model": 96,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 160,
-    "decoder_ffn_dim": 160,
-    "max_position_embeddings": 512,
-}
-# small, since their scores are not scaled
-_T5_OF_16 = _STARTED | {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-WIDE_ENCODER_DECODERS: dict[str, PreTrainedConfig] = {  # with heads that fit CPU kernels
-    "T5": transformers.T5Config(**_T5_OF_16),
-    "FLAN-T5": transformers.T5Config(**_T5_OF_16, feed_forward_proj="gated-gelu"),
-    "UMT5": transformers.UMT5Config(**_T5_OF_16),
-    "BART": transformers.BartConfig(**_BART_OF_512),
-    "M2M100": transformers.M2M100Config(**_BART_OF_512),
-    "Marian": transformers.MarianConfig(**_BART_OF_512),
-}
-
 # tests expect these to be refused
 LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
 REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
@@ -262,15 +209,33 @@ def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     return kind(**TOKEN_IDS | settings | changes)
 
 
-def make_wide_config(name: str) -> PreTrainedConfig:
+def make_wide_config(name: str, **changes: Any) -> PreTrainedConfig:
     """A configuration of this name with heads of 16, for which there are CPU kernels."""
-    config = make_config(name)
+    config = make_config(name, **changes)
     parts = config, getattr(config, "encoder", None), getattr(config, "decoder", None)
     for part in parts:
         for size in ("hidden_size", "head_dim", "word_embed_proj_dim", "cross_attention_hidden_size"):
-            if getattr(part, size, None):
+            computed = isinstance(getattr(type(part), size, None), property)
+            if getattr(part, size, None) and not computed:
                 setattr(part, size, 2 * getattr(part, size))
     return config
+
+
+# with heads that fit CPU kernels, for sequences of 512 tokens
+LONG = {"max_position_embeddings": 512}
+OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface
+    "BLOOM": make_wide_config("Bloom"),
+    "MPT": make_wide_config("Mpt", max_seq_len=512),
+    "Falcon 7B": make_wide_config("Falcon"),
+    "Falcon 40B": make_wide_config("Falcon, 40b"),
+    "Falcon RW": make_wide_config("Falcon, alibi", multi_query=False, parallel_attn=False, bias=True),
+    "GPT-J": make_wide_config("GPTJ", n_positions=512),
+    "CodeGen": make_wide_config("CodeGen", n_positions=512, n_ctx=512),
+    "GPT-Neo": make_wide_config("GPTNeo", **LONG, window_size=40),
+}
+WIDE_ENCODER_DECODERS = {
+    name: make_wide_config(name, **LONG) for name in ("T5", "T5, flan", "UMT5", "Bart", "M2M100", "Marian")
+}
 
 
 def make_model(name: str, directory: Path, **generation: Any) -> Path:
@@ -367,25 +332,33 @@ def run_steps(
     engine: Engine,
     bounds: BatchLimits,
     requests: list[Request],
-    rng: random.Random,
+    rng: random.Random | None,
     adapters: Mapping[int, LoadedAdapter | None] = {},
     eos: int = EOS,
     cancelled: Mapping[int, int] = {},
+    failures: tuple[type[Exception], ...] = (),
 ) -> Iterator[tuple[StepPlan, StepResult, list[Row]]]:
-    """Plans, what they gave and who ended by it, until all are done that come at random times, in their order; some are
-    cancelled after so many tokens.
+    """Plans, what they gave and who ended by it, until all requests are done. They come at random times in their order,
+    or at once; some are cancelled after so many tokens. Steps that fail so are tried again, and no request is lost.
     """
     batcher = Batcher(bounds, eos_ids=[eos])
     waiting = list(requests)
     while waiting or not batcher.idle:
-        if waiting and (batcher.idle or rng.random() < 0.4):
-            (seq,) = batcher.submit([waiting.pop(0)], 0.0)
+        count = len(waiting) if rng is None else int(bool(waiting) and (batcher.idle or rng.random() < 0.4))
+        for request in waiting[:count]:
+            (seq,) = batcher.submit([request], 0.0)
             seq.adapter = adapters.get(seq.id)
+        waiting = waiting[count:]
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)
         if not plan.seqs:
             continue
-        result = engine.step(plan)
+        try:
+            result = engine.step(plan)
+        except failures as error:
+            lost = batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
+            assert lost == []
+            continue
         ended = batcher.commit(plan, result.tokens, 0.0)
         batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
         yield plan, result, ended
@@ -404,7 +377,7 @@ def outcomes(
     engine: Engine,
     bounds: BatchLimits,
     requests: list[Request],
-    rng: random.Random,
+    rng: random.Random | None,
     adapters: Mapping[int, LoadedAdapter | None] = {},
     check: Callable[[list[int], list[int]], None] = lambda *_: None,
     **others: Any,
@@ -424,7 +397,8 @@ def outcomes(
                 counts.update(asked=plan.drafts[row.id], drafted=len(drafted), kept=len(tokens) - 1)
                 check(row.tokens[: len(row.tokens) - new], drafted)
         for number, inputs in result.prompt_logprobs.items():
-            found[number].inputs += inputs
+            assert not found[number].inputs
+            found[number].inputs = inputs
         counts["preempted"] += sum(not row.finished for row in plan.to_release)
     return found, counts
 

@@ -295,28 +295,6 @@ def test_collectives_use_the_interface_of_an_address(
     assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == interface
 
 
-def test_a_rank_stays_on_its_node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The second of each machine, of which there are two."""
-    asked, bound = list[Any](), list[int]()
-    share: dict[int, list[int]] = {1: [4, 5]}
-
-    def share_of_nodes(*args: Any) -> dict[int, list[int]]:
-        asked.append(args)
-        return share
-
-    monkeypatch.setattr(ranks, "share_of_nodes", share_of_nodes)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.extend(cpus))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    with caplog.at_level("INFO"):
-        ranks.init_ranks(3, 4, torch.distributed.HashStore(), 2)
-        assert (asked.pop(), bound) == ((1, 2, {0, 1, 4, 5}), [4, 5])
-        share.clear()
-        ranks.init_ranks(1, 4, torch.distributed.HashStore())
-    assert (asked.pop(), bound) == ((1, 4, {0, 1, 4, 5}), [4, 5])
-    assert [line for line in caplog.messages if "NUMA" in line] == ["rank 3 runs on 2 CPUs of NUMA node 1"]
-
-
 def test_a_server_of_two_ranks_answers_like_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
     """A rank is killed while the other waits for it in the middle of a step."""
     with start(tmp_path, glassllm_dir) as server, server.stub() as stub:

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import engine_options, limits
+from checked_runs import Launches
 from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
 from rank_processes import on_ranks
+from sampling_steps import short_lists
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from torch import Tensor
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
@@ -30,8 +31,6 @@ from tgis.engines.paged import async_decode
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
-from tgis.engines.sampling import logits_processors, logprobs
-from tgis.engines.sampling import sampler as sampling
 from tgis.ipc.lookups import AdapterStoreOptions, GrammarKind
 from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
@@ -44,26 +43,6 @@ Texts = dict[int, list[int]]
 
 class Failure(Exception):
     """Of a step that all ranks can give up."""
-
-
-class Launches:
-    """Rows of each launch of an engine, in order: planned, or ahead of the plan."""
-
-    def __init__(self, engine: PagedEngine) -> None:
-        self.seen: list[tuple[str, list[int]]] = []
-        steps = engine._decoder
-        launch, launch_next = steps.launch, steps.launch_next
-        assert launch_next is not None
-
-        def planned(plan: StepPlan) -> Any:
-            self.seen.append(("planned", [seq.id for seq in plan.seqs]))
-            return launch(plan)
-
-        def ahead(seqs: list[Sequence], *others: Any) -> Any:
-            self.seen.append(("ahead", [seq.id for seq in seqs]))
-            return launch_next(seqs, *others)
-
-        steps.launch, steps.launch_next = planned, ahead
 
 
 class Messages:
@@ -125,18 +104,6 @@ def serve(engine: Any, adapter: Any) -> Texts:
     return done
 
 
-@contextmanager
-def short_lists() -> Iterator[None]:
-    """Lists of best tokens so short that what the device takes for a row's token is often not the one."""
-    with (
-        mock.patch.multiple(logprobs, _MIN_CANDIDATES=2, _MAX_CANDIDATES=2, _TIE_MARGIN=0, _RETRY_GROWTH=2),
-        mock.patch.object(logits_processors, "_MAX_TOPK", 9),
-        mock.patch.object(sampling, "_TOP_P_CANDIDATES", 2),
-        mock.patch.object(async_decode, "_COOLDOWN_STEPS", 1),
-    ):
-        yield
-
-
 def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
     """On the second rank only."""
 
@@ -182,9 +149,11 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
     backend: Any = "inductor" if "inductor" in mode else "eager"
     if mode == "compile, not everywhere":
         backend = fail_here(lambda graph, _: graph)
+    cooldown = 1 if "short lists" in mode else async_decode._COOLDOWN_STEPS
     with (
         mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
         short_lists() if "short lists" in mode else nullcontext(),
+        mock.patch.object(async_decode, "_COOLDOWN_STEPS", cooldown),
     ):
         engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
         engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
@@ -194,7 +163,7 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
             if "not everywhere" in mode:
                 capture = fail_here(record)
             engine.runner.capture_graphs(capture, engine.runner.dummy_logits(), engine.info)
-        launches = Launches(engine)
+        launches = Launches(engine, pytest.MonkeyPatch())
         adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
         with failures(mode) if "fail" in mode else nullcontext():
             texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from batches import engine_options
 from measured_starts import ROWS
+from mlp_speculators import random_mlp, save_mlp
 from repository import run_python
-from safetensors.torch import save_file
 from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
 from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
@@ -69,11 +68,7 @@ CASES = [pytest.param(name in FAST, name, id=name, marks=() if name in FAST else
 def make_drafter(config: Any, path: Path) -> str | None:
     """The directory of a model, or of an MLP speculator."""
     if isinstance(config, dict):
-        vocab_size, width, inner = config["vocab_size"], config["emb_dim"], config["inner_dim"]
-        sizes = {"emb": (vocab_size, inner), "proj": (inner, width), "ln": (inner,), "head": (vocab_size, inner)}
-        weights = {f"{name}.0.weight": torch.zeros(size) for name, size in sizes.items()}
-        (path / "config.json").write_text(json.dumps(config))
-        save_file(weights | {"ln.0.bias": torch.zeros(inner)}, path / "model.safetensors")
+        save_mlp(path, config, random_mlp(config))
     elif config:
         make_model_from_config(config, path)
     return str(path) if config else None

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
@@ -15,7 +14,6 @@ from tgis.engines.memory.available import (
     available_memory,
     memory_for_batches,
     total_memory,
-    warm_up_errors,
 )
 from tgis.engines.memory.capacity import KVBudget
 from tgis.errors import StartError
@@ -103,19 +101,13 @@ def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: 
     assert (meter.reset(), meter.peak()) == (440, 460)
 
 
-def test_a_warm_up_out_of_memory_says_what_helps() -> None:
-    with pytest.raises(StartError, match="out of memory in the warm-up: raise BATCH_SAFETY_MARGIN"), warm_up_errors():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
-    options = engine_options(tmp_path, 4, **defaults)
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:
-        changed = msgspec.structs.replace(options, **changes)
-        return KVBudget(changed, torch.device(device), 100, 16, to_load).num_blocks(1, lambda: 100)
+        options = engine_options(tmp_path, **defaults | changes)
+        return KVBudget(options, torch.device(device), 100, 16, to_load).num_blocks(1, lambda: 100)
 
     assert found("cuda") == 920 - 100
     assert found("cuda", batch_safety_margin=5) == 950 - 100

@@ -1,6 +1,5 @@
 """The capacity that the modes of ESTIMATE_MEMORY find at the start."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from batches import engine_options
 from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
+from tiny_models import tgis_warnings
 
 from tgis.engines.memory import available, profiler
 from tgis.engines.memory.capacity import KVCacheCost, manual_capacity, padded_capacity
@@ -51,10 +51,6 @@ def capacity(engine: SyntheticEngine, options: EngineOptions) -> int:
     return padded_capacity(options, 64, COST, available.memory_for_batches(options, CPU), measure)
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def test_the_margin_is_taken_off_once(start: Start) -> None:
     whole, _ = start(batch_safety_margin=0)
     less, _ = start(batch_safety_margin=25)
@@ -93,7 +89,7 @@ def test_a_system_that_reports_nothing_is_as_off(
 
     monkeypatch.setattr(profiler, "PeakMeter", refuse)
     assert capacity(engine, options) == expected
-    assert warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
+    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
 
 
 def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:

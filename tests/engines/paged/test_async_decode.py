@@ -2,15 +2,16 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from checked_runs import Broken, Subject, random_request
+from checked_runs import Broken, Launches, Subject, random_request
 from fake_cuda_graphs import record
+from sampling_steps import short_lists
 from tiny_models import make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
@@ -20,38 +21,9 @@ from tgis.engines.paged import async_decode
 from tgis.engines.paged.batch import StaticInputs
 from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.sampling import logits_processors, logprobs
-from tgis.engines.sampling import sampler as ours
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 SIZE, ROWS = 4, 6
-
-
-@dataclass
-class Launches:
-    """By launch of an engine: how many sequences it samples for, when planned and ahead of the plan."""
-
-    planned: list[int] = field(default_factory=list)
-    in_flight: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, engine: PagedEngine, patch: pytest.MonkeyPatch) -> "Launches":
-        seen, steps = cls(), engine._decoder
-        launch, launch_next = steps.launch, steps.launch_next
-        assert launch_next is not None
-
-        def planned(plan: StepPlan) -> Any:
-            seen.planned.append(len(plan.sampled))
-            return launch(plan)
-
-        def launch_in_flight(rows: list[Sequence], *others: Any) -> Any:
-            seen.in_flight.append(len(rows))
-            return launch_next(rows, *others)
-
-        patch.setattr(steps, "_cooldown", 0)
-        patch.setattr(steps, "launch", planned)
-        patch.setattr(steps, "launch_next", launch_in_flight)
-        return seen
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +40,13 @@ def subject(model_dir: Path) -> Iterator[Subject]:
 
 @pytest.fixture
 def launches(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    return Launches.of(subject.engine, monkeypatch)
+    monkeypatch.setattr(subject.engine._decoder, "_cooldown", 0)
+    return Launches(subject.engine, monkeypatch)
 
 
 @pytest.fixture(params=["as it is", "short lists"])
 def lists(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Lists of best tokens so short that what the device takes for a row's token is often not the one."""
-    if request.param == "as it is":
-        yield request.param
-        return
-    with (
-        mock.patch.multiple(logprobs, _MIN_CANDIDATES=2, _MAX_CANDIDATES=2, _TIE_MARGIN=0, _RETRY_GROWTH=2),
-        mock.patch.object(logits_processors, "_MAX_TOPK", 9),
-        mock.patch.object(ours, "_TOP_P_CANDIDATES", 2),
-    ):
+    with short_lists() if request.param == "short lists" else nullcontext():
         yield request.param
 
 
@@ -125,9 +90,9 @@ def test_any_plan_may_follow_any_other(
             subject.engine.release(rows)
             for row in rows:
                 subject.check(row)
-    reused = tokens - sum(launches.planned)
+    reused = tokens - sum(launches.rows("planned"))
     assert reused > tokens // 4
-    assert sum(launches.in_flight) > reused + 20
+    assert sum(launches.rows("ahead")) > reused + 20
     assert back > 5
     assert (changed.call_count > 12) == (lists == "short lists")
 
@@ -154,10 +119,10 @@ def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Lau
     launched = []
     for _ in range(20):
         plan = StepPlan.compute_all(rows)
-        before = len(launches.planned), len(launches.in_flight)
+        before = len(launches.seen)
         commit(plan, subject.step(plan))
-        launched.append((len(launches.planned) - before[0], len(launches.in_flight) - before[1]))
-    assert launched == [(1, 1), *[(0, 1)] * 18, (0, 0)]
+        launched.append([kind for kind, _ in launches.seen[before:]])
+    assert launched == [["planned", "ahead"], *[["ahead"]] * 18, []]
     assert subject.engine._decoder._in_flight is None
     for row in rows:
         subject.check(row)
@@ -185,7 +150,7 @@ def test_sequences_with_invalid_logits_fail_alone(
     assert len(run.failed) > 5
     for row in run.ended:
         assert not set(row.request.tokens[-1:] + row.tokens[row.prompt_length : -1]) & set(poison)
-    assert len(launches.in_flight) > 20
+    assert len(launches.rows("ahead")) > 20
 
 
 @pytest.mark.parametrize("failing", ["launch", "launch_next"])

@@ -27,16 +27,17 @@ from quantized_formats import (
 )
 from random_requests import KINDS
 from tiny_models import (
+    LONG,
     OWN_ATTENTION,
-    SHAPE_OF_512,
     VOCAB_SIZE,
     WIDE_ENCODER_DECODERS,
     Outcome,
     make_model_from_config,
+    make_wide_config,
     outcomes,
     paged_engine,
 )
-from transformers import Gemma2Config, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig
 
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
@@ -44,11 +45,9 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.speculation.speculator import Speculator
 
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "Llama": LlamaConfig(**SHAPE_OF_512),
-    "Qwen3": Qwen3Config(**SHAPE_OF_512),
-    "Gemma2": Gemma2Config(**SHAPE_OF_512, sliding_window=40),
-    "GPT2": GPT2Config(**SHAPE_OF_512),
-    "GPTNeoX": GPTNeoXConfig(**SHAPE_OF_512),
+    **{name: make_wide_config(name, **LONG) for name in ("Llama", "Qwen3", "GPTNeoX")},
+    "Gemma2": make_wide_config("Gemma2", **LONG, sliding_window=40),
+    "GPT2": make_wide_config("GPT2", n_positions=512),
     **OWN_ATTENTION,
     **WIDE_ENCODER_DECODERS,
 }

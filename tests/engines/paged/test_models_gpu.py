@@ -11,8 +11,8 @@ from batches import engine_options, limits
 from quantized_formats import FORMATS, quantized_copy
 from tiny_models import (
     DECODER_START,
+    LONG,
     OWN_ATTENTION,
-    SHAPE_OF_512,
     VOCAB_SIZE,
     WIDE_ENCODER_DECODERS,
     check_best,
@@ -20,19 +20,12 @@ from tiny_models import (
     greedy_requests,
     logits_of_chunks,
     make_model_from_config,
+    make_wide_config,
     paged_engine,
     tgis_warnings,
 )
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.quantization import config as quantization
@@ -45,10 +38,10 @@ pytestmark = [
     pytest.mark.timeout(300),  # compilers run
 ]
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "Llama": LlamaConfig(**SHAPE_OF_512),
-    "Gemma2": Gemma2Config(**SHAPE_OF_512, sliding_window=40),
-    "GPT2": GPT2Config(**SHAPE_OF_512),
-    "GptOss": GptOssConfig(**SHAPE_OF_512, sliding_window=40, num_local_experts=2, num_experts_per_tok=2),
+    "Llama": make_wide_config("Llama", **LONG),
+    "Gemma2": make_wide_config("Gemma2", **LONG, sliding_window=40),
+    "GPT2": make_wide_config("GPT2", n_positions=512),
+    "GptOss": make_wide_config("GptOss", **LONG, sliding_window=40, num_experts_per_tok=2),
     **OWN_ATTENTION,
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # relative, in the Euclidean norm
@@ -102,7 +95,7 @@ def test_quantized_weights_give_the_logits_of_what_they_stand_for(
     assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", ["FLAN-T5", "Marian"])
+@pytest.mark.parametrize("name", ["T5, flan", "Marian"])
 def test_encoder_decoders_generate_what_transformers_does(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from tiny_models import make_model, make_model_from_config, paged_engine
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from tgis.engines.paged import engine as engine_module
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.sampling.draws import SamplingOps, draw
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 
@@ -67,15 +64,6 @@ def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.Mon
     monkeypatch.setattr(BatchBuilder, "_build", without_positions)
     with pytest.raises(Unsupported, match="own logits"):
         PagedEngine(options)
-
-
-def test_a_kernel_of_draws_is_tried_with_several_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong one may give the right token once."""
-    watched = mock.Mock(wraps=draw)
-    monkeypatch.setattr(engine_module, "select_ops", lambda *_: SamplingOps(draw=watched))
-    paged_engine(make_model("Llama", tmp_path))
-    scores, keys = watched.call_args_list[0].args
-    assert len(scores.values) == len(keys.unique()) == 8
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "M2M100"])

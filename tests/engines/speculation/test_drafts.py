@@ -15,9 +15,17 @@ from cpu_kernels import CPU_ISA, kernels_of
 from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
-from tiny_models import SHAPE_OF_512, VOCAB_SIZE, Outcome, make_model_from_config, outcomes, paged_engine
+from tiny_models import (
+    LONG,
+    VOCAB_SIZE,
+    Outcome,
+    make_model_from_config,
+    make_wide_config,
+    outcomes,
+    paged_engine,
+)
 from torch.nn.functional import gelu
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
@@ -25,7 +33,7 @@ from tgis.errors import StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 ROWS = 8
-WIDTH, INNER = SHAPE_OF_512["hidden_size"], 40
+WIDTH, INNER = 64, 40
 MLP: dict[str, Any] = {
     "model_type": "mlp_speculator",
     "vocab_size": VOCAB_SIZE,
@@ -40,7 +48,7 @@ DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of models by name: the large one, and what drafts for it."""
-    target = make_model_from_config(LlamaConfig(**SHAPE_OF_512), tmp_path_factory.mktemp("target"))
+    target = make_model_from_config(make_wide_config("Llama", **LONG), tmp_path_factory.mktemp("target"))
     other = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=256)
     found = {"itself": target, "another": make_model_from_config(other, tmp_path_factory.mktemp("other"))}
     for name, config in (("MLP", MLP), ("tied MLP", TIED)):
@@ -147,7 +155,7 @@ def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> N
     for sampling in ([SamplingParams()] * 6, [warm] * 3 + [hot] * 3, KINDS):
         with proposing(ForcedDrafts):
             _, counts = generated_by(engine, requests(draw, [*sampling]), 5, 40, draw)
-        assert counts["kept"] == counts["drafted"] > 80, sampling
+        assert counts["kept"] == counts["drafted"] > 50, sampling
 
 
 @pytest.mark.parametrize(("name", "config"), [("MLP", MLP), ("tied MLP", TIED)])
@@ -173,7 +181,7 @@ def test_an_mlp_speculator_is_its_formula(paths: dict[str, Path], name: str, con
     ("config", "told"),
     [
         ({"vocab_size": 96}, "is for a vocabulary of 96, and the model has 97"),
-        ({"emb_dim": 64}, "is for hidden states of 64, and the model has 96"),
+        ({"emb_dim": 96}, "is for hidden states of 96, and the model has 64"),
         ({"n_predict": 64}, "config.json: Expected `int` <= 63 - at `$.n_predict`"),
         ({"n_predict": "3"}, "config.json: Expected `int`, got `str` - at `$.n_predict`"),
         ({"inner_dim": 41}, "has the shape [97, 40], not [97, 41]"),
@@ -190,7 +198,7 @@ def test_a_speculator_that_does_not_fit_is_refused(
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(paths: dict[str, Path], tmp_path: Path) -> None:
-    other = make_model_from_config(LlamaConfig(**SHAPE_OF_512 | {"vocab_size": 98}), tmp_path)
+    other = make_model_from_config(make_wide_config("Llama", **LONG, vocab_size=98), tmp_path)
     with pytest.raises(StartError, match="has a vocabulary of 98, and LlamaForCausalLM one of 97"):
         load(paths | {"broken": other}, "broken")
     short = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=255)
