@@ -255,13 +255,6 @@ def test_the_input_of_an_encoder_decoder_has_blocks_of_its_own(
     work(one)
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_equal_short_inputs_are_encoded_once(length: int) -> None:
-    one = encoder_decoder(prefill_tokens=64)
-    one.submit([ask(n, prompt(length), 2) for n in range(2)], 0.0)
-    assert work(one) == [{0: length}, {0: 1, 1: 1}, {1: 1}]
-
-
 def test_equal_inputs_are_encoded_once() -> None:
     """Equal inputs that come together wait for the step that encodes the first, and share its last block, half full."""
     one = encoder_decoder(prefill_tokens=64)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from repository import REPOSITORY, TEST_CACHE
 
+from tgis.engines.kernels.cpu.build import isa_flags
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
 from tgis.errors import StartError
 
@@ -62,3 +63,22 @@ def num_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[*isa_flags()])
+def of_each_isa(request: pytest.FixtureRequest) -> CpuKernels:
+    """Those for each instruction set; a test file gives it the name `kernels`."""
+    return kernels_of(request.param)
+
+
+@pytest.fixture
+def of_best_isa() -> CpuKernels:
+    return kernels_of("auto")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """For the files that name it, without gradients."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        yield

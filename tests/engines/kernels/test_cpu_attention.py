@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import random_bias
 from chunk_batches import ChunkedBatch, chunk_batch
-from cpu_kernels import kernels_of, num_threads
+from cpu_kernels import kernels_of, num_threads, of_each_isa
 from decode_cases import BFLOAT16, CASES, Case, error, inputs
 from torch import Tensor
 
@@ -40,6 +40,9 @@ PARAMS = {
     ),
     "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6), **random_bias(6, 1300, by_distance=True)),
 }
+
+
+kernels = of_each_isa
 
 
 @pytest.fixture

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from cpu_kernels import num_threads
+from cpu_kernels import num_threads, of_each_isa
 from gumbel_max_cases import CASES, Case, inputs
 
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.sampling.draws import best_tokens, draw
 from tgis.engines.sampling.logits_processors import Scores
+
+kernels = of_each_isa
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels import of_best_isa, of_each_isa, seeded
 from tiny_models import ARCHITECTURES, ENCODER_DECODERS, make_config, make_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -67,6 +68,9 @@ GATED_MLPS = [
 ]
 HALVES = [modeling_llama, modeling_qwen3, modeling_olmo2, modeling_gpt_neox]  # rotate one half with the other
 OTHERS = [modeling_helium, modeling_gptj]  # rotate neighbours
+
+
+deterministic, kernels, best_kernels = seeded, of_each_isa, of_best_isa
 
 
 class Holder(PreTrainedModel):  # type: ignore[misc]

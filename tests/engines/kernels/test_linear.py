@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from cpu_kernels import kernels_of, kernels_with_amx, num_threads
+from cpu_kernels import kernels_of, kernels_with_amx, num_threads, seeded
 from tiny_models import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -35,6 +35,9 @@ class Ours:
 
     def make(self, weight: Tensor) -> Gemm:
         return our_gemms(weight, self.kernels)[self.name](weight)
+
+
+deterministic = seeded
 
 
 @pytest.fixture(params=[*((isa, dtype) for isa in ISAS for dtype in ERROR), ("amx", torch.bfloat16)])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import kernels_of, num_threads
+from cpu_kernels import kernels_of, num_threads, seeded
 from quantized_cases import GROUPS, KINDS, Kind
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from tgis.engines.quantization.weight import E4M3, INT4, INT8, ActivationCodes, 
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (420, 5)]
+deterministic = seeded
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_kernels import kernels_of
+from cpu_kernels import kernels_of, of_best_isa, of_each_isa, seeded
 from tiny_models import ENCODER_DECODERS, make_config
 from torch import Tensor, nn
 from torch.nn.functional import dropout, embedding, linear
@@ -21,6 +21,9 @@ from tgis.engines.loading.rope import tabulate_angles
 from tgis.errors import Unsupported
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+deterministic, kernels, best_kernels = seeded, of_each_isa, of_best_isa
 
 
 @pytest.fixture

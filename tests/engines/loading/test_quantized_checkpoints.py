@@ -2,12 +2,11 @@
 
 import random
 import re
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from batches import engine_options
@@ -135,49 +134,13 @@ def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
             load(path)
 
 
-def version_2(tensors: dict[str, Tensor], layer: str) -> None:
-    tensors[f"{layer}.qzeros"] += 0x11111111
-
-
-def act_order(tensors: dict[str, Tensor], layer: str) -> None:
-    """The numbers between the layers of the MLP in another order."""
-    order = np.random.default_rng(0).permutation(64)
-    if layer.endswith("down_proj"):
-        words = tensors[f"{layer}.qweight"].numpy().view(np.uint32)
-        codes = np.array([words[k // 8] >> 4 * (k % 8) & 15 for k in order])
-        words = np.array([sum(codes[8 * j + i] << 4 * i for i in range(8)) for j in range(8)])
-        tensors[f"{layer}.qweight"] = torch.from_numpy(words.astype(np.uint32).view(np.int32))
-        tensors[f"{layer}.g_idx"] = tensors[f"{layer}.g_idx"][order]
-    elif ".mlp." in layer:
-        for suffix in ("qweight", "scales"):  # all zeros are the same
-            tensors[f"{layer}.{suffix}"] = tensors[f"{layer}.{suffix}"][:, order].contiguous()
-
-
-Change = Callable[[dict[str, Tensor], str], None]
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "config"),
-    [
-        ("gptq", None, {}),
-        ("gptq", version_2, {"checkpoint_format": "gptq_v2"}),
-        ("gptq", version_2, {}),
-        ("gptq", act_order, {"desc_act": True}),
-        ("gptq_8_bits", None, {}),
-        ("auto_round", None, {}),
-    ],
-)
+@pytest.mark.parametrize("name", ["gptq", "gptq_8_bits", "auto_round"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_files_of_auto_round(name: str, change: Change | None, config: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_auto_round(name: str, tmp_path: Path) -> None:
     files = Path(__file__).parent / "auto_round_files" / name
-    content = msgspec.json.decode((files / "config.json").read_bytes())
-    content["quantization_config"] |= config
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(content))
+    shutil.copy(files / "config.json", tmp_path)
     tensors = load_file(files / "model.safetensors")
     expected = tensors.pop("expected")
-    for key in [key for key in tensors if change is not None and key.endswith(".qweight")]:
-        assert change is not None
-        change(tensors, key.removesuffix(".qweight"))
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert (load(tmp_path)(IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 

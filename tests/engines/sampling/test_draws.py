@@ -121,19 +121,6 @@ def _unmix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return unshift(z, 30)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "steps", "tokens"])
-def test_noise_of_neighbours_is_independent(axis: int) -> None:
-    """Chi-square of pairs over 16 by 16 cells, for seeds, steps and tokens that follow each other."""
-    size = 60
-    seeds, steps = (grid.ravel() for grid in np.mgrid[:size, :size])
-    keys = torch.from_numpy(noise_keys(seeds.astype(np.uint64), steps))[:, None]
-    uniform = exponential_noise(keys, torch.arange(size)).neg().exp().numpy().reshape(size, size, size)
-    cells = np.moveaxis((uniform * 16).astype(int), axis, 0)
-    seen = np.bincount((cells[:-1] * 16 + cells[1:]).ravel(), minlength=256)
-    expected = seen.sum() / 256
-    assert ((seen - expected) ** 2 / expected).sum() < 255 + 4 * math.sqrt(2 * 255) + 8
-
-
 def test_rounding_changes_a_draw_at_near_ties_only(draw: Draw) -> None:
     """Two arrivals change places only if the scores' errors bridge what is between them."""
     count = 500
