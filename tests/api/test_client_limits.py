@@ -11,7 +11,7 @@ from harness import run_async
 from tgis.api import clients as module
 from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError, Unavailable
+from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
 
 MIB = 1 << 20
 
@@ -47,17 +47,6 @@ def make_clients(**options: Any) -> Clients:
 
 
 # --- memory ---
-
-
-def test_a_call_that_never_fits_is_invalid() -> None:
-    clients = make_clients(max_call_memory_mb=2)
-    with Account(clients, b"") as account:
-        account.charge(MIB - 100)
-        with pytest.raises(InvalidRequest, match=f"the call takes {MIB + 1} bytes of memory, at most {MIB} allowed"):
-            account.charge(101)
-        account.charge(100)
-        assert clients.memory.held.total() == MIB
-    assert clients.memory.held.total() == 0
 
 
 def test_a_client_has_half_of_the_memory_and_others_the_rest() -> None:
@@ -245,28 +234,6 @@ async def test_the_server_waits_for_its_calls_and_a_while_for_others(
     clients.draining = True
     started(clients)  # and refused
     assert await returns(clients)
-
-
-@run_async
-async def test_the_server_does_not_wait_for_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients = make_clients()
-    clients.reading.add(started(clients))
-    monkeypatch.setattr(module, "_STALL_SECONDS", 1000.0)
-    assert not await returns(clients)
-    monkeypatch.setattr(module, "_STALL_SECONDS", 0.0)
-    assert await returns(clients)
-    started(clients)
-    assert not await returns(clients)
-
-
-@run_async
-async def test_all_calls_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_WORD_SECONDS", 0.0)
-    clients = make_clients()
-    calls = [started(clients) for _ in range(3)]
-    clients.finished(calls[0])
-    await clients.end_calls()
-    assert [[*map(type, call.ends)] for call in calls] == [[], [Unavailable], [Unavailable]]
 
 
 @pytest.mark.parametrize("kind", ["connecting", "sending", "reading", "idle"])

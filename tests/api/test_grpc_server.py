@@ -198,31 +198,6 @@ async def test_connections_are_closed_once_they_are_old_and_no_call_fails() -> N
             await channel.unary_unary("/test.Service/Count", bytes, bytes)(b"", timeout=30)
 
 
-@run_async
-async def test_stop_waits_for_running_calls_and_rejects_new_ones() -> None:
-    entered, released, calls = asyncio.Event(), asyncio.Event(), make_calls(CONFIG)
-
-    async def wait(_message: bytes, _call: object) -> bytes:
-        entered.set()
-        await released.wait()
-        return b"done"
-
-    handler = grpc.method_handlers_generic_handler("test.Service", {"Wait": calls.handler("Wait", wait)})
-    async with grpc_calls.serving(handler, CONFIG, calls) as (server, port), connected(port) as channel:
-        running = channel.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
-        await entered.wait()
-        calls.clients.draining = True
-        stopping = asyncio.create_task(server.refuse_calls())
-        async with connected(port) as other:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await other.unary_unary("/test.Service/Wait", bytes, bytes)(b"", timeout=30)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        released.set()
-        assert await running == b"done"
-        await server.stop()
-        await stopping
-
-
 # --- health ---
 
 

@@ -22,7 +22,7 @@ from tgis.api.http.calls import HttpApi, HttpCall, receive
 from tgis.api.http.event_stream import EventStream
 from tgis.api.http.operations import ErrorFormat, HttpError, Operation
 from tgis.config import Config
-from tgis.errors import Overloaded, RequestError, Unavailable
+from tgis.errors import RequestError
 from tgis.security.bearer import TokenFile
 
 
@@ -184,17 +184,6 @@ async def test_a_body_that_is_framed_wrongly_is_400(pause: float) -> None:
 
 
 @run_async
-async def test_a_head_that_never_ends_closes_its_connection() -> None:
-    async with serving([events_route()]) as client:
-        reader, writer = await connect(client)
-        writer.write(b"GET /events HTTP/1.1\r\n")
-        for _ in range(200):
-            writer.write(b"X: %01000d\r\n" % 0)
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-        writer.close()
-
-
-@run_async
 async def test_a_large_body_right_behind_its_head_is_read() -> None:
     content = b"x" * (4 << 20)
     async with serving([BODY], payload_limit=len(content)) as client:
@@ -249,31 +238,12 @@ def events_route(
 
 
 @run_async
-async def test_events() -> None:
-    async with serving([events_route()]) as client, client.get("/events") as answer:
-        assert answer.headers["content-type"] == "text/event-stream"
-        assert {answer.headers[name] for name in ("cache-control", "x-accel-buffering", "x-extra")} == {
-            "no-cache", "no", "1"
-        }  # fmt: skip
-        assert await answer.read() == b"data: {}\n\n" * 3
-
-
-@run_async
 async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.02)
     async with serving([events_route(number=1, pause=0.2)]) as client, client.get("/events") as answer:
         content = await answer.read()
     assert content.startswith(b"data: {}\n\n:\n\n:\n\n")
     assert content.count(b":\n\n") <= 10
-
-
-@run_async
-async def test_a_reader_that_vanishes_ends_its_call() -> None:
-    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    async with serving([events_route(number=10**6, pause=0.001, ended=ended)]) as client:
-        async with client.get("/events") as answer:
-            await answer.content.readline()
-        assert await ended < 10**6
 
 
 @run_async
@@ -398,11 +368,6 @@ async def test_tokens(authorization: str | None, status: int, tmp_path: Path) ->
     async with serving([route]) as client, client.get("/thing", headers=headers) as answer:
         assert answer.status == status
         assert answer.headers.get("WWW-Authenticate") == ("Bearer" if status == 401 else None)
-
-
-def test_overloaded_says_when_to_try_again() -> None:
-    assert ERRORS.response(Overloaded("full")).headers["Retry-After"] == "1"
-    assert "Retry-After" not in ERRORS.response(Unavailable("no")).headers
 
 
 PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}

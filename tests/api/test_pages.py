@@ -10,7 +10,6 @@ import pytest
 from harness import run_async
 from http_port import NO_AUTH, serving, serving_while_loading
 
-from tgis.api.http.pages.page import make_page
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.probes import Probes
 
@@ -73,7 +72,3 @@ async def test_the_address_in_examples_is_the_one_asked_for() -> None:
                 text = await answer.text()
             assert f"<pre>curl {shown}/info</pre>" in text
             assert "<b>`" not in text
-
-
-def test_titles_are_escaped() -> None:
-    assert "<title>&lt;b&gt; &amp;</title>" in make_page("<b> &", "").text

@@ -57,22 +57,6 @@ def test_without_a_private_name_calls_start_in_the_order_of_their_arrival(
     assert caplog.messages == [line]
 
 
-def test_a_task_may_wait_for_a_call() -> None:
-    """As in grpc.aio before 1.80. It cannot run inside the task that finds the call."""
-
-    async def take(calls: asyncio.Future[str]) -> str:
-        return await calls
-
-    async def pass_on() -> str:
-        waiting = private._NextCall(loop=asyncio.get_running_loop())
-        task = asyncio.create_task(take(waiting))
-        await asyncio.sleep(0)
-        waiting.finish("call")
-        return await asyncio.wait_for(task, 5)
-
-    assert run(pass_on()) == "call"
-
-
 def test_a_call_that_cannot_be_queued_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Queue):
         def add(self, connection: str, call: Any) -> None:

@@ -199,15 +199,6 @@ def test_a_grammar_that_is_forgotten_is_compiled_again(stub: Stub) -> None:
         assert stub.Generate(request, timeout=20).responses[0].text == f"a{number}"
 
 
-@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "Tokenize", "ModelInfo"])
-def test_undecodable_bytes_are_an_invalid_argument(server: Server, method: str) -> None:
-    with grpc.insecure_channel(server.target) as channel:
-        kind = channel.unary_stream if method == "GenerateStream" else channel.unary_unary
-        send = kind(f"/fmaas.GenerationService/{method}", None, None)
-        error = failure(lambda: list(send(b"\xff\xff\xff")) if method == "GenerateStream" else send(b"\xff\xff\xff"))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
 @pytest.mark.parametrize(("method", "most"), [("Generate", MAX_INPUTS), ("Tokenize", MAX_TEXTS)])
 def test_too_many_inputs_for_any_time(stub: Stub, method: str, most: int) -> None:
     kind = pb.BatchedGenerationRequest if method == "Generate" else pb.BatchedTokenizeRequest
@@ -301,33 +292,6 @@ def test_one_bad_input_fails_its_whole_call_at_once(server: Server, stub: Stub) 
     server.wait_for_metric("tgi_batch_current_size 0.0")
     failed, tokens = (new - old for new, old in zip(server.metrics(cancelled, generated), before, strict=True))
     assert (failed, tokens < 2 * MAX_NEW) == (2, True)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_cancelled_call_frees_its_rows(server: Server, stub: Stub, streamed: bool) -> None:
-    before = server.metric("tgi_batch_generated_tokens_total")
-    batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=f"abc{n}") for n in range(10)])
-    batch.params.stopping.max_new_tokens = MAX_NEW
-    if streamed:
-        calls = [stub.GenerateStream(as_stream_request(unary_request(f"abc{n}", MAX_NEW))) for n in range(10)]
-        for call in calls:
-            next(call), next(call)
-    else:
-        calls = [stub.Generate.future(batch)]
-    server.wait_for_metric("tgi_batch_current_size 10.0")
-    for call in calls:
-        call.cancel()
-    server.wait_for_metric("tgi_batch_current_size 0.0")
-    assert server.metric("tgi_batch_generated_tokens_total") - before < 10 * MAX_NEW
-
-
-def test_health_is_fast_under_load(server: Server, stub: Stub) -> None:
-    """Many probes are answered while calls take their 40 steps."""
-    calls = [stub.Generate.future(unary_request("load " * 10, 40)) for _ in range(MAX_INPUTS - 5)]
-    for _ in range(10):
-        assert server.get("/health") == (200, "")
-    assert not any(each.done() for each in calls)
-    assert all(len(each.result().responses[0].text) == 40 for each in calls)
 
 
 def failure(action: Callable[[], object]) -> Any:

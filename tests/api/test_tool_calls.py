@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo.fake_model import make_fake_model
-from tgis.api.openai.bodies import ChatCompletionRequest, Function, Tool
+from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.chat import Choice
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.messages import template_tools
 from tgis.api.openai.tool_calls import (
     HERMES,
     LLAMA3,
@@ -237,10 +236,3 @@ def test_brackets_without_end_are_text(parts: int) -> None:
     parser, size = ToolCallParser(HERMES, NAMES), -(-len(output) // parts)
     pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
     assert complete_calls([*pieces, *parser.finish()]) == (output, [])
-
-
-def test_templates_get_tools_without_a_copy_of_their_schemas() -> None:
-    parameters: dict[str, Any] = {"type": "object", "properties": {"city": {"default": None}}}
-    (made,) = template_tools([Tool(Function("w", parameters=parameters, strict=True))])
-    assert made == {"type": "function", "function": {"name": "w", "parameters": parameters}}
-    assert made["function"]["parameters"] is parameters
