@@ -1,10 +1,8 @@
 """LoRA adapters and soft prompts on a real server: PEFT's answers, under load, with more than the cache holds."""
 
 import itertools
-import os
 import random
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import tuning
-from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server, wait_until
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server
 from lora_files import BROKEN_LORA
 from prompt_files import write
 from transformers import AutoTokenizer
@@ -182,14 +180,3 @@ def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Se
         stub.Generate.future(prompt_call("soft/queen", 100)).cancel()
     assert output_tokens(stub, prompt_call("soft/queen"))
     server.wait_for_metric("tgi_batch_current_size 0.0")
-
-
-def test_a_dead_engine_fails_pending_lookups(server: Server, stub: Stub) -> None:
-    """The last test of this file: it kills the engine."""
-    os.kill(server.engine_pid(), signal.SIGSTOP)
-    before = server.metric("tgi_request_input_count")
-    waiting = [stub.Generate.future(prompt_call("soft/queen")) for _ in range(3)]
-    wait_until(lambda: server.metric("tgi_request_input_count") == before + 3, "lookups")
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    assert {one.exception().code() for one in waiting} == {grpc.StatusCode.UNAVAILABLE}
-    assert server.process.wait(20) == 1

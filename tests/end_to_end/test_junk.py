@@ -24,7 +24,6 @@ JUNK = {
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 }
 LEFT_MIB = 30
-PORTS = ["HTTP", "gRPC", "HTTP in TLS", "gRPC in TLS"]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,10 @@ async def flood(server: Server, port: int, number: int, **options: Any) -> float
     return resident(server) - before
 
 
-async def check_junk(plain: Server, secured: Server, port: str, number: int) -> None:
+@pytest.mark.parametrize("number", [40, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("port", ["HTTP", "gRPC", "HTTP in TLS", "gRPC in TLS"])
+@run_async
+async def test_junk(plain: Server, secured: Server, port: str, number: int) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     for server in [secured] if "TLS" in port else [plain, secured]:
@@ -90,19 +92,6 @@ async def check_junk(plain: Server, secured: Server, port: str, number: int) -> 
         assert server.get("/health")[0] == 200
 
 
-@pytest.mark.parametrize("port", PORTS)
-@run_async
-async def test_junk(plain: Server, secured: Server, port: str) -> None:
-    await check_junk(plain, secured, port, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("port", PORTS)
-@run_async
-async def test_much_junk(plain: Server, secured: Server, port: str) -> None:
-    await check_junk(plain, secured, port, 600)
-
-
 REFUSED: list[tuple[str, str, bytes]] = [
     ("POST", "/generate", b"{"),
     ("POST", "/generate", json.dumps({"inputs": "a" * 50_000, "parameters": {"max_new_tokens": -1}}).encode()),
@@ -113,9 +102,11 @@ REFUSED: list[tuple[str, str, bytes]] = [
 ]
 
 
-async def check_refused(server: Server, number: int) -> None:
+@pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@run_async
+async def test_refused_calls(plain: Server, number: int) -> None:
     async def send(count: int) -> None:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{server.http_port}") as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{plain.http_port}") as session:
 
             async def ask(numbers: Iterator[int]) -> None:
                 for index in numbers:
@@ -129,17 +120,6 @@ async def check_refused(server: Server, number: int) -> None:
             await asyncio.gather(*(ask(numbers) for _ in range(16)))
 
     await send(number // 10)
-    before = resident(server)
+    before = resident(plain)
     await send(number)
-    assert resident(server) - before < LEFT_MIB
-
-
-@run_async
-async def test_refused_calls(plain: Server) -> None:
-    await check_refused(plain, 1000)
-
-
-@pytest.mark.slow
-@run_async
-async def test_many_refused_calls(plain: Server) -> None:
-    await check_refused(plain, 10_000)
+    assert resident(plain) - before < LEFT_MIB

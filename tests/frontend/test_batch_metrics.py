@@ -237,19 +237,7 @@ def test_admission_counters() -> None:
     assert admissions([[(8, 42), (38, 4)], [], [(5, 35)]], weight=100, **kind, prefill_tokens=50) == (0, 1, 0, 0)
     # one step takes 10 prompt tokens
     assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=10) == (0, 0, 3, 0)
-
-
-def test_admission_counters_of_a_paged_engine() -> None:
-    """They are admitted by the blocks that they need now."""
-    kind = {"padded": False, "block_size": 1}
-    assert admissions([[(3, 5), (3, 5)]], **kind) == (0, 0, 0, 0)
-    assert admissions([[(4, 56)], [], [(4, 66), (4, 6)]], weight=100, **kind) == (0, 2, 0, 0)
-    assert admissions([[(9, 5)] * 4], **kind, prefill_tokens=2) == (0, 0, 1, 0)  # a token each for two and the first
-
-
-def test_padding_keeps_requests_out_of_a_prefill() -> None:
-    kind = {"padded": True, "max_prefill_padding": 0.2}
-    assert admissions([[(20, 5), (2, 5), (19, 5)]], **kind) == (1, 0, 0, 1)
+    assert admissions([[(20, 5), (2, 5), (19, 5)]], padded=True, max_prefill_padding=0.2) == (1, 0, 0, 1)
 
 
 @run_async

@@ -98,21 +98,6 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
 
 
 @run_async
-async def test_calls_that_end_together_are_cancelled_in_one_message() -> None:
-    client, transport = connected_client()
-    with contextlib.ExitStack() as calls:
-        for number in range(1, 4):
-            calls.enter_context(client.submit(outputs([request(number)]), eager=True))
-        del transport.sent[:]
-    await asyncio.sleep(0)
-    assert [sorted(message.ids) for message in transport.sent if isinstance(message, Cancel)] == [[1, 2, 3]]
-    with client.submit(outputs([request(4)]), eager=True):
-        pass
-    await asyncio.sleep(0)
-    assert transport.sent[-1] == Cancel([4])
-
-
-@run_async
 async def test_answers_to_questions_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads."""
     client, _ = connected_client()

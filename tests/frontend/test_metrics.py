@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from batches import request
 from engine_clients import outputs
-from prometheus_client import REGISTRY
 from scraped_metrics import Series, make_metrics, samples, value
 
 from tgis.frontend.calls import CallKind, GenerateCall
@@ -106,12 +105,6 @@ def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Met
     assert helped == typed
     assert len(set(helped)) == len(helped)
     assert "_created" not in text
-
-
-def test_registries_are_independent_of_each_other_and_of_the_global_one(metrics: Metrics) -> None:
-    metrics.request_started(CallKind.SINGLE, 1)
-    assert changed(make_metrics()) == {}
-    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tgi_")]
 
 
 def test_counters_and_their_untyped_twins_agree(metrics: Metrics) -> None:
@@ -224,17 +217,6 @@ def test_a_prefill(metrics: Metrics) -> None:
     }
 
 
-def test_a_step_that_mixes_prefill_and_decode_is_one_prefill(metrics: Metrics) -> None:
-    metrics.step_succeeded(msgspec.structs.replace(PREFILL, num_decodes=3), 5, 0.125, {})
-    for name in ("count", "success", "duration_count", "batch_size_count"):
-        labels = {"makeup": "single_only"} if "duration" in name else {}
-        assert value(metrics, f"tgi_batch_inference_{name}", method="prefill", **labels) == 1
-    for name in ("count", "success"):
-        assert value(metrics, f"tgi_batch_inference_{name}", method="next_token") == 0
-    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="prefill") == 2
-    assert value(metrics, "tgi_batch_inference_batch_size_sum", method="next_token") == 3
-
-
 def gauges(metrics: Metrics) -> list[float]:
     return [value(metrics, name) for name in GAUGES]
 
@@ -269,11 +251,3 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert [value(metrics, f"tgi_speculation_{name}", proposer="lookup") for name in kept] == [16, 6]
     assert [value(metrics, f"tgi_speculation_{name}", proposer="draft") for name in kept] == [10, 8]
     assert [value(metrics, f"tgi_speculation_step_tokens_{name}") for name in ("count", "sum")] == [3, 5]
-
-
-def test_a_failed_step(metrics: Metrics) -> None:
-    metrics.step_failed(FailureKind.ERROR, prefill=False)
-    assert changed(metrics) == {
-        "tgi_batch_inference_count next_token": 1,
-        "tgi_batch_inference_failure next_token error": 1,
-    }

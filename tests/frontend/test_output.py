@@ -148,14 +148,6 @@ def test_messages(
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
 
 
-def test_a_message_per_token_if_tokens_are_requested(decoder: TokenDecoder) -> None:
-    steps = [ids(decoder, "abc"), ids(decoder, "de")]
-    chunks = streamed(decoder, params([], tokens=True), steps)
-    assert [chunk.generated_token_count for chunk in chunks] == [1, 2, 3, 4, 5]
-    assert [[info.text for info in chunk.tokens] for chunk in chunks] == [[one] for one in "abcde"]
-    assert [chunk.tokens[0].logprob for chunk in chunks] == [-float(i) for i in ids(decoder, "abcde")]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, late: bool) -> None:
     output, chunks = builder(decoder, params([], tokens=True)), list[RequestOutput]()

@@ -90,14 +90,6 @@ def test_what_is_served_is_known_in_full_once_the_engine_is_ready(metrics: Servi
     assert value(metrics, "tgi_kv_cache_blocks") == 1000 // 16
 
 
-def test_the_engine_is_up_from_ready_to_death(metrics: ServiceMetrics) -> None:
-    assert value(metrics, "tgi_engine_up") == 0
-    metrics.engine_ready(msgspec.structs.replace(INFO, block_size=0), 1.0)
-    assert (value(metrics, "tgi_engine_up"), value(metrics, "tgi_kv_cache_blocks")) == (1, 0)
-    metrics.engine_up.set(0)
-    assert value(metrics, "tgi_engine_up") == 0
-
-
 def test_dropped_log_lines_are_counted_once(metrics: ServiceMetrics) -> None:
     for total in (0, 3, 3, 10):
         metrics.set_log_lines_dropped(total)

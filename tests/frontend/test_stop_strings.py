@@ -71,34 +71,6 @@ def test_releases_all_text_that_is_final(pieces: list[str], stops: list[str], in
         assert emitted == output[: max((cut for cut in cuts if cut <= limit), default=0)]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stops", "include", "hold", "deltas"),
-    [
-        (["The", " first"], [], True, True, ["Th", "e firs", "t"]),  # the example of TGIS
-        (["The", " first"], ["x"], False, False, ["The", " first", ""]),  # other decoders
-        (["x st", "ay"], ["stop"], False, False, ["x ", "stay", ""]),  # what may become one that is not part of it
-        (["x st", "ay"], ["stop"], True, False, ["x st", "ay", ""]),
-        (["é你好", "x"], ["你好a"], False, True, ["é", "你好", "x"]),  # several grapheme clusters of it
-    ],
-)
-def test_what_is_held_back(pieces: list[str], stops: list[str], include: bool, hold: bool, deltas: list[str]) -> None:
-    assert assemble(pieces, stops, include, hold)[0] == deltas
-
-
-@pytest.mark.parametrize(
-    ("pieces", "stops", "include", "text", "matched"),
-    [
-        (["a\n\n"], ["\n"], False, "a\n", "\n"),  # the last new occurrence
-        (["is", " confused"], ["confu"], True, "is confu", "confu"),
-        (["is", " confused"], ["confu"], False, "is ", "confu"),
-        (["xaby"], ["y", "ab"], False, "xab", "y"),  # in the order of the list, not of the text
-    ],
-)
-def test_cut(pieces: list[str], stops: list[str], include: bool, text: str, matched: str | None) -> None:
-    deltas, found = assemble(pieces, stops, include, hold=True)
-    assert ("".join(deltas), found) == (text, matched)
-
-
 def test_a_stop_sequence_at_the_last_allowed_token_is_not_trimmed() -> None:
     assembler = StopStringMatcher(["stop"], include_stop_sequence=False, hold_last_grapheme=True)
     deltas = [assembler.add("x st", may_stop=True), assembler.add("op", may_stop=False), assembler.flush()]

@@ -35,10 +35,6 @@ def test_any_text(families: Families, family: str, text: str) -> None:
     assert list(placed.offsets) == naive_offsets(backend, text)
 
 
-def test_no_texts(families: Families) -> None:
-    assert encode(families("gpt2")[1]) == []
-
-
 def test_many_calls_at_once(families: Families) -> None:
     backend, tokenizer = families("gpt2")
     texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
@@ -106,12 +102,6 @@ def test_truncation_for_generation(families: Families, family: str, limit: int, 
     assert ids == before
 
 
-def test_trailing_special_token_survives_truncation(families: Families) -> None:
-    backend, tokenizer = families("metaspace")
-    ids = tokenizer.truncate(encode(tokenizer, "The first word")[0].ids, 2)
-    assert ids == [*backend.encode("word", add_special_tokens=False).ids[-1:], backend.token_to_id("</s>")]
-
-
 def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
     backend = Backend(models.BPE({"</s>": 0, "B": 1}, []))  # drops the unknown A
     backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])
@@ -164,11 +154,6 @@ def test_the_highest_id_may_be_that_of_an_added_token(families: Families) -> Non
         assert tokenizer.max_token_id == max(backend.get_vocab().values())
 
 
-def test_encode_without_special_tokens(families: Families) -> None:
-    backend, tokenizer = families("byte_fallback")
-    assert tokenizer.encode_without_special_tokens("The") == backend.encode("The").ids[1:]
-
-
 def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"A": 0})).to_str()), workers=1)
     assert encode(tokenizer, "A")[0].ids == [0]
@@ -191,10 +176,3 @@ def test_broken_file(tmp_path: Path, content: str) -> None:
 def test_a_tokenizer_that_cannot_encode_a(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="letter A"):
         Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"B": 0})).to_str()), workers=1)
-
-
-def test_decoder_types_are_listed_outermost_first(families: Families) -> None:
-    assert families("mistral")[1].decoder_types == ("Sequence", "Replace", "ByteFallback", "Fuse", "Strip")
-    assert families("gpt2")[1].decoder_types == ("ByteLevel",)
-    assert json.loads(families("no_decoder")[0].to_str())["decoder"] is None
-    assert families("no_decoder")[1].decoder_types == ()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace as replace_struct
 
 from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest
@@ -192,12 +191,6 @@ def test_without_max_new_tokens_the_least_is_still_checked() -> None:
         request_of(100, params, context)
 
 
-def test_a_face_may_want_all_that_fits() -> None:
-    params = validate(RawParams(fill_context=True), LIMITS)
-    assert request_of(100, params, LIMITS).max_new_tokens == 100
-    assert validate(RawParams(fill_context=True, max_new_tokens=7), LIMITS).max_new_tokens == 7
-
-
 def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
     constraints = Constraints(min_room=60)
     for asked, fits in ((100, False), (60, False), (50, True)):
@@ -209,22 +202,6 @@ def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
             request_of(150, params, LIMITS)
     params = validate(RawParams(max_new_tokens=100, constraints=constraints), LIMITS)
     assert request_of(130, params, LIMITS).max_new_tokens == 70
-
-
-def test_a_face_may_have_bounds_of_its_own() -> None:
-    constraints = Constraints(
-        min_temperature=0.0, max_stop_sequences=7, max_stop_sequence_bytes=300, max_top_n_tokens=20
-    )
-    options = LogprobOptions(generated_tokens=True, top_n_tokens=20)
-    raw = RawParams(do_sample=True, temperature=0.01, stop_sequences=("x" * 300,) * 7, logprob_options=options)
-    assert validate(replace(raw, constraints=constraints), LIMITS).temperature == 0.01
-    for refused, said in (
-        (replace(raw, temperature=-0.01), "temperature must be >= 0"),
-        (replace(raw, stop_sequences=("x",) * 8), "at most 7 non-empty stop sequences, each not more than 300 UTF8"),
-        (replace(raw, logprob_options=replace_struct(options, top_n_tokens=21)), "top_n_tokens must be <= 20"),
-    ):
-        with pytest.raises(InvalidRequest, match=said):
-            validate(replace(refused, constraints=constraints), LIMITS)
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:
