@@ -145,17 +145,6 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
-def test_only_successes_count_and_unfinished_requests_are_ignored() -> None:
-    ok = RequestRecord(scheduled_at=1.0, requested_tokens=4, ended_at=3.0, output_tokens=4, status="OK")
-    late = RequestRecord(scheduled_at=2.0, requested_tokens=4, ended_at=5.0, output_tokens=3, status="UNAVAILABLE")
-    running = RequestRecord(scheduled_at=0.0, requested_tokens=4, output_tokens=2)
-    summary = summarize([ok, late, running], cpu_seconds=0.0)
-    assert (summary.ok, summary.failed) == (1, {"UNAVAILABLE": 1})
-    assert summary.duration_s == 4.0
-    assert summary.output_tokens == 4
-    assert summary.latency_ms.p99 == 2000
-
-
 def test_goodput_counts_what_meets_every_objective() -> None:
     """Streams of two messages: the first after 100 ms or 300 ms, then 10 tokens after 10 ms or 30 ms each."""
     samples = [

@@ -282,21 +282,6 @@ def test_headers_and_a_token_go_with_every_request(tmp_path: Any) -> None:
     assert (sent["X-Tenant"], sent["authorization"]) == ("a:b", "Bearer secret")
 
 
-def test_a_server_that_refuses_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
-    body = json.dumps({"data": [{"id": "m"}]})
-    with serving(Answers(get_status=401)) as target:
-        assert bench_at(target, "openai") == 1
-    assert capsys.readouterr().err == f"tgis: http://{target}/v1/models: HTTP 401: {body}\n"
-
-
-def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(Answers()) as target:
-        pass
-    assert bench_at(target, "tgi") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"tgis: nothing listens at http://{target}; is `tgis serve` running?"
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [

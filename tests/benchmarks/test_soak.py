@@ -1,6 +1,5 @@
 """The soak test: what it counts as a problem, a short run, and the two minutes of `make test-all`."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -16,14 +15,9 @@ from benchmarks.soak import reconcile
 from benchmarks.soak.cases import Answer, difference
 from benchmarks.soak.client_log import ClientLog
 from benchmarks.soak.memory import compute_trend
-from tgis.api.clients import Account, Clients
-from tgis.config import Config
-from tgis.errors import InvalidRequest
-from tgis.frontend.calls import CallKind, GenerateCall
+from tgis.frontend.calls import CallKind
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.request_log import RequestLog
-from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.messages import StepStats
 from tgis.ipc.request import StopReason
 from tgis.pb import generation_pb2 as pb
@@ -120,22 +114,6 @@ def test_matching_counters_reconcile() -> None:
 )
 def test_discrepancies_are_found(change: Callable[[Metrics, ClientLog], object], what: str) -> None:
     assert [text for text in discrepancies_after(change) if text.startswith(f"{what}: the server counted")]
-
-
-def batch_of(inputs: int) -> GenerateCall:
-    account = Account(Clients(Config(model_name="m")), b"")
-    return GenerateCall(CallKind.BATCH, ["text"] * inputs, ["text"] * inputs, RawParams(), account)
-
-
-def test_inputs_of_a_call_cancelled_before_queueing_are_counted_as_ended() -> None:
-    server = make_metrics()
-    with pytest.raises(asyncio.CancelledError), RequestLog(batch_of(3), server, log_text=False):
-        raise asyncio.CancelledError
-    with pytest.raises(InvalidRequest), RequestLog(batch_of(2), server, log_text=False):
-        raise InvalidRequest("field", "is bad")
-    found = reconcile.parse_metrics(b"".join(server.scrape()).decode())
-    assert found["tgi_request_failure_total", "cancelled"] == 3
-    assert found["tgi_request_failure_total", "validation"] == 1
 
 
 def grown(minutes: int, size: Callable[[float], float]) -> str:

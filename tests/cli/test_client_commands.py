@@ -194,15 +194,6 @@ def test_an_error_status_is_one_line(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (1, "so far", said)
 
 
-@pytest.mark.parametrize("command", ["generate", "tokenize", "model-info", "health", "bench"])
-def test_an_unreachable_server_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [command, "--target", "127.0.0.1:1", *(["x"] if command in ("generate", "tokenize") else [])]
-    assert __main__.run(argv) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "tgis: nothing listens at 127.0.0.1:1; is `tgis serve` running?\n"
-
-
 def test_interrupting_generate_cancels_the_call(served: Served) -> None:
     served.service.texts, served.service.endless = ["started"], True
     command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]

@@ -1,6 +1,7 @@
 """What commands say about an address where something else listens, against real listeners."""
 
 import asyncio
+import itertools
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
@@ -33,14 +34,34 @@ GRPC_PORT = "{} is a gRPC port: HTTP has another, 3000 by default"
 SLOW = "{} has not answered completely in time (--timeout)"
 NO_HOST = "{}: there is no host of this name"
 
-GRPC_COMMANDS = {
-    "generate": ("x",),
-    "tokenize": ("x",),
-    "model-info": (),
-    "health": (),
-    "bench": ("--requests", "1"),
-}
-HTTP_COMMANDS = {"chat": (), "bench": ("--requests", "1", "--api", "openai")}
+BENCH = ("bench", "--requests", "1")
+GRPC = [("generate", "x"), ("tokenize", "x"), ("model-info",), ("health",), BENCH]
+GRPC_ERRORS = [  # what listens, options, what is said
+    ("none", (), REFUSED),
+    ("none", CA, REFUSED),
+    ("grpc", CA, NO_TLS),
+    ("grpc tls", (), CLOSED),
+    ("grpc tls", ("--tls",), UNTRUSTED),
+    ("grpc tls", ("--ca-cert", "key"), BAD_FILES),
+    ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
+    ("grpc mutual", CA, NO_CERTIFICATE),
+    ("http", (), HTTP_PORT),
+    ("http tls", (*CA, "--tls-server-name", "localhost"), HTTP_PORT),
+    ("silent", ("--timeout", "0.1"), SLOW),
+    ("elsewhere", (), NO_HOST),
+]
+HTTP = [("chat",), (*BENCH, "--api", "openai")]
+HTTP_ERRORS = [
+    ("none", (), REFUSED),
+    ("none", CA, REFUSED),
+    ("http", CA, NO_TLS),
+    ("http tls", ("--tls",), UNTRUSTED),
+    ("http tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
+    ("http tls", (), CLOSED),
+    ("grpc", (), GRPC_PORT),
+    ("silent", ("--timeout", "0.1"), SLOW),
+    ("elsewhere", (), NO_HOST),
+]
 
 
 @contextmanager
@@ -108,70 +129,22 @@ def said(capsys: pytest.CaptureFixture[str], target: str, command: str, *argv: s
     return line
 
 
-@pytest.mark.parametrize("command", GRPC_COMMANDS)
 @pytest.mark.parametrize(
-    ("listener", "options", "sentence"),
-    [
-        ("none", (), REFUSED),
-        ("none", CA, REFUSED),
-        ("grpc", CA, NO_TLS),
-        ("grpc tls", (), CLOSED),
-        ("grpc tls", ("--tls",), UNTRUSTED),
-        ("grpc tls", ("--ca-cert", "key"), BAD_FILES),
-        ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
-        ("grpc mutual", CA, NO_CERTIFICATE),
-        ("http", (), HTTP_PORT),
-        ("http tls", (*CA, "--tls-server-name", "localhost"), HTTP_PORT),
-        ("elsewhere", (), NO_HOST),
-    ],
+    ("command", "error"), [*itertools.product(GRPC, GRPC_ERRORS), *itertools.product(HTTP, HTTP_ERRORS)]
 )
-def test_grpc(
+def test_what_is_wrong_is_said(
     targets: dict[str, str],
-    command: str,
-    listener: str,
-    options: tuple[str, ...],
-    sentence: str,
+    command: tuple[str, ...],
+    error: tuple[str, tuple[str, ...], str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    target = targets[listener]
-    if listener.startswith("http"):  # of several addresses gRPC tells only the last error: nothing listens at ::1
-        target = target.replace("localhost", "127.0.0.1")
-    line = said(capsys, target, command, *GRPC_COMMANDS[command], *options)
-    assert line == f"tgis: {sentence.format(target)}"
-
-
-@pytest.mark.parametrize("command", HTTP_COMMANDS)
-@pytest.mark.parametrize(
-    ("listener", "options", "sentence"),
-    [
-        ("none", (), REFUSED),
-        ("none", CA, REFUSED),
-        ("http", CA, NO_TLS),
-        ("http tls", ("--tls",), UNTRUSTED),
-        ("http tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
-        ("http tls", (), CLOSED),
-        ("grpc", (), GRPC_PORT),
-        ("silent", ("--timeout", "0.1"), SLOW),
-        ("elsewhere", (), NO_HOST),
-    ],
-)
-def test_http(
-    targets: dict[str, str],
-    command: str,
-    listener: str,
-    options: tuple[str, ...],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    target = targets[listener]
-    line = said(capsys, target, command, *HTTP_COMMANDS[command], *options)
-    shown = target if command == "chat" else f"http{'s' * bool({'--tls', *CA} & {*options})}://{target}"
-    assert line == f"tgis: {sentence.format(shown)}"
-
-
-def test_a_silent_listener_of_grpc(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    line = said(capsys, targets["silent"], "health", "--timeout", "0.1")
-    assert line == f"tgis: {SLOW.format(targets['silent'])}"
+    listener, options, sentence = error
+    target = shown = targets[listener]
+    if sentence == HTTP_PORT:  # of several addresses gRPC tells only the last error: nothing listens at ::1
+        target = shown = target.replace("localhost", "127.0.0.1")
+    if "--api" in command:
+        shown = f"http{'s' * bool({'--tls', *CA} & {*options})}://{target}"
+    assert said(capsys, target, *command, *options) == f"tgis: {sentence.format(shown)}"
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}'])

@@ -1,13 +1,12 @@
 """huggingface_hub's InferenceClient against the server at SERVER_URL, whose engine repeats its prompt."""
 
-import asyncio
 import contextlib
 import os
 import time
 from typing import Any
 
 import pytest
-from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub import InferenceClient
 from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
 
 URL = os.environ["SERVER_URL"]
@@ -118,23 +117,3 @@ def until_served(client: InferenceClient) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("no permit is free")
-
-
-def test_asyncio() -> None:
-    async def run() -> None:
-        client = AsyncInferenceClient(URL, timeout=30)
-        assert await client.text_generation("hello ", max_new_tokens=8) == "hello hello he"
-        texts = [text async for text in await client.text_generation("hello ", max_new_tokens=4, stream=True)]
-        assert texts == list("hell")
-        answer = await client.chat_completion(MESSAGES, max_tokens=3)
-        assert answer.choices[0].message.content == "hel"
-        chunks = [chunk async for chunk in await client.chat_completion(MESSAGES, max_tokens=3, stream=True)]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hel"
-        for params, error in ERRORS:
-            with pytest.raises(error):
-                await client.text_generation(**params)
-            with pytest.raises(error):
-                async for _ in await client.text_generation(stream=True, **params):
-                    pass
-
-    asyncio.run(run())

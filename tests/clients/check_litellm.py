@@ -1,6 +1,5 @@
 """litellm, as the route of a gateway, against the server at SERVER_URL, whose engine repeats the last message."""
 
-import asyncio
 import json
 import os
 from typing import Any
@@ -82,13 +81,3 @@ def test_errors_are_those_that_a_gateway_acts_on() -> None:
         litellm.completion(**asking("a", temperature=-1))
     with pytest.raises(litellm.InternalServerError):
         litellm.completion(**asking("a!"))
-
-
-def test_asyncio() -> None:
-    async def run() -> None:
-        answers = await asyncio.gather(*(litellm.acompletion(**asking("hello ", max_tokens=8)) for _ in range(3)))
-        assert [answer.choices[0].message.content for answer in answers] == ["hello he"] * 3
-        stream = await litellm.acompletion(**asking("hello ", max_tokens=8, stream=True))
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello he"
-
-    asyncio.run(run())

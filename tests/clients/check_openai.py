@@ -2,7 +2,6 @@
 the plain calls of tests/api/test_openai.py.
 """
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -43,19 +42,6 @@ def client() -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(**asking("hello ", max_tokens=8, n=5, temperature=1.0, seed=1))
-    assert [(each.index, each.message.content) for each in answer.choices] == [
-        (index, "hello he") for index in range(5)
-    ]
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 40)
-    texts = dict.fromkeys(range(5), "")
-    for chunk in client.chat.completions.create(**asking("hello ", max_tokens=8, n=5, stream=True)):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == dict.fromkeys(range(5), "hello he")
-
-
 def test_the_stream_helper(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(**asking("hello</s>")) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
@@ -93,40 +79,3 @@ def test_tools(client: openai.OpenAI, choice: Any) -> None:
     messages: Any = [*asking(CALL)["messages"], answer.choices[0].message, result]
     answer = client.chat.completions.create(**asking("", messages=messages, tools=[TOOL], max_tokens=4))
     assert answer.choices[0].message.content == "five"
-
-
-def test_completions(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "any", "max_tokens": 4, "echo": True, "logprobs": 2}
-    answer = client.completions.create(prompt=["ab", "cd"], n=2, **asked)
-    assert [choice.text for choice in answer.choices] == ["ababab", "ababab", "cdcdcd", "cdcdcd"]
-    assert [len(choice.logprobs.tokens) for choice in answer.choices] == [6] * 4
-    options: Any = {"include_usage": True}
-    *chunks, last = client.completions.create(prompt="ab", stream=True, stream_options=options, **asked)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "ababab"
-    assert (last.choices, last.usage.total_tokens) == ([], 6)
-    assert client.models.retrieve(client.models.list().data[0].id).object == "model"
-
-
-@pytest.mark.parametrize(
-    ("params", "error"),
-    [
-        ({"temperature": -1}, openai.BadRequestError),
-        ({"messages": [{"role": "user", "content": "a " * 2000}]}, openai.BadRequestError),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, openai.BadRequestError),
-        ({"messages": [{"role": "user", "content": "a!"}]}, openai.InternalServerError),
-    ],
-)
-def test_errors(client: openai.OpenAI, params: Any, error: type[openai.APIStatusError]) -> None:
-    for stream in (False, True):
-        with pytest.raises(error):
-            list(client.chat.completions.create(**asking("a", stream=stream) | params))
-
-
-def test_asyncio() -> None:
-    async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=URL, api_key="x", max_retries=0, timeout=30) as client:
-            async with client.chat.completions.stream(**asking(NESTED, response_format=Nested)) as stream:
-                found = await stream.get_final_completion()
-            assert found.choices[0].message.parsed == Nested.model_validate_json(NESTED)
-
-    asyncio.run(run())

@@ -207,35 +207,11 @@ def replace(directory: Path, name: str, data: bytes) -> None:
     (directory / "new").replace(directory / name)
 
 
-def test_a_failed_load_does_not_change_the_cache(store: AdapterStore, root: Path) -> None:
-    first = store.find("good").adapter
-    os.rename(root / "good" / DECODER, root / "kept")
-    write(root / "good", tgis(matrix()[0]))
-    refused(store, "good")
-    os.rename(root / "kept", root / "good" / DECODER)
-    assert store.find("good") == StoreResult(first, loaded=False)
-
-
 def test_an_adapter_larger_than_the_cache_is_rejected(root: Path) -> None:
     write(root / "wide", tgis(matrix(8, 512).half()))
     target = TargetModel(512, MOST, torch.float64, torch.device("cpu"))
     store = AdapterStore(str(root), 16 << 10, target)
     assert "takes 32768 bytes, the cache has 16384" in str(refused(store, "wide"))
-
-
-def test_sizes_are_what_torch_allocates() -> None:
-    assert SoftPrompt(1, torch.zeros(3, 3)).size == 512
-    assert SoftPrompt(1, torch.zeros(8, 16)).size == 512
-    assert SoftPrompt(1, torch.zeros(8, 17)).size == 1024
-
-
-def test_an_adapter_whose_files_have_changed_replaces_the_earlier_one() -> None:
-    cache, first, second = AdapterCache(1024), prompt_of(1), prompt_of(2)
-    cache.put("a", (None,), first)
-    assert cache.get("a", (None,)) is first
-    cache.put("a", ((1, 2, 3),), second)
-    assert cache.get("a", (None,)) is None
-    assert cache.get("a", ((1, 2, 3),)) is second
 
 
 def prompt_of(blocks: int) -> SoftPrompt:

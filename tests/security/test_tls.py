@@ -19,7 +19,6 @@ from benchmarks.certificates import Pair, make_pair
 from tgis.api.grpc.server import GrpcServer
 from tgis.errors import OptionError
 from tgis.security.tls import Certificates, TlsFiles
-from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -156,18 +155,6 @@ async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret,
         assert await call_once(port, secret.authority, client) is grpc.StatusCode.OK
         if mutual:
             assert await call_once(port, secret.authority) is grpc.StatusCode.UNAVAILABLE
-
-
-def test_files_are_checked_once_a_second(secret: Secret) -> None:
-    clock = Clock()
-    certificates = Certificates(secret.files(), clock)
-    secret.renew()
-    clock.now += CHECK_INTERVAL_SECONDS / 2
-    assert certificates.fetch() is None  # too early to look
-    clock.now += CHECK_INTERVAL_SECONDS / 2
-    assert certificates.fetch() is not None
-    clock.next_check()
-    assert certificates.fetch() is None
 
 
 def test_changes_in_place_and_of_the_client_ca_are_noticed(secret: Secret, tmp_path: Path) -> None:

@@ -260,13 +260,6 @@ def test_masks_that_may_take_long_are_made_in_threads() -> None:
     assert matcher.in_thread
 
 
-def test_new_outputs_of_a_slow_grammar_do_not_count_as_quick() -> None:
-    """Otherwise their masks would keep the threads of quick ones busy."""
-    matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
-    matcher.quick = False
-    assert not matcher.copy().quick
-
-
 def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
     matchers = [compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()) for _ in range(3)]
     with ThreadPoolExecutor(1) as executor:
