@@ -1,8 +1,12 @@
 """Options: flags, variables and defaults, and the errors for invalid values."""
 
+import inspect
 import os
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from config_parsing import read, refusal
@@ -14,113 +18,68 @@ from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
 from tgis.speculative_config import SpeculativeConfig
-from tgis.utils.options import Secret, declared_options, flag_name
+from tgis.utils.options import Option, Secret, declared_options, flag_name
 
 TGIS = Path(config.__file__).parent
 
-# Every option: two values as text, the first of which is not the default, and what they are.
-DRAFT_JSON = '{"method": "draft_model", "model": "a/draft", "num_speculative_tokens": 5}'
-MLP_JSON = '{"method": "mlp_speculator", "model": "/x", "revision": "main"}'
-DRAFT = SpeculativeConfig(method="draft_model", model="a/draft", num_speculative_tokens=5)
-MLP = SpeculativeConfig(method="mlp_speculator", model="/x", revision="main")
-SAMPLES: dict[str, tuple[tuple[str, object], tuple[str, object]]] = {
-    "model_name": (("a/b", "a/b"), ("/m", "/m")),
+DRAFT_JSON = '{"method": "draft_model", "model": "a/b", "num_speculative_tokens": 5}'
+MLP_JSON = '{"method": "mlp_speculator", "model": "c", "revision": "c"}'
+DRAFT = SpeculativeConfig(method="draft_model", model="a/b", num_speculative_tokens=5)
+MLP = SpeculativeConfig(method="mlp_speculator", model="c", revision="c")
+Sample = tuple[str, object]  # a value as text, and what it is
+# Two values of the options that do not take any text, number or path; the first is not the default.
+SPECIAL: dict[str, tuple[Sample, Sample]] = {
     "served_model_name": (("a", "a"), ("b c", "b")),
-    "revision": (("v1", "v1"), ("v2", "v2")),
     "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
-    "flash_attention": (("true", True), ("1", True)),
-    "paged_attention": (("true", True), ("1", True)),
-    "pt2_compile": (("true", True), ("1", True)),
-    "num_shard": (("2", 2), ("64", 64)),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
     "quantize": (("int8", "int8"), ("gptq_marlin", "gptq_marlin")),
-    "quantize_logits": (("true", True), ("1", True)),
     "quantize_activations": (("none", "none"), ("int8", "int8")),
-    "hf_hub_cache": (("/a", Path("/a")), ("b", Path("b"))),
-    "hf_home": (("/a", Path("/a")), ("b", Path("b"))),
-    "max_sequence_length": (("2", 2), ("4096", 4096)),
-    "max_input_tokens": (("1", 1), ("2047", 2047)),
-    "max_new_tokens": (("1", 1), ("2048", 2048)),
-    "default_max_new_tokens": (("1", 1), ("0", 0)),
-    "max_top_n_tokens": (("0", 0), ("1024", 1024)),
-    "max_concurrent_requests": (("1", 1), ("64", 64)),
-    "max_concurrent_requests_per_client": (("1", 1), ("64", 64)),
-    "max_call_memory_mb": (("1", 1), ("64", 64)),
-    "limit_by_address": (("true", True), ("1", True)),
-    "max_queued_tokens": (("1", 1), ("100000", 100000)),
-    "deadline_partial": (("true", True), ("1", True)),
-    "step_timeout_seconds": (("0.5", 0.5), ("600", 600.0)),
-    "max_batch_size": (("1", 1), ("12", 12)),
-    "max_batch_prefill_tokens": (("1", 1), ("2k", 2000)),
-    "max_prefill_gap_ms": (("1", 1), ("60000", 60000)),
-    "max_prefill_padding": (("0", 0.0), ("1.0", 1.0)),
-    "max_waiting_tokens": (("0", 0), ("100", 100)),
     "estimate_memory": (("manual", "manual"), ("off", "off")),
-    "verify_start": (("true", True), ("1", True)),
-    "batch_safety_margin": (("0", 0), ("100", 100)),
-    "cuda_process_memory_fraction": (("0.5", 0.5), ("1e-3", 0.001)),
-    "kv_cache_size_mb": (("1", 1), ("4096", 4096)),
     "kv_cache_dtype": (("int8", "int8"), ("fp8_e4m3", "fp8")),
-    "kv_cache_idle_seconds": (("0", 0.0), ("1.5", 1.5)),
-    "prefix_cache": (("false", False), ("0", False)),
-    "num_threads": (("4095", 4095), ("4096", 4096)),
     "cpu_isa": (("none", "none"), ("avx2", "avx2")),
-    "speculation": (("auto", "auto"), ("auto", "auto")),
-    "speculation_max_tokens": (("5", 5), ("0", 0)),
-    "speculator_name": (("a/draft", "a/draft"), ("/x", "/x")),
-    "speculator_revision": (("v1", "v1"), ("main", "main")),
-    "speculator_max_batch_size": (("1", 1), ("16", 16)),
+    "speculation": (("auto", "auto"), ("auto", "auto")),  # another would make the options of speculators ineffective
+    "speculation_max_tokens": (("5", 5), ("0", 0)),  # the first is that of the next one
     "speculative_config": ((DRAFT_JSON, DRAFT), (MLP_JSON, MLP)),
-    "prefix_store_path": (("/", Path("/")), ("/tmp", Path("/tmp"))),
     "lora_modules": (("a=/x b=y=z", {"a": "/x", "b": "y=z"}), ('{"name": "a", "path": "/x"}', {"a": "/x"})),
-    "prompt_cache_size_mb": (("1", 1), ("2048", 2048)),
-    "max_prompt_prefix_length": (("1", 1), ("100", 100)),
-    "default_include_stop_seqs": (("false", False), ("0", False)),
-    "output_special_tokens": (("true", True), ("1", True)),
-    "add_special_tokens": (("false", False), ("0", False)),
-    "random_seed": (("0", 0), ("7", 7)),
-    "tokenization_workers": (("9", 9), ("10", 10)),
     "bind_address": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
-    "grpc_port": (("0", 0), ("65535", 65535)),
-    "port": (("0", 0), ("8080", 8080)),
-    "debug_batch": (("true", True), ("1", True)),
-    "tls_cert_path": (("cert", Path("cert")), ("cert2", Path("cert2"))),
-    "tls_key_path": (("key", Path("key")), ("key2", Path("key2"))),
-    "tls_client_ca_cert_path": (("ca", Path("ca")), ("ca2", Path("ca2"))),
-    "auth_token_path": (("/a", Path("/a")), ("b", Path("b"))),
-    "grpc_max_message_bytes": (("1024", 1024), ("16777216", 16777216)),
-    "client_timeout_seconds": (("0.5", 0.5), ("10", 10.0)),
-    "grpc_max_connection_age_seconds": (("1", 1), ("300", 300)),
-    "http_api": (("false", False), ("0", False)),
-    "http_api_port": (("0", 0), ("8443", 8443)),
     "generation_config": (("none", "none"), ("auto", "auto")),
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
     "allowed_hosts": (("a.b", ("a.b",)), ("a, *", ("a", "*"))),
-    "max_best_of": (("1", 1), ("8", 8)),
-    "max_stop_sequences": (("0", 0), ("6", 6)),
-    "max_client_batch_size": (("1", 1), ("32", 32)),
-    "payload_limit": (("1024", 1024), ("16777216", 16777216)),
-    "nnodes": (("2", 2), ("64", 64)),
-    "node_rank": (("1", 1), ("63", 63)),
-    "master_addr": (("a", "a"), ("10.0.0.1", "10.0.0.1")),
-    "master_port": (("1", 1), ("65534", 65534)),
-    "cluster_secret_path": (("/a", Path("/a")), ("b", Path("b"))),
-    "cluster_interface": (("eth0", "eth0"), ("lo", "lo")),
-    "cluster_timeout_seconds": (("2", 2.0), ("3600", 3600.0)),
-    "strict_options": (("true", True), ("false", False)),
-    "shutdown_grace_seconds": (("0", 0.0), ("110", 110.0)),
-    "cache_dir": (("/a", Path("/a")), ("b", Path("b"))),
-    "termination_log": (("/a", Path("/a")), ("b", Path("b"))),
     "otlp_endpoint": (("c:4317", "c:4317"), ("http://c:1", "http://c:1")),
-    "otlp_service_name": (("a", "a"), ("b", "b")),
-    "git_commit_hash": (("abc", "abc"), ("0", "0")),
+    "strict_options": (("true", True), ("false", False)),  # the others have warnings
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
-    "json_output": (("TRUE", True), ("1", True)),
-    "log_requests": (("false", False), ("0", False)),
-    "log_text": (("True", True), ("1", True)),
 }
-TLS = {name: name.removeprefix("tls_").removesuffix("_path") for name in SAMPLES if name.startswith("tls_")}
+# Of any other type: what text means, and texts of which each option takes two.
+TEXTS: dict[type, tuple[Callable[[str], object], list[str]]] = {
+    str: (str, ["a/b", "c"]),
+    int: (int, ["62", "63", "1536", "1537"]),
+    float: (float, ["0.5", "1", "2.5", "1e2"]),
+    Path: (Path, ["/", "/tmp"]),
+}
+
+
+def samples(row: Option) -> tuple[Sample, Sample]:
+    if row.name in SPECIAL:
+        return SPECIAL[row.name]
+    kind = inspect.get_annotations(Config)[row.name]
+    kind = (get_args(kind) or (kind,))[0]
+    if kind is bool:
+        default = row.shown_default == "true"
+        return (str(not default), not default), (str(int(not default)), not default)
+    meaning, texts = TEXTS[kind]
+    first, second, *_ = [text for text in texts if accepts(row, text)]
+    return (first, meaning(first)), (second, meaning(second))
+
+
+def accepts(row: Option, text: str) -> bool:
+    with suppress(ValueError):
+        row.value_type.parse(text)
+        return True
+    return False
+
+
+SAMPLES = {row.name: samples(row) for row in declared_options(Config)}
 
 
 @pytest.fixture
@@ -128,16 +87,11 @@ def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_validate", lambda _config: None)
 
 
-def test_samples_cover_all_options() -> None:
-    assert list(SAMPLES) == [row.name for row in declared_options(Config)]
-
-
 @pytest.mark.usefixtures("no_tls_check")
 def test_flags_override_variables_and_defaults() -> None:
     first, second = ({name: pair[at] for name, pair in SAMPLES.items()} for at in (0, 1))
     default, variables = read(), {name.upper(): text for name, (text, _) in first.items()}
-    same = {name for name, (_, value) in first.items() if getattr(default, name) == value}
-    assert same <= {"model_name", "speculation"}  # another one would make the options of speculators ineffective
+    assert {name for name, (_, value) in first.items() if getattr(default, name) == value} <= {"speculation"}
     flags = [(flag_name(name), text) for name, (text, _) in second.items()]
     for argv, wanted in (
         ([], first),
@@ -338,12 +292,6 @@ def test_visible_devices_do_not_set_the_number_of_shards() -> None:
     assert read(CUDA_VISIBLE_DEVICES="0,1", NVIDIA_VISIBLE_DEVICES="all") == read()
 
 
-def test_ignored_options_are_one_warning() -> None:
-    got = read("--shard-uds-path", "/s", WORLD_SIZE="1", RANK="0", MAX_BATCH_WEIGHT="7")
-    assert got.warnings == ("ignored options: --shard-uds-path, MAX_BATCH_WEIGHT, RANK, WORLD_SIZE",)
-    assert not read(MAX_BATCH_WEIGHT=" ", MAX_PREFILL_WEIGHT="").warnings
-
-
 CLUSTER = {"NUM_SHARD": "4", "CLUSTER_SECRET_PATH": "/s"}
 PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
 LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a"}
@@ -385,29 +333,6 @@ def test_unusable_clusters_are_refused(variables: dict[str, str], reason: str) -
     assert refusal(**variables).startswith(reason)
 
 
-def test_with_one_node_its_address_is_harmless() -> None:
-    assert read(MASTER_ADDR="localhost", MASTER_PORT="29501", NODE_RANK="0").warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("variable", "text", "nearest"),
-    [
-        ("DEPLOYMENT_FRAMEWORK", "hf_accelerate", "hf_transformers"),
-        ("DEPLOYMENT_FRAMEWORK", "hf_optimum_bt", "hf_transformers"),
-        ("DEPLOYMENT_FRAMEWORK", "hf_custom_tp", "tgis_native"),
-        ("DEPLOYMENT_FRAMEWORK", "ds_inference", "auto"),
-        ("DEPLOYMENT_FRAMEWORK", "ibm_fms", "auto"),
-        ("DTYPE_STR", "int4", "auto"),
-        ("DTYPE_STR", "double", "float32"),
-        ("DTYPE_STR", "float8_e4m3fn", "auto"),
-    ],
-)
-def test_engines_and_dtypes_that_are_not_here_are_a_warning(variable: str, text: str, nearest: str) -> None:
-    got = read(**{variable: text})
-    assert (got.dtype if variable == "DTYPE_STR" else got.engine) == nearest
-    assert got.warnings == (f"{variable}={text!r}: using {nearest}",)
-
-
 @pytest.mark.parametrize("name", ["FLASH_ATTENTION", "PAGED_ATTENTION"])
 def test_flash_attention_overrides_the_engine(name: str) -> None:
     got = read(**{name: "true", "DEPLOYMENT_FRAMEWORK": "hf_transformers"})
@@ -415,20 +340,6 @@ def test_flash_attention_overrides_the_engine(name: str) -> None:
     assert got.warnings == (f"DEPLOYMENT_FRAMEWORK='hf_transformers': using tgis_native, which {name} needs",)
     for same in ("auto", "tgis_native"):
         assert not read(**{name: "true", "DEPLOYMENT_FRAMEWORK": same}).warnings
-
-
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), ("float", "float32"), ("auto", "auto")],
-)
-def test_other_names_of_dtypes(text: str, dtype: str) -> None:
-    assert read(DTYPE=text).dtype == dtype
-    assert not read(DTYPE_STR=text).warnings
-
-
-def test_an_unknown_log_level_is_a_warning() -> None:
-    assert read(LOG_LEVEL="info,tower=warn").warnings == ("LOG_LEVEL='info,tower=warn': using info",)
-    assert not read(LOG_LEVEL="WARN").warnings
 
 
 def test_names_of_one_option_must_agree() -> None:

@@ -24,10 +24,8 @@ from tgis.__main__ import COMMANDS
 from tgis.config import Config, parse
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
-from tgis.utils.options import declared_options
 
 ROOT = Path(__file__).parents[1]
-NAMES = {name.upper() for row in declared_options(Config) for name in row.names}
 
 
 DEPLOYMENTS = ROOT / "deployment"
@@ -133,27 +131,6 @@ def test_a_patch_of_the_deployment_sets_options_of_the_server(path: Path) -> Non
 def test_each_rank_has_a_gpu(name: str, gpus: str) -> None:
     (container,) = load(f"overlays/{name}/deployment.yaml")["spec"]["template"]["spec"]["containers"]
     assert environment(container)["NUM_SHARD"] == container["resources"]["limits"]["nvidia.com/gpu"] == gpus
-
-
-@pytest.mark.parametrize(("name", "seconds"), [("cuda-n", 3600), ("flan-ul2-tp", 1200)])
-def test_a_start_of_several_ranks_has_time(name: str, seconds: int) -> None:
-    changes = load(f"overlays/{name}/deployment.yaml")["spec"]
-    (container,) = changes["template"]["spec"]["containers"]
-    assert container["startupProbe"]["failureThreshold"] * SERVER["startupProbe"]["periodSeconds"] == seconds
-    assert changes["progressDeadlineSeconds"] > seconds
-
-
-def test_ranks_share_memory() -> None:
-    (container,) = load("overlays/cuda-n/deployment.yaml")["spec"]["template"]["spec"]["containers"]
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm"}
-
-
-def test_probes_look_often_and_are_patient() -> None:
-    startup, readiness, liveness = (SERVER[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
-    assert startup["periodSeconds"] == readiness["periodSeconds"] == 5
-    assert startup["failureThreshold"] * 5 == 12 * 60 < DEPLOYMENT["spec"]["progressDeadlineSeconds"]
-    assert liveness["periodSeconds"] == 100
-    assert DEPLOYMENT["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
 
 
 def test_images_have_the_version_of_the_package() -> None:
@@ -276,13 +253,6 @@ def test_the_drain_fits_into_the_grace_of_the_pod(config: Config) -> None:
     (_, seconds) = SERVER["lifecycle"]["preStop"]["exec"]["command"]
     exit_seconds = 10  # of the engine process and what is left in the front end
     assert int(seconds) + config.shutdown_grace_seconds + exit_seconds <= POD["terminationGracePeriodSeconds"] == 120
-
-
-def test_the_ports_are_those_of_the_server(config: Config) -> None:
-    assert {port["name"]: port["containerPort"] for port in SERVER["ports"]} == {
-        "http": config.port,
-        "grpc": config.grpc_port,
-    }
 
 
 def test_the_service_exposes_grpc() -> None:

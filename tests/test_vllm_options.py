@@ -40,6 +40,8 @@ def read_as_adapter(*argv: str, **environ: str) -> Config:
         ("--dtype auto", "dtype", "auto"),
         ("--dtype half", "dtype", "float16"),
         ("--dtype float", "dtype", "float32"),
+        ("--dtype fp16", "dtype", "float16"),
+        ("--dtype bf16", "dtype", "bfloat16"),
         ("--max-num-seqs 16", "max_batch_size", 16),
         ("--max-num-batched-tokens 2048", "max_batch_prefill_tokens", 2048),
         ("--host 127.0.0.1", "bind_address", "127.0.0.1"),
