@@ -84,31 +84,21 @@ def cache_dir() -> Path:
     return TEST_CACHE
 
 
-@pytest.fixture(scope="session")
-def smollm2_dir(cache_dir: Path) -> Path:
-    return _demo_model("smollm2", cache_dir)
-
-
-@pytest.fixture(scope="session")
-def glassllm_dir(cache_dir: Path) -> Path:
-    return _demo_model("glassllm", cache_dir)
-
-
-@pytest.fixture(scope="session")
-def detransliterator_dir(cache_dir: Path) -> Path:
-    return _demo_model("detransliterator", cache_dir)
-
-
-@pytest.fixture(scope="session")
-def titles_dir(cache_dir: Path) -> Path:
-    return _demo_model("titles", cache_dir)
-
-
-def _demo_model(name: str, cache: Path) -> Path:
+def _demo_model(name: str) -> object:
     """Convert in a child process, which keeps its memory and warnings out of the tests."""
-    command = [sys.executable, "-m", "demo", name, "--out", str(cache)]
-    done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
-    return Path(done.stdout.strip())
+
+    @pytest.fixture(scope="session", name=f"{name}_dir")
+    def directory(cache_dir: Path) -> Path:
+        command = [sys.executable, "-m", "demo", name, "--out", str(cache_dir)]
+        done = subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True)
+        return Path(done.stdout.strip())
+
+    return directory
+
+
+smollm2_dir, glassllm_dir, detransliterator_dir, titles_dir = map(
+    _demo_model, ("smollm2", "glassllm", "detransliterator", "titles")
+)
 
 
 @pytest.fixture(scope="session")

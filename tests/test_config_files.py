@@ -50,12 +50,6 @@ def test_the_adapter_store_must_be_a_directory(tmp_path: Path, name: str) -> Non
         assert refusal(**{name: path}).endswith(" is not a directory")
 
 
-def test_a_printed_config_shows_paths_but_no_contents(pem: Callable[[str], str]) -> None:
-    printed = repr(read(TLS_CERT_PATH=pem("cert"), TLS_KEY_PATH=pem("key")))
-    assert pem("key") in printed
-    assert "PRIVATE" not in printed
-
-
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Stands for this process's environment."""

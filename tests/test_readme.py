@@ -1,34 +1,12 @@
-"""What the README downloads, from a stand-in of the hub; the examples of /docs, against a real server."""
+"""The examples of /docs, against a real server."""
 
 import html
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import fake_hub
-import numpy as np
-import pytest
 from harness import running_fake
-from repository import REPOSITORY
-from safetensors.numpy import save
-
-
-def test_the_model_of_the_readme_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    (name,) = re.findall(r"^\.venv/bin/tgis download-weights (\S+)$", readme, re.MULTILINE)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with fake_hub.running() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        files = dict.fromkeys(("config.json", "tokenizer.json"), b"{}")
-        commit = hub.add(name, files | {"model.safetensors": save({"w": np.zeros(1)})})
-        command = [sys.executable, "-m", "tgis", "download-weights", name]
-        printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=60)
-    assert printed.startswith(str(tmp_path))
-    assert printed.endswith(f"{commit}\n")
-    assert f"MODEL_NAME={name} .venv/bin/tgis serve\n" in readme
 
 
 def test_every_operation_has_a_sentence_and_an_example_that_runs(tmp_path: Path) -> None:

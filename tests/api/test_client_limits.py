@@ -11,7 +11,7 @@ from harness import run_async
 from tgis.api import clients as module
 from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest, Overloaded, RequestError
+from tgis.errors import InvalidRequest, Overloaded, RequestError
 
 MIB = 1 << 20
 
@@ -123,63 +123,7 @@ def test_a_complete_output_needs_no_place_unless_too_much_is_unread() -> None:
     assert (clients.inputs.held.total(), clients.unread_bytes) == (0, 0)
 
 
-def test_a_client_may_have_fewer_places() -> None:
-    clients = make_clients(max_concurrent_requests=5, max_concurrent_requests_per_client=2)
-    assert (Account(clients, b"one").max_inputs, Account(clients, b"").max_inputs) == (2, 5)
-    first = holding(clients, 2, b"one")
-    with pytest.raises(Overloaded) as caught:
-        holding(clients, 1, b"one")
-    assert caught.value.reason == "2 inputs of this client in flight, at most 2 allowed"
-    holding(clients, 1, b"two")
-    holding(clients, 2)  # of nobody knows whom
-    first.output_complete(0)
-    first.__exit__()
-    holding(clients, 1, b"one")
-    with pytest.raises(Overloaded, match="overloaded"):
-        holding(clients, 2, b"three")
-
-
 # --- what waits ---
-
-
-def test_what_waits_too_long_is_ended(clock: Clock) -> None:
-    waiting = Waiting("no message for", 5, "too many", 100)
-    early, late, gone = Call(), Call(), Call()
-    waiting.add(early)
-    waiting.add(gone)
-    clock.now += 3
-    waiting.add(late)
-    assert (waiting.remove(gone), waiting.remove(gone)) == (True, False)
-    clock.now += 2
-    waiting.sweep()
-    waiting.sweep()
-    (error,) = early.ends
-    assert isinstance(error, ClientTimeout)
-    assert error.detail == "no message for 5 s"
-    assert (late.ends, gone.ends) == ([], [])
-    assert (early in waiting, late in waiting) == (False, True)
-
-
-def test_who_does_not_read_gets_no_status(clock: Clock) -> None:
-    waiting, call = Waiting("late", 5, "too many", 100, told=False), Call()
-    with waiting.entered(call):
-        clock.now += 5
-        waiting.sweep()
-    assert call.ends == [None]
-
-
-def test_those_that_begin_again_wait_as_long_as_others(clock: Clock) -> None:
-    waiting, call = Waiting("late", 5, "too many", 100), Call()
-    waiting.add(call)
-    clock.now += 5
-    waiting.restart()
-    waiting.sweep()
-    clock.now += 4
-    waiting.sweep()
-    assert call.ends == []
-    clock.now += 1
-    waiting.sweep()
-    assert len(call.ends) == 1
 
 
 @pytest.mark.parametrize(("limit", "ended"), [(7, []), (6, [1]), (5, [1, 2]), (4, [1, 2, 3]), (3, [1, 2, 3, 4])])

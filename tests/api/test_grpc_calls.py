@@ -20,7 +20,6 @@ from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, ha
 
 from benchmarks.chaos.http2 import HEADERS, RST_STREAM
 from tgis.api import clients
-from tgis.api.grpc import fair_queue
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 
@@ -153,19 +152,6 @@ async def test_the_status_of_a_message_that_is_late() -> None:
     async with serving(client_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
         call = channel.stream_unary("/test.Service/Unary", bytes, bytes)()  # type: ignore[call-arg]  # stubs
         assert (await call.code(), await call.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
-
-
-@run_async
-async def test_a_call_waits_while_many_messages_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", LONG)
-    monkeypatch.setattr(fair_queue, "MAX_ARRIVING", 2)
-    sent = HELLO, call_headers("/test.Service/Unary")
-    async with serving() as (service, port), raw_client(port, *sent), raw_client(port, *sent):
-        await until(lambda: len(service.calls.clients.sending._since) == 2)
-        third = asyncio.create_task(works(port))
-        assert not (await asyncio.wait([third], timeout=0.5))[0]
-        monkeypatch.setattr(fair_queue, "ARRIVING_SECONDS", 0.0)
-        assert await third
 
 
 @run_async

@@ -37,7 +37,6 @@ class Answers:
     tokens_per_chunk: int = 1  # OpenAI's API only
     refuse: dict[int, int] = field(default_factory=dict)  # number of the request to generate -> status
     break_off: dict[int, bytes] = field(default_factory=dict)  # number of the request -> its last event
-    get_status: int = 200
     counts_input: bool = True  # TGI's API only
     count_headers: dict[str, str] = field(default_factory=dict)  # of whole answers, instead of the right ones
     asked: Book = field(default_factory=list)
@@ -111,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answers.ahead.step_tokens.observe(3)
             return self._answer(200, b"".join(self.answers.families.scrape()))
         models = {"/info": {"model_id": "m"}, "/v1/models": {"data": [{"id": "m"}]}}
-        return self._answer(self.answers.get_status, models[self.path])
+        return self._answer(200, models[self.path])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -48,14 +48,6 @@ def test_late_requests_find_an_idle_server() -> None:
     assert outcome.times("ttft") == pytest.approx([1.1, 1.1])
 
 
-@pytest.mark.parametrize(("seqs", "milliseconds"), [(1, 16.9), (8, 21.4), (32, 40.7), (64, 70.0)])
-def test_the_step_times_of_two_cores_are_those_measured(seqs: int, milliseconds: float) -> None:
-    step = SMOLLM2_TWO_CORES.step_seconds + seqs * (
-        SMOLLM2_TWO_CORES.row_seconds + 150 * SMOLLM2_TWO_CORES.context_seconds
-    )
-    assert 1e3 * step == pytest.approx(milliseconds, rel=0.06)
-
-
 def test_synthetic_traces() -> None:
     jobs = list(lognormal_trace(2000, 5.0, seed=3))
     assert jobs == list(lognormal_trace(2000, 5.0, seed=3))

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repository import REPOSITORY
@@ -134,28 +133,20 @@ def test_growing_memory_is_a_problem() -> None:
     assert "does not level off: 0.00% a minute, then 0.8" in grown(15, lambda minute: 1.01 ** max(minute - 11, 0))
 
 
-def soak(cache: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.soak", "--cache", str(cache), *options]
-    done = subprocess.run(command, cwd=REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_a_short_soak_of_the_front_end(glassllm_dir: Path, cache_dir: Path) -> None:
-    code, report = soak(cache_dir, "--engine", "fake", "--minutes", "0.05", "--in-flight", "16")
-    assert report["problems"] == []
-    assert code == 0
-    assert report["calls"].keys() == {"single", "stream", "batch"}  # how many is the speed of the machine
-    assert report["refused"]
-    assert report["compared"] > 10
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_minutes_of_the_padded_engine(glassllm_dir: Path, cache_dir: Path) -> None:
-    code, report = soak(cache_dir, "--minutes", "2")
-    assert report["problems"] == []
-    assert code == 0
-    assert {"MAX_TOKENS", "STOP_SEQUENCE", "TIME_LIMIT"} <= report["ends"].keys()
-    assert report["killed_clients"] > 1
-    assert report["compared"] > 100
+@pytest.mark.parametrize(
+    ("options", "compared"), [("--engine fake --minutes 0.05 --in-flight 16", 10), ("--minutes 2", 100)]
+)
+@pytest.mark.usefixtures("glassllm_dir")
+def test_a_soak(options: str, compared: int, cache_dir: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.soak", "--cache", str(cache_dir), *options.split()]
+    done = subprocess.run(command, cwd=REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["problems"], done.returncode) == ([], 0)
+    assert report["calls"].keys() == {"single", "stream", "batch"}  # how many is the speed of the machine
+    assert report["refused"]
+    assert report["compared"] > compared
+    if "fake" not in options:
+        assert {"MAX_TOKENS", "STOP_SEQUENCE", "TIME_LIMIT"} <= report["ends"].keys()
+        assert report["killed_clients"] > 1

@@ -102,51 +102,46 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
 
 
-def test_generate_sends_its_options(served: Served, tgis: Tgis) -> None:
-    tgis("generate", "hello", "--max-new-tokens", "7", "--stop", "a", "--stop", "b", "--time-limit", "1.5")
-    tgis("generate", "hello", "--adapter-id", "a", "--prefix-id", "p", "--top-k", "5", "--seed", str(2**64 - 1))
-    tgis("generate", "hello", "--min-p", "0.25", "--stop-token-id", "3", "--stop-token-id", "4")
-    tgis("generate", "hello", "--bad-word", "a", "--bad-word", "b c", "--allow-token-id", "7")
-    greedy, sampled, excluding, restricted = served.service.asked
-    assert greedy.request.text == "hello"
-    assert greedy.params.method == pb.GREEDY
-    assert greedy.params.stopping == pb.StoppingCriteria(
-        max_new_tokens=7, stop_sequences=["a", "b"], time_limit_millis=1500
-    )
-    assert sampled.params.method == pb.SAMPLE
-    assert sampled.params.sampling == pb.SamplingParameters(top_k=5, seed=2**64 - 1)
-    assert (sampled.adapter_id, sampled.prefix_id) == ("a", "p")
-    assert excluding.params.sampling == pb.SamplingParameters(min_p=0.25)
-    assert excluding.params.stopping == pb.StoppingCriteria(stop_token_ids=[3, 4])
-    assert restricted.params.method == pb.GREEDY
-    assert restricted.params.decoding == pb.DecodingParameters(bad_words=["a", "b c"], allowed_token_ids=[7])
-    assert not greedy.HasField("adapter_id")
-    assert not greedy.HasField("prefix_id")
-    assert greedy.params.decoding == pb.DecodingParameters()
-
-
-DECODING = pb.DecodingParameters
+DECODING, STOPPING, SAMPLING = pb.DecodingParameters, pb.StoppingCriteria, pb.SamplingParameters
 
 
 @pytest.mark.parametrize(
-    ("argv", "decoding"),
+    ("options", "sent"),
     [
+        ("", {}),
         (
-            ("--repetition-penalty", "1.5", "--presence-penalty", "-1"),
-            {"repetition_penalty": 1.5, "presence_penalty": -1},
+            "--max-new-tokens 7 --stop a --stop b --time-limit 1.5",
+            {"stopping": STOPPING(max_new_tokens=7, stop_sequences=["a", "b"], time_limit_millis=1500)},
         ),
-        (("--frequency-penalty", "2"), {"frequency_penalty": 2}),
-        (("--json-schema", "{}"), {"json_schema": "{}"}),
-        (("--regex", "a+"), {"regex": "a+"}),
-        (("--choice", "a", "--choice", "b"), {"choice": DECODING.StringChoices(choices=["a", "b"])}),
-        (("--grammar", 'root ::= "a"'), {"grammar": 'root ::= "a"'}),
+        (f"--top-k 5 --seed {2**64 - 1}", {"method": pb.SAMPLE, "sampling": SAMPLING(top_k=5, seed=2**64 - 1)}),
+        ("--min-p 0.25", {"method": pb.SAMPLE, "sampling": SAMPLING(min_p=0.25)}),
+        ("--stop-token-id 3 --stop-token-id 4", {"stopping": STOPPING(stop_token_ids=[3, 4])}),
+        (
+            "--bad-word a --bad-word b --allow-token-id 7",
+            {"decoding": DECODING(bad_words=["a", "b"], allowed_token_ids=[7])},
+        ),
+        (
+            "--repetition-penalty 1.5 --presence-penalty -1",
+            {"decoding": DECODING(repetition_penalty=1.5, presence_penalty=-1)},
+        ),
+        ("--frequency-penalty 2", {"decoding": DECODING(frequency_penalty=2)}),
+        ("--json-schema {}", {"decoding": DECODING(json_schema="{}")}),
+        ("--regex a+", {"decoding": DECODING(regex="a+")}),
+        ("--choice a --choice b", {"decoding": DECODING(choice={"choices": ["a", "b"]})}),
+        ("--grammar root::=x", {"decoding": DECODING(grammar="root::=x")}),
     ],
 )
-def test_generate_sends_penalties_and_formats(
-    served: Served, tgis: Tgis, argv: tuple[str, ...], decoding: dict[str, Any]
-) -> None:
-    assert tgis("generate", "x", *argv)[0] == 0
-    assert served.service.asked[0].params.decoding == DECODING(**decoding)
+def test_generate_sends_its_options(served: Served, tgis: Tgis, options: str, sent: dict[str, Any]) -> None:
+    assert tgis("generate", "hello", *options.split())[0] == 0
+    parts = {"sampling": SAMPLING(), "stopping": STOPPING(), "decoding": DECODING()} | sent
+    request = pb.GenerationRequest(text="hello")
+    assert served.service.asked == [pb.SingleGenerationRequest(request=request, params=pb.Parameters(**parts))]
+
+
+def test_generate_names_an_adapter(served: Served, tgis: Tgis) -> None:
+    tgis("generate", "hello", "--adapter-id", "a", "--prefix-id", "p")
+    (asked,) = served.service.asked
+    assert (asked.adapter_id, asked.prefix_id) == ("a", "p")
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])

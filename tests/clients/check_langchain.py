@@ -15,7 +15,7 @@ from langchain_core.messages import (  # type: ignore[import-not-found]
     ToolMessage,
 )
 from langchain_core.tools import tool  # type: ignore[import-not-found]
-from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
+from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from openai import BadRequestError
 from pydantic import BaseModel
 
@@ -94,13 +94,6 @@ def test_structured_output(method: Any, schema: Any) -> None:
     found = model.invoke(text)
     assert (found["parsed"], found["parsing_error"]) == (expected, None)
     assert list(chat().with_structured_output(schema, method=method).stream(text))[-1] == expected
-
-
-def test_completions() -> None:
-    model = OpenAI(base_url=URL, api_key="x", model="any", max_tokens=4, max_retries=0)
-    assert model.invoke("ab") == "abab"
-    assert "".join(model.stream("ab")) == "abab"
-    assert [each[0].text for each in model.generate(["ab", "cd"]).generations] == ["abab", "cdcd"]
 
 
 def test_asyncio_and_errors() -> None:

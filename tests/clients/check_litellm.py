@@ -65,15 +65,6 @@ def test_structured_output(model: str) -> None:
         assert json.loads(answer.choices[0].message.content) == {"n": 5}
 
 
-def test_completions() -> None:
-    asked = {"model": "text-completion-openai/any", "api_base": URL, "api_key": "x", "max_tokens": 4}
-    assert litellm.text_completion(prompt="ab", **asked).choices[0].text == "abab"
-    answer = litellm.text_completion(prompt=["ab", "cd"], **asked)
-    assert [choice.text for choice in answer.choices] == ["abab", "cdcd"]
-    chunks = litellm.text_completion(prompt="ab", stream=True, **asked)
-    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == "abab"
-
-
 def test_errors_are_those_that_a_gateway_acts_on() -> None:
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asking("a " * 2000))

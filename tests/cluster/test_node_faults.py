@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -149,27 +148,6 @@ def test_a_stopped_rank_turns_health_off(model: Path, network: Network, tmp_path
         os.kill(rank, signal.SIGCONT)
         servers.wait_until_ready()
         assert len(list(stub.GenerateStream(LONG))) == 121
-
-
-def test_a_node_with_another_model_or_secret_is_refused(model: Path, network: Network, tmp_path: Path) -> None:
-    other, secret = tmp_path / "other", tmp_path / "other-secret"
-    shutil.copytree(model, other)
-    (other / "tokenizer_config.json").write_text("{}")
-    secret.write_text("the secret of another cluster")
-    with cluster(tmp_path, model, network, **RANKS) as servers:
-        servers.start(0)
-        stranger = servers.start(1, CLUSTER_SECRET_PATH=secret)
-        assert stranger.process.wait(60) == 1
-        assert "CLUSTER_SECRET_PATH is another on node 0" in stranger.reason
-        assert "has connected, but its CLUSTER_SECRET_PATH is another" in servers.nodes[0].log
-        with socket.create_connection((network.addresses[0], servers.port)) as garbage:
-            garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-            servers.nodes.remove(stranger)
-            servers.start(1, MODEL_NAME=other)
-            assert servers.exit_codes(60) == [1, 1]
-        for node in servers.nodes:
-            assert "tokenizer_config.json is " in node.reason
-            assert "on node 1, " in node.reason
 
 
 def test_torchrun_starts_nodes(model: Path, network: Network, tmp_path: Path) -> None:

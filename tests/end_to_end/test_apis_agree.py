@@ -193,19 +193,6 @@ def test_parameters_of_vllm_are_the_same_over_grpc(server: Server, tokenizer: To
     assert choice["finish_reason"] == ("stop" if grpc.stop_reason == pb.EOS_TOKEN else "length")
 
 
-# The vocabulary has no quotation mark, as strings and objects would need.
-SCHEMA = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}
-
-
-def test_an_output_follows_its_schema(server: Server) -> None:
-    body = {"prompt": PROMPTS[0], "max_tokens": 90, "temperature": 1.0, "seed": 3}
-    wanted = {"response_format": {"type": "json_schema", "json_schema": {"name": "guest", "schema": SCHEMA}}}
-    (choice,) = post(server, "/v1/completions", body | wanted)["choices"]
-    found = json.loads(choice["text"])
-    assert ({*map(type, found)}, 2 <= len(found) <= 3) == ({bool}, True)
-    assert choice["finish_reason"] == "stop"
-
-
 def test_sampling_defaults_are_the_models_in_openais_api_only(server: Server) -> None:
     body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20}
     texts = {post(server, "/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in range(3)}

@@ -80,28 +80,6 @@ def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: P
     assert encode(tokenizer, "The first word, the second word.")[0].ids == plain
 
 
-@pytest.mark.parametrize(
-    ("family", "limit", "kept"),
-    [
-        ("byte_fallback", 3, ["<s>", 3, 4]),
-        ("byte_fallback", 1, ["<s>"]),
-        ("byte_fallback", 5, ["<s>", 1, 2, 3, 4]),
-        ("byte_fallback", 9, ["<s>", 1, 2, 3, 4]),
-        ("byte_fallback", 0, ["<s>", 1, 2, 3, 4]),
-        ("word_piece", 2, ["[CLS]", 4]),
-        ("metaspace", 3, [2, 3, 4]),
-        ("byte_level", 3, [2, 3, 4]),
-    ],
-)
-def test_truncation_for_generation(families: Families, family: str, limit: int, kept: list[int | str]) -> None:
-    backend, tokenizer = families(family)
-    ids = encode(tokenizer, zoo.SAMPLES[0])[0].ids[:5]
-    before = list(ids)
-    expected = [ids[one] if isinstance(one, int) else backend.token_to_id(one) for one in kept]
-    assert tokenizer.truncate(ids, limit) == expected
-    assert ids == before
-
-
 def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
     backend = Backend(models.BPE({"</s>": 0, "B": 1}, []))  # drops the unknown A
     backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 0)])

@@ -291,23 +291,6 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     assert len({id(lookups.found(number).adapter) for number in range(50)}) == 1
 
 
-def test_a_resolved_adapter_is_held_whatever_happens_to_the_store(root: Path) -> None:
-    for name in "abcdefghi":
-        write(root / name, tgis(matrix(seed=ord(name))))
-    store, answers = AdapterStore(str(root), 8 * 512, TARGET), Answers()
-    lookups = table(store.find, answers)
-    for number, name in enumerate("abcdefghi"):
-        lookups.look_up(LookUp(number, name))
-        assert taken(answers, 1)[0].loaded
-    write(root / "a", tgis(matrix(2)))
-    lookups.look_up(LookUp(9, "a"))
-    assert taken(answers, 1)[0].loaded
-    assert torch.equal(embeddings(lookups.found(0)), matrix(seed=ord("a")))
-    assert lookups.found(9).adapter.length == 2
-    lookups.release(range(20))
-    assert lookups._held == {}
-
-
 def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
     lookups = table(store.find, answers)
