@@ -142,16 +142,19 @@ def test_every_module_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("tgis.__main__", {"torch", "transformers", "grpc", "aiohttp"}),
+        ("tgis.__main__", {"torch", "transformers", "grpc", "aiohttp", "argparse"}),
         ("tgis.config", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.server", {"torch", "transformers"}),
         ("tgis.batcher.batcher", {"torch", "transformers", "grpc", "asyncio", "socket"}),
         ("tgis.engine_core.main", {"torch", "transformers", "grpc", "aiohttp"}),
         ("tgis.engines.fake", {"torch", "transformers"}),
         ("tgis.cli.bench", {"torch", "transformers", "numpy"}),
+        ("tgis.cli.chat", {"torch", "transformers"}),
         ("tgis.cli.generate", {"torch", "transformers", "tokenizers"}),
         ("tgis.cli.download_weights", {"torch", "transformers", "grpc"}),
         ("tgis.cli.convert", {"torch", "transformers", "grpc"}),
+        ("tgis.cli.prompts", {"torch", "transformers"}),
+        ("tgis.cli.serve", {"torch", "transformers", "grpc"}),
         ("tgis.cli.simulate", {"torch", "transformers", "grpc"}),
     ],
 )

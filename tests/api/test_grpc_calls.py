@@ -120,17 +120,6 @@ async def test_a_slow_reader_keeps_its_stream() -> None:
         assert not service.ended.is_set()
 
 
-@run_async
-async def test_too_many_calls_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_SLOW_CALLS", 2)
-    async with serving() as (service, port):
-        calls = [call_frames("/test.Service/Unary", bytes(1000), stream) for stream in (1, 3, 5, 7, 9)]
-        async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
-            await until(lambda: service.num_calls == 5)
-            await until(lambda: len(service.calls.clients.reading._since) == 2)
-            assert await works(port)
-
-
 # --- clients that do not send their message ---
 
 

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
 from raw_http2 import HELLO, Raw, call_frames, call_headers, next_frame, raw_client
 
-from benchmarks.chaos.http2 import ACK, DATA, END_STREAM, HEADERS, PING, PREFACE, SETTINGS, frame, grpc_message
+from benchmarks.chaos.http2 import ACK, DATA, END_STREAM, HEADERS, PING, SETTINGS, frame, grpc_message
 from tgis.api.grpc import server as grpc_server
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
@@ -44,11 +44,6 @@ def serving(config: Config = CONFIG, handler: Any = HANDLER) -> AbstractAsyncCon
 
 async def call_echo(channel: grpc.aio.Channel, payload: bytes = b"x") -> Any:
     return await channel.unary_unary("/test.Service/Echo", bytes, bytes)(payload, timeout=30)
-
-
-async def plain_echo(port: int) -> Any:
-    async with connected(port) as channel:
-        return await call_echo(channel)
 
 
 @asynccontextmanager
@@ -91,25 +86,6 @@ async def test_a_server_that_never_started_can_be_stopped() -> None:
     server = GrpcServer([HANDLER], CONFIG, make_calls(CONFIG))
     server.bind()
     await server.stop()
-
-
-GARBAGE = {
-    "http1": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "tls": bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),
-    "noise": bytes((i * 7919 + 13) % 256 for i in range(4096)),
-    "http2 with a frame of 16 MiB": PREFACE + b"\xff\xff\xff\x04\0\0\0\0\0" + bytes(64),
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-@run_async
-async def test_garbage_closes_only_its_own_connection(garbage: bytes) -> None:
-    async with serving() as (_, port), health_of(port) as health:
-        await health.Check(health_pb2.HealthCheckRequest())
-        async with raw_client(port, garbage) as (reader, _):
-            await reader.read()  # until the server closes
-        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
-        assert await plain_echo(port) == b"x"
 
 
 @run_async
@@ -238,19 +214,6 @@ async def test_watch_reports_every_change_and_ends_with_the_server() -> None:
         await server.stop()
         await stopping
         assert grpc.StatusCode.OK not in (await known.code(), await unknown.code())
-
-
-@run_async
-async def test_a_watcher_that_stops_reading_blocks_nobody() -> None:
-    async with serving() as (server, port), health_of(port) as health:
-        no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))  # the server may not send us any data
-        watch = call_frames("/grpc.health.v1.Health/Watch")
-        async with raw_client(port, PREFACE, no_window, watch) as (reader, _):
-            while (await next_frame(reader))[0] != HEADERS:  # until the response has started
-                pass
-            for state, serving_now in ((NOT_SERVING, False), (SERVING, True)):
-                server.set_serving(serving_now)
-                assert (await health.Check(health_pb2.HealthCheckRequest())).status == state
 
 
 # --- reflection ---

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from text_generation import Client, errors  # type: ignore[import-not-found]
-from text_generation.types import FinishReason, Message  # type: ignore[import-not-found]
+from text_generation.types import FinishReason  # type: ignore[import-not-found]
 
 URL = os.environ["SERVER_URL"]
 TOO_LONG, POISONED = {"prompt": "a", "max_new_tokens": 10**6}, {"prompt": "a!", "max_new_tokens": 3}
@@ -83,10 +83,3 @@ def test_errors(client: Client, params: dict[str, Any], error: type[Exception]) 
         client.generate(**params)
     with pytest.raises(error):
         list(client.generate_stream(**params))
-
-
-def test_chat(client: Client) -> None:
-    answer: Any = client.chat([Message(role="user", content="hello ")], max_tokens=8, logprobs=True, top_logprobs=2)
-    (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello he", "length")
-    assert (answer.usage["prompt_tokens"], answer.usage["completion_tokens"]) == (6, 8)
