@@ -18,16 +18,6 @@ KINDS = [pb.BatchedGenerationRequest, pb.SingleGenerationRequest, pb.BatchedToke
 HALF_A_MESSAGE = 2 << 20  # two-byte fields of the largest message
 
 
-class CountedBytes(bytes):
-    """Counts how many single bytes are read."""
-
-    reads = 0
-
-    def __getitem__(self, at: object) -> int:  # type: ignore[override]
-        self.reads += 1
-        return super().__getitem__(at)  # type: ignore[call-overload,no-any-return]
-
-
 def parsed(read: Callable[[], T]) -> T | None:
     try:
         return read()
@@ -76,13 +66,11 @@ FLOODS = {
 
 @pytest.mark.parametrize(("kind", "data"), FLOODS.values(), ids=FLOODS)
 def test_floods_of_fields(kind: type[Message], data: bytes) -> None:
-    counted = CountedBytes(data)
     with pytest.raises(InvalidRequest, match="the message has more than 3072 fields, which is enough for 512 inputs"):
-        parse(counted, kind, 512)
-    assert counted.reads < 3073 * 20
+        parse(data, kind, 512)
 
 
 @pytest.mark.parametrize("data", [b"\xff" * HALF_A_MESSAGE, b"\x0a\xff\xff\xff\xff\x0f" * 400, b"\x12\x80" * 999])
 def test_bytes_that_are_no_message(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^the message cannot be decoded$"):
-        parse(CountedBytes(data), pb.BatchedTokenizeRequest, 512)
+        parse(data, pb.BatchedTokenizeRequest, 512)

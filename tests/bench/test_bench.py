@@ -297,15 +297,6 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
     assert captured.err == ""
 
 
-def test_objectives_give_goodput(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--requests", "3", "--output-tokens", "4", "--warmup", "0", "--slo", "ttft=60000,latency=0.1")
-    assert bench(FakeServer(), *options) == 0
-    captured = capsys.readouterr()
-    assert ", streamed\ngood: ttft at most 60000 ms, latency at most 0.1 ms\n" in captured.out
-    (level,) = json.loads(captured.out.splitlines()[-1])["levels"]
-    assert (level["good"], level["goodput_per_s"]) == (0, 0.0)
-
-
 def report_of(seconds: float, levels: int) -> Report:
     """Two requests of each level, of which the second takes twice as long; a long name, all that has a column."""
     loads = tuple(ClosedLoop(10**level) for level in range(levels))

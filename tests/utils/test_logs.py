@@ -221,11 +221,3 @@ def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> Non
     logs.write_termination_message(path, "no token \ud800")  # it may quote a model's JSON
     assert path.read_text() == "no token \\ud800\n"
     logs.write_termination_message(tmp_path, "a directory does no harm")
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1 << 10, "1 KiB"), (1 << 20, "1 MiB"), (3.5 * 2**40, "3.58e+03 GiB")],
-)
-def test_sizes_are_formatted_in_binary_units(size: float, words: str) -> None:
-    assert logs.format_bytes(size) == words
