@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from config_parsing import read, refusal
-from harness import Server, running_fake
+from harness import Server, running_fake, wait_until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -35,17 +35,15 @@ class Collector(trace_grpc.TraceServiceServicer):
 
     def spans(self, count: int) -> list[Span]:
         """Wait for so many, and forget them."""
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            found = [
-                s for r in self.requests for each in r.resource_spans for one in each.scope_spans for s in one.spans
-            ]
-            if len(found) >= count:
-                break
-            time.sleep(0.02)
+        wait_until(lambda: len(self._received()) >= count, f"{count} spans")
+        found = self._received()
         self.requests.clear()
         assert len(found) == count, [span.name for span in found]
         return sorted(found, key=lambda span: (span.start_time_unix_nano, -span.end_time_unix_nano))
+
+    def _received(self) -> list[Span]:
+        scopes = [scope for r in self.requests for each in r.resource_spans for scope in each.scope_spans]
+        return [span for scope in scopes for span in scope.spans]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +121,7 @@ def test_a_failed_request(server: Server, collector: tuple[Collector, int]) -> N
 
 def test_the_resource(server: Server, collector: tuple[Collector, int]) -> None:
     generate(server, "a", 1)
-    until = time.monotonic() + 20
-    while not collector[0].requests and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: bool(collector[0].requests), "request")
     resource = collector[0].requests[0].resource_spans[0].resource
     assert {each.key: each.value.string_value for each in resource.attributes}.items() >= {
         ("service.name", "mine"),

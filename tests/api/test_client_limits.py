@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import run_async
+from mounted_secret import Clock
 
 from tgis.api import clients as module
 from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
@@ -25,14 +26,6 @@ class Call:
 
     def end(self, error: RequestError | None) -> None:
         self.ends.append(error)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

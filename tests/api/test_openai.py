@@ -226,21 +226,6 @@ def test_completions(client: openai.OpenAI) -> None:
         assert [c.finish_reason for c in own] == [None] * (len(own) - 1) + ["length"]
 
 
-def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
-    params: Any = {"model": NAME, "prompt": "abc", "max_tokens": 3, "echo": True, "logprobs": 1}
-    (choice,) = client.completions.create(**params).choices
-    found = choice.logprobs
-    assert choice.text == "abcabc"
-    assert found
-    assert (found.tokens, found.text_offset) == (list("abcabc"), [0, 1, 2, 3, 4, 5])
-    assert found.token_logprobs
-    assert len(found.token_logprobs) == 6
-    chunks = list(client.completions.create(**params, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabc"
-    parts = [chunk.choices[0].logprobs for chunk in chunks]
-    assert [token for part in parts if part for token in part.tokens or ()] == list("abcabc")
-
-
 @pytest.mark.parametrize(
     ("prompt", "length", "texts", "outputs"),
     [
@@ -622,6 +607,7 @@ def test_only_the_prompt(client: openai.OpenAI, stream: bool) -> None:
         own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert "".join(choice.text for choice in own) == text
         assert [token for choice in own for token in choice.logprobs.tokens] == [*text]
+        assert [offset for choice in own for offset in choice.logprobs.text_offset] == [*range(len(text))]
         assert own[-1].finish_reason == "length"
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (5, 0)
 

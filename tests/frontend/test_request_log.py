@@ -1,14 +1,13 @@
 """tgis.frontend.request_log: one line per input, however it ends, and no text unless requested."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from harness import Server, as_stream_request, running_server, unary_request
+from harness import Server, as_stream_request, running_server, unary_request, wait_until
 
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
@@ -37,14 +36,13 @@ def stub(server: Server) -> Iterator[Stub]:
 
 def lines(server: Server, correlation_id: str, count: int) -> list[dict[str, Any]]:
     """Wait for so many log lines with the correlation id."""
-    until = time.monotonic() + 5
-    while True:
-        found = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-        found = [line for line in found if line.get("correlation_id") == correlation_id]
-        if len(found) >= count:
-            return found
-        assert time.monotonic() < until, found
-        time.sleep(0.02)
+
+    def found() -> list[dict[str, Any]]:
+        logged = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in logged if line.get("correlation_id") == correlation_id]
+
+    wait_until(lambda: len(found()) >= count, "lines in the log", 5)
+    return found()
 
 
 def metadata(correlation_id: str) -> list[tuple[str, str]]:
