@@ -165,6 +165,7 @@ def test_every_expression_is_of_metrics_that_the_server_exports(exported: set[st
         assert expression.metrics <= exported | others, expression
         assert not expression.adds_replicas_of_other_bounds, expression
     assert not Expression("planted", "sum(tgi_queue_sizes)").metrics <= exported
+    assert Expression("planted", "sum by (le) (rate(tgi_length_bucket[5m]))").adds_replicas_of_other_bounds
 
 
 @pytest.fixture(scope="module")
@@ -177,24 +178,6 @@ def exported(server: Server) -> set[str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_fake(tmp_path_factory.mktemp("server"), {}) as running:
         yield running
-
-
-@pytest.mark.parametrize(
-    ("text", "metrics", "wrong"),
-    [
-        (
-            'histogram_quantile(0.5, sum by (instance, le) (rate(a_length_bucket{b="c"}[5m])))',
-            {"a_length_bucket"},
-            False,
-        ),
-        ("sum by (le) (rate(a_length_bucket[5m]))", {"a_length_bucket"}, True),
-        ("sum by (le) (rate(a_duration_bucket[5m]))", {"a_duration_bucket"}, False),
-        ("(a:b - time()) / 86400 unless on (instance) c or vector(0)", {"a:b", "c"}, False),
-    ],
-)
-def test_metrics_of_an_expression(text: str, metrics: set[str], wrong: bool) -> None:
-    expression = Expression("", text)
-    assert (expression.metrics, expression.adds_replicas_of_other_bounds) == (metrics, wrong)
 
 
 def test_alerts_wait_have_a_severity_are_tested_and_explained() -> None:

@@ -1,15 +1,11 @@
 """What clients hold and what waits for them: bounded for one client and for all."""
 
-import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import run_async
 from mounted_secret import Clock
 
-from tgis.api import clients as module
 from tgis.api.clients import MAX_UNREAD_BYTES, Account, Clients, Waiting
 from tgis.config import Config
 from tgis.errors import InvalidRequest, Overloaded, RequestError
@@ -88,20 +84,6 @@ def holding(clients: Clients, num_inputs: int, client: bytes = b"") -> Account:
     return account
 
 
-def test_there_are_so_many_places() -> None:
-    clients = make_clients(max_concurrent_requests=3)
-    two = holding(clients, 2)
-    with pytest.raises(Overloaded) as caught:
-        holding(clients, 2)
-    assert caught.value.reason == "2 inputs in flight, at most 3 allowed"
-    one = holding(clients, 1)
-    two.give_back_places()
-    holding(clients, 2)
-    one.__exit__()
-    one.__exit__()
-    assert clients.inputs.held.total() == 2
-
-
 def test_a_complete_output_needs_no_place_unless_too_much_is_unread() -> None:
     clients = make_clients(max_concurrent_requests=10)
     first, second, third = (holding(clients, 1) for _ in range(3))
@@ -137,40 +119,6 @@ def test_of_too_many_the_client_with_most_loses_its_oldest(clock: Clock, limit: 
 
 
 # --- the end of the server ---
-
-
-async def returns(clients: Clients) -> bool:
-    """Whether all calls have ended, as far as the server waits for them."""
-    drain = asyncio.create_task(clients.wait_until_idle())
-    await asyncio.sleep(0.1)
-    return drain.done() or drain.cancel() is None
-
-
-def started(clients: Clients) -> Call:
-    call = Call()
-    clients.started(call)
-    return call
-
-
-END: list[Callable[[Clients, Call], None]] = [Clients.finished, Clients.forget]
-
-
-@pytest.mark.parametrize("end", END)
-@run_async
-async def test_the_server_waits_for_its_calls_and_a_while_for_others(
-    monkeypatch: pytest.MonkeyPatch, end: Callable[[Clients, Call], None]
-) -> None:
-    monkeypatch.setattr(module, "_QUIET_SECONDS", 1000.0)
-    clients = make_clients()
-    call = started(clients)
-    assert not await returns(clients)
-    end(clients, call)
-    assert not await returns(clients)  # another call may be on its way
-    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.0)
-    assert await returns(clients)
-    clients.draining = True
-    started(clients)  # and refused
-    assert await returns(clients)
 
 
 @pytest.mark.parametrize("kind", ["connecting", "sending", "reading", "idle"])

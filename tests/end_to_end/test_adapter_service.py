@@ -13,8 +13,6 @@ import grpc
 import pytest
 import tuning
 from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_server
-from lora_files import BROKEN_LORA
-from prompt_files import write
 from transformers import AutoTokenizer
 from tuning import Continuation, Tuned
 
@@ -101,24 +99,6 @@ def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
         scrape = server.get("/metrics")[1]
         assert len(list(stream)) > 0
     assert server.metric("tgi_lora_running_adapters") == 0
-
-
-def test_broken_adapters_have_clear_errors_and_affect_no_other_request(server: Server, stub: Stub, store: Path) -> None:
-    request = call("The Queen", "queen", 100)
-    undisturbed = output_tokens(stub, request)
-    running = stub.GenerateStream(as_stream_request(request), timeout=60)
-    exact = 0
-    for at, (files, text) in enumerate(BROKEN_LORA.values()):
-        write(store / f"broken/{at}", files)
-        code, details = failed(stub, call("a", f"broken/{at}"))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith(f"can't retrieve adapter with id 'broken/{at}': ")
-        exact += text in details  # the other files do not even fit this model
-        assert text in details or "the model's layer has" in details or "no linear" in details
-    assert exact > 30
-    assert [token.text for message in running for token in message.tokens] == undisturbed
-    assert output_tokens(stub, request) == undisturbed
-    assert "Traceback" not in server.log.read_text()
 
 
 def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub) -> None:
