@@ -16,29 +16,26 @@ import msgspec
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
-from tgis.engines.base import StepResult
+from tgis.engines.base import Engine
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, input_vocab_size
 from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.speculation.mlp_speculator import MLPConfig, MLPSpeculator
 from tgis.engines.speculation.proposals import Drafter, rows_of
 from tgis.errors import StartError, Unsupported, library_errors
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions
 
 _MAX_PROMPT_TOKENS = 512  # that a step computes before it drafts
 _MAX_ROWS = 8  # of a sequence in one pass; more tokens are a chunk of a prompt
 
 
-class DraftEngine(Protocol):
-    """What drafting takes of a paged engine."""
+class DraftEngine(Engine, Protocol):
+    """A paged engine."""
 
-    info: EngineInfo
     runner: Any  # that computes logits
 
     @property
     def caches(self) -> tuple[Any, ...]: ...
-
-    def step(self, plan: StepPlan) -> StepResult: ...
 
     def warm_up_with(self, num_blocks: int) -> None: ...
 
