@@ -19,9 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tgis.engines.kernels.cpu.collectives import CpuCollectives
 from tgis.engines.kernels.cpu.fused_ops import fuse
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels, load_kernels
+from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
@@ -29,7 +28,7 @@ from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
-from tgis.engines.sharding.collectives import TorchCollectives, least_of_ranks
+from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -138,7 +137,10 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     checkpoint = quantization.checkpoint if quantization else None
-    sharding = _sharding(size, options, device, dtype, is_quantized=checkpoint is not None)
+    sharding = None
+    if options.num_shards > 1 and size:
+        collectives = collectives_of(options, select_kernels(options, device), dtype)
+        sharding = Sharding(size[0], collectives, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         state_dict: Any = None
         if checkpoint:
@@ -167,26 +169,6 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
-
-
-def _collectives(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> TorchCollectives | CpuCollectives:
-    """How ranks communicate: on CPUs of one machine through memory that they share."""
-    kernels, memory = select_kernels(options, device), options.shared_memory
-    in_memory = kernels is not None and memory is not None and dtype in DTYPES
-    if not least_of_ranks(int(in_memory)):  # until all are here, so that none loads before all have seen what is free
-        return TorchCollectives()
-    assert kernels is not None
-    assert memory is not None
-    return CpuCollectives(kernels, memory, options.rank, options.num_shards)
-
-
-def _sharding(
-    size: SizedModel | None, options: EngineOptions, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
-) -> Sharding | None:
-    """How this rank shares the model with others, if there are any."""
-    if options.num_shards == 1 or size is None:
-        return None
-    return Sharding(size[0], _collectives(options, device, dtype), is_quantized=is_quantized)
 
 
 def _optimize(

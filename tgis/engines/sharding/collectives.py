@@ -6,6 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgis.engines.kernels.cpu.collectives import CpuCollectives
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.ipc.messages import EngineOptions
 
 
 def own_part(x: Tensor, model: PreTrainedModel) -> Tensor:
@@ -41,6 +43,19 @@ def first_of_ranks(x: Tensor) -> Tensor:
 def reduces_in_kernels(model: PreTrainedModel) -> bool:
     """Whether calls that reduce can be recorded, if there are any."""
     return model.sharding is None or isinstance(model.sharding.collectives, CpuCollectives)
+
+
+def collectives_of(
+    options: EngineOptions, kernels: CpuKernels | None, dtype: torch.dtype
+) -> "TorchCollectives | CpuCollectives":
+    """How ranks communicate: on CPUs of one machine through memory that they share."""
+    memory = options.shared_memory
+    in_memory = kernels is not None and memory is not None and dtype in DTYPES
+    if not least_of_ranks(int(in_memory)):  # until all are here, so that none loads before all have seen what is free
+        return TorchCollectives()
+    assert kernels is not None
+    assert memory is not None
+    return CpuCollectives(kernels, memory, options.rank, options.num_shards)
 
 
 class TorchCollectives:
