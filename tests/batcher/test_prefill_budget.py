@@ -79,21 +79,14 @@ def test_a_step_beside_decodes_has_the_prompt_tokens_that_fit_into_the_gap() -> 
     assert seen == [799, 799, 400, 400, 100, 113]  # 80 of 100 ms, but at least an eighth of 800 tokens
 
 
-def test_a_short_request_does_not_wait_for_a_long_chunked_prompt() -> None:
-    bounds = BatchLimits(64, 1 << 30, 256, block_size=16)
-    jobs = [TraceRequest(0.0, 100_000, 2), *[TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]]
-    outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
-    assert len(outcome.times("ttft")) == 21
-    assert sorted(outcome.times("ttft"))[-2] < 0.2  # the short ones
-    alone = Simulation(bounds, SimulatedEngine(CHUNKS), jobs[:1]).run()
-    assert max(outcome.times("ttft")) < 1.2 * alone.times("ttft")[0]
-
-
-def test_short_requests_do_not_wait_for_several_long_prompts() -> None:
-    bounds = BatchLimits(64, 1 << 30, 256, block_size=16)
-    jobs = [TraceRequest(0.0, 20_000, 2)] * 4 + [TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]
+@pytest.mark.parametrize(("count", "length"), [(1, 100_000), (4, 20_000)])
+def test_short_requests_do_not_wait_for_long_chunked_prompts(count: int, length: int) -> None:
+    bounds, long = BatchLimits(64, 1 << 30, 256, block_size=16), [TraceRequest(0.0, length, 2)] * count
+    jobs = long + [TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]
     outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
     assert sorted(outcome.times("ttft"))[19] < 0.2
+    alone = Simulation(bounds, SimulatedEngine(CHUNKS), long).run()
+    assert max(outcome.times("ttft")) < 1.2 * max(alone.times("ttft"))
 
 
 def _sequence(number: int, length: int, decoding: bool) -> Sequence:

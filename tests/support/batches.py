@@ -30,6 +30,8 @@ def limits(weight: int = 1000, **changes: Any) -> BatchLimits:
 def engine_options(model: Path, max_batch_size: int = 4, **changes: Any) -> EngineOptions:
     """The padded engine in float32 on one thread, with limits that no test reaches."""
     values: dict[str, Any] = {
+        "model_path": str(model),
+        "max_batch_size": max_batch_size,
         "engine": "hf_transformers",
         "dtype": "float32",
         "eos_ids": (2,),
@@ -45,7 +47,7 @@ def engine_options(model: Path, max_batch_size: int = 4, **changes: Any) -> Engi
         "cpu_isa": CPU_ISA,
         "verify_start": True,
     }
-    return EngineOptions(**{"model_path": str(model), "max_batch_size": max_batch_size} | values | changes)
+    return EngineOptions(**values | changes)
 
 
 def request(

@@ -27,8 +27,8 @@ def random_request(rng: random.Random, number: int, new: int = 12, **changes: An
     """With any prompt, way to sample and details, unless `changes` says something else."""
     sampling = changes.get("sampling_params") or msgspec.structs.replace(rng.choice(KINDS), seed=rng.getrandbits(64))
     prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
-    values = {"tokens": prompt, "sampling_params": sampling, "logprob_options": rng.choice(WISHES)} | changes
-    return Request(number, max_new_tokens=max(new, sampling.min_new_tokens), **values)
+    values: dict[str, Any] = {"tokens": prompt, "sampling_params": sampling, "logprob_options": rng.choice(WISHES)}
+    return Request(number, max_new_tokens=max(new, sampling.min_new_tokens), **values | changes)
 
 
 class Launches:

@@ -61,7 +61,8 @@ SMALL: dict[str, Any] = {
 
 
 def options_of(model: Path, **changes: Any) -> EngineOptions:
-    return engine_options(model, **{"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2} | changes)
+    values: dict[str, Any] = {"engine": "tgis_native", "kv_cache_bytes": 1 << 20, "num_shards": 2}
+    return engine_options(model, **values | changes)
 
 
 def end(reason: str) -> NoReturn:

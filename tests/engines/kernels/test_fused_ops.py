@@ -140,7 +140,10 @@ def test_norms_of_transformers_are_replaced(
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize(
     "part",
-    [nn.RMSNorm(32), Sharp(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GroupNorm(1, 32), nn.Dropout(), nn.Mish()],
+    [
+        *(nn.RMSNorm(32), Sharp(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GroupNorm(1, 32), nn.Dropout(), nn.Mish()),
+        *(modeling_llama.LlamaMLP(mlp_config(activation)) for activation in ("quick_gelu", "mish")),
+    ],
     ids=lambda part: type(part).__name__,
 )
 def test_other_modules_stay(best_kernels: CpuKernels, part: nn.Module, dtype: torch.dtype) -> None:
@@ -199,14 +202,6 @@ def test_activations_of_transformers_are_replaced(
         assert error(expected[:, row], found[:, row]) < ERROR[dtype]
     assert torch.equal(model.part(x.transpose(0, 2)), found.transpose(0, 2))
     assert model.part(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
-
-
-@pytest.mark.parametrize("activation", ["quick_gelu", "mish"])
-def test_mlps_with_another_activation_stay(best_kernels: CpuKernels, activation: str) -> None:
-    mlp = modeling_llama.LlamaMLP(mlp_config(activation))
-    model = Holder(mlp)
-    assert fuse(model, best_kernels) == 0
-    assert model.part is mlp
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -18,7 +18,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-SMALL = LLAMA_LIKE | TOKEN_IDS | {"initializer_range": 0.2, "max_position_embeddings": 256}
+SMALL = LLAMA_LIKE | TOKEN_IDS | {"max_position_embeddings": 256}
 NATURAL = 64  # tokens that the model was first made for
 
 
@@ -39,10 +39,7 @@ DYNAMIC = {
 
 
 def make(directory: Path, kind: str, **values: Any) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | values), dtype=torch.float32)
-    model.save_pretrained(directory)
-    return directory
+    return make_model_from_config(AutoConfig.for_model(kind, **SMALL | values), directory)
 
 
 def load(model: Path, longest: int) -> PagedEngine:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, **changes: Any) -> EngineOptions:
-    # float64, for which there are no CPU kernels
-    return engine_options(model, **{"engine": "tgis_native", "compile": True, "dtype": "float64"} | changes)
+    values: dict[str, Any] = {"engine": "tgis_native", "compile": True, "dtype": "float64"}  # it has no CPU kernels
+    return engine_options(model, **values | changes)
 
 
 def graphs() -> int:
@@ -123,35 +124,34 @@ def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
     assert [count for count in range(6) if f"runs eagerly, {count} so far" in caplog.text] == [1, 2, 4]
 
 
-def test_without_a_compiler_steps_run_eagerly(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no compiler\nand many lines more")
+def failing(error: Exception) -> mock.Mock:
+    """A compiler whose code fails."""
+    return mock.Mock(return_value=mock.Mock(side_effect=error))
 
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (failing(RuntimeError("no compiler\nand many lines more")), "no compiler"),
+        (
+            lambda call, **_: lambda *states, **others: 1.1 * call(*states, **others),
+            "compiled steps do not give the logits of eager ones (off by ",
+        ),
+    ],
+)
+def test_without_a_compiler_that_works_steps_run_eagerly(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: Any, reason: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", compiler)
     engine = PagedEngine(options(model))
     assert_generates_what_transformers_does(engine, model)
-    assert "PT2_COMPILE has no effect: no compiler" in caplog.text
+    assert f"PT2_COMPILE has no effect: {reason}" in caplog.text
 
 
 def test_a_device_out_of_memory_is_no_reason_to_run_eagerly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    monkeypatch.setattr(torch, "compile", failing(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(StartError, match="raise BATCH_SAFETY_MARGIN"):
         PagedEngine(options(model)).warm_up()
-
-
-def test_compiled_layers_must_agree_with_eager_ones(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda call, **_: lambda *states, **others: 1.1 * call(*states, **others))
-    engine = PagedEngine(options(model))
-    engine.warm_up()
-    assert "PT2_COMPILE has no effect: compiled steps do not give the logits of eager ones (off by " in caplog.text
-    assert_generates_what_transformers_does(engine, model)
 
 
 @pytest.mark.parametrize(

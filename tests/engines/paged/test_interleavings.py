@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def subject(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Subject:
     name, block_size, dtype, async_decode, *drafters = request.param
     directory = model(name)
-    drafts = {"speculation": "auto", "speculator_path": str(model(drafters[0]))} if drafters else {}
+    drafts: dict[str, Any] = {"speculation": "auto", "speculator_path": str(model(drafters[0]))} if drafters else {}
     how = {"async_decode": async_decode, "block_size": block_size, "dtype": dtype}
     engine = paged_engine(directory, MAX_BATCH_SIZE, **how, **drafts)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
@@ -69,7 +70,7 @@ def _interleave(rng: random.Random, run: Run, to_come: list[Request]) -> Counter
             left += run.cancel(rng.randrange(8))
         run.step()
     run.finish()
-    return Counter(msgspec.structs.asdict(run.batcher.take_counters()), left=left)
+    return Counter({**msgspec.structs.asdict(run.batcher.take_counters()), "left": left})
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
     model = make_model_from_config(CONFIGS[name], tmp_path)
-    how = {"dtype": dtype, "num_threads": 2, "compile": name in ("Llama", "BLOOM")}
+    how: dict[str, Any] = {"dtype": dtype, "num_threads": 2, "compile": name in ("Llama", "BLOOM")}
     engine = paged_engine(model, max_sequence_length=len(tokens), **how)
     assert tgis_warnings(caplog) == []  # nothing runs eagerly
     found = logits_of_chunks(engine, tokens, CHUNKS)

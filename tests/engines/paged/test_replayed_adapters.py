@@ -181,7 +181,7 @@ def test_a_device_that_fails_is_no_reason_to_run_eagerly(
     assert engine.runner.graphs._capture_graph is fail
 
 
-COMPILED = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 << 30, 100)}
+COMPILED: dict[str, Any] = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 << 30, 100)}
 
 
 def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

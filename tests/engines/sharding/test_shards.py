@@ -258,11 +258,11 @@ def generate(
     rows: int = 4,
     chunk: int = 40,
 ) -> Found:
-    changes = {"engine": engine, "num_shards": count, "kv_cache_bytes": 1 << 20} | changes
+    values: dict[str, Any] = {"engine": engine, "num_shards": count, "kv_cache_bytes": 1 << 20}
     if (directory / SHARED).exists():
         memory = os.open(directory / SHARED, os.O_RDWR)
-        changes |= {"rank": torch.distributed.get_rank(), "shared_memory": memory}
-    shard, reason = load_shard(engine_options(directory, **changes))
+        values |= {"rank": torch.distributed.get_rank(), "shared_memory": memory}
+    shard, reason = load_shard(engine_options(directory, **values | changes))
     assert not reason
     shard.warm_up()
     info = shard.info

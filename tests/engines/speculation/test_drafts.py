@@ -82,8 +82,8 @@ def normed(states: torch.Tensor) -> torch.Tensor:
 
 
 def load(paths: dict[str, Path], drafter: str, dtype: str = "bfloat16") -> PagedEngine:
-    drafts = {"speculation": "auto", "speculator_path": str(paths[drafter])}
-    return paged_engine(paths["itself"], ROWS, dtype=dtype, **drafts)
+    speculator = str(paths[drafter])
+    return paged_engine(paths["itself"], ROWS, dtype=dtype, speculation="auto", speculator_path=speculator)
 
 
 @pytest.fixture(scope="module", params=["itself", "another", "tied MLP"])
