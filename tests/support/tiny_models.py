@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from batches import engine_options
-from tgis.engines.paged.capacity import BLOCK_SIZE
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
@@ -23,7 +22,7 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence as Row
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import Engine, StepResult
-from tgis.engines.paged.engine import PagedEngine
+from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.engines.paged.self_check import dummy_sequence
 from tgis.errors import OutOfMemory
 from tgis.ipc.request import Request, TokenLogprobs
