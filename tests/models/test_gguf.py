@@ -116,7 +116,7 @@ def write(path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: s
         writer.add_string("llama.rope.scaling.type", rope)
         writer.add_tensor("rope_freqs.weight", FACTORS)
 
-    write_gguf(path, config, "llama", "F16", permuted(4, 2), header)
+    write_gguf(path, config, "llama", "F16", permuted, header)
 
 
 def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> None:

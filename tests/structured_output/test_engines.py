@@ -188,13 +188,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("Llama", tmp_path_factory.mktemp("model"))
 
 
-def _subject(
-    llama: Path, new_engine: Callable[..., Engine], bounds: BatchLimits, *, soft_prompts: bool = True, **options: Any
-) -> Subject:
+def _subject(llama: Path, new_engine: Callable[..., Engine], bounds: BatchLimits, **options: Any) -> Subject:
     engine = new_engine(engine_options(llama, ROWS, dtype="float64"), **options)
     engine.warm_up()
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
-    return Subject(engine, bounds, model, VOCAB_SIZE, EOS, soft_prompts)
+    return Subject(engine, bounds, model, VOCAB_SIZE, EOS, soft_prompts=True)
 
 
 PAGED = limits(160, padded=False, block_size=4, prefix_cache=True, max_batch_size=ROWS, prefill_tokens=9, lookahead=1)

@@ -133,8 +133,8 @@ class Cluster:
         self.nodes.append(node)
         return node
 
-    def wait_until_ready(self, seconds: float = 100) -> None:
-        until = time.monotonic() + seconds
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + 100
         while not all(self._is_ready(node) for node in self.nodes):
             assert time.monotonic() < until, "\n".join(node.log for node in self.nodes)
             time.sleep(0.05)

@@ -29,14 +29,10 @@ def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nd
     return blocks.reshape(rows, -1)
 
 
-def permuted(heads: int, kv_heads: int) -> Callable[[str, Tensor], Tensor]:
-    """What is done to the weights of a Llama: rotary pairs stand side by side."""
-
-    def change(name: str, weight: Tensor) -> Tensor:
-        count = heads if "attn_q." in name else kv_heads if "attn_k." in name else None
-        return weight if count is None else weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-    return change
+def permuted(name: str, weight: Tensor) -> Tensor:
+    """What is done to the weights of a Llama with 4 and 2 heads: rotary pairs stand side by side."""
+    heads = 4 if "attn_q." in name else 2 if "attn_k." in name else None
+    return weight if heads is None else weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def one_more(name: str, weight: Tensor) -> Tensor:

@@ -106,13 +106,13 @@ class Server:
         values = dict(line.rsplit(" ", 1) for line in self.get("/metrics")[1].splitlines())
         return [float(values[name]) for name in names]
 
-    def wait_for_metric(self, sample: str, seconds: float = 20) -> None:
+    def wait_for_metric(self, sample: str) -> None:
         """Until /metrics has this line."""
-        wait_until(lambda: sample in self.get("/metrics")[1].splitlines(), sample, seconds)
+        wait_until(lambda: sample in self.get("/metrics")[1].splitlines(), sample)
 
-    def wait_for_health(self, status: int, seconds: float = 20) -> str:
+    def wait_for_health(self, status: int) -> str:
         """Until /health answers so; its body."""
-        wait_until(lambda: self.get("/health")[0] == status, f"/health {status}", seconds)
+        wait_until(lambda: self.get("/health")[0] == status, f"/health {status}")
         return self.get("/health")[1]
 
     def engine_pid(self) -> int:

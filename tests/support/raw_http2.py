@@ -31,9 +31,9 @@ def message_frames(message: bytes, stream: int = 1) -> bytes:
     return frame(DATA, END_STREAM, stream, grpc_message(message))
 
 
-def half_a_message(stream: int = 1, size: int = 1000) -> bytes:
-    """The first half of a message of that size."""
-    return frame(DATA, 0, stream, grpc_message(bytes(size))[: 5 + size // 2])
+def half_a_message() -> bytes:
+    """The first half of a message of a first call."""
+    return frame(DATA, 0, 1, grpc_message(bytes(1000))[:505])
 
 
 def call_frames(path: str, message: bytes = b"", stream: int = 1) -> bytes:

@@ -238,7 +238,7 @@ def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path
     config = make_config(model)
     config.update({name: size for name, size in WIDE.items() if hasattr(config, name)})
     config.tie_word_embeddings = model != "Llama"
-    changes = {"Llama": permuted(4, 2), "Gemma2": one_more, "Gemma3Text": one_more}
+    changes = {"Llama": permuted, "Gemma2": one_more, "Gemma3Text": one_more}
     changed = changes.get(model, lambda _, weight: weight)
     write_directory(tmp_path, config)
     expected = write_gguf(tmp_path / "model.gguf", config, architecture, kind, changed)
@@ -252,7 +252,7 @@ def test_corrupted_gguf(tmp_path: Path) -> None:
     """Each of 200 files is refused in one line, or holds finite numbers."""
     config, path = make_config("Llama"), tmp_path / "model.gguf"
     config.update({name: size for name, size in WIDE.items() if hasattr(config, name)} | {"vocab_size": 8})
-    write_gguf(path, config, "llama", "Q4_K", permuted(4, 2))
+    write_gguf(path, config, "llama", "Q4_K", permuted)
     content, draw, errors = path.read_bytes(), random.Random(0), []
     for number in range(200):
         at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))

@@ -36,8 +36,8 @@ def scores_of(values: torch.Tensor, temperature: float = 1.0) -> Scores:
     return Scores(values, values.amax(-1, keepdim=True).float(), temperatures)
 
 
-def keys_of(count: int, first_seed: int = 0) -> torch.Tensor:
-    seeds = np.arange(first_seed, first_seed + count, dtype=np.uint64)
+def keys_of(count: int) -> torch.Tensor:
+    seeds = np.arange(count, dtype=np.uint64)
     return torch.from_numpy(noise_keys(seeds, np.zeros(count, np.int64)))[:, None]
 
 

@@ -187,7 +187,7 @@ def test_ranks_share_a_vocabulary_in_codes(tied: bool, tmp_path: Path) -> None:
     config = make_wide_config("Llama")
     config.intermediate_size, config.tie_word_embeddings = 128, tied
     write_directory(tmp_path, config)
-    write_gguf(tmp_path / "model.gguf", config, "llama", "Q4_0", permuted(4, 2))
+    write_gguf(tmp_path / "model.gguf", config, "llama", "Q4_0", permuted)
     compare(tmp_path, 2, "tgis_native")
 
 
