@@ -23,7 +23,7 @@ from tgis.ipc.messages import BatchState
 _BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser asks again
 _COMPRESSED_IN_THREAD = 4096  # bytes
 MAX_WAITING = 64  # requests, half of them of one address
-SCRAPE_INTERVAL_SECONDS = 0.25  # a scrape takes the event loop about 25 ms, in some 60 parts
+MAX_SCRAPE_SHARE = 0.1  # of the time: a scrape takes about 25 ms in 60 parts, longer where the event loop is busy
 
 
 class Probes:
@@ -101,10 +101,11 @@ class Probes:
     async def _scrape_when_due(self) -> bytes:
         async with self._scraping:
             await asyncio.sleep(self._scrape_due - time.monotonic())
-            self._next_scrape, self._scrape_due, parts = None, time.monotonic() + SCRAPE_INTERVAL_SECONDS, []
+            self._next_scrape, started, parts = None, time.monotonic(), []
             for part in self._scrape():
                 parts.append(part)
                 await asyncio.sleep(0)
+            self._scrape_due = started + (time.monotonic() - started) / MAX_SCRAPE_SHARE
         return b"".join(parts)
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
