@@ -1,4 +1,4 @@
-"""A model over two processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
+"""A model over several processes on the CPU: what it computes, what it refuses, and what happens when one dies."""
 
 import itertools
 import os
@@ -107,15 +107,19 @@ def small_drafter(kind: str, model: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "speculation",
-    ["off", "another", "an MLP", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lookup", "itself"))],
+    ("count", "speculation"),
+    [
+        *((2, each) for each in ("off", "another", "an MLP")),
+        (4, "off"),
+        *(pytest.param(2, each, marks=pytest.mark.slow) for each in ("lookup", "itself")),
+    ],
 )
-def test_two_ranks_compute_what_transformers_does(speculation: str, tmp_path: Path) -> None:
+def test_ranks_compute_what_transformers_does(count: int, speculation: str, tmp_path: Path) -> None:
     """In chunks, side by side, with cached prefixes and so few blocks that rows are preempted; with proposed tokens."""
     model, rng = small_llama(tmp_path), random.Random(1)
-    changes = {"speculation": speculation}
+    changes: dict[str, Any] = {"num_shards": count, "speculation": speculation}
     if drafts := speculation not in ("off", "lookup"):
-        changes = {"speculation": "auto", "speculator_path": str(small_drafter(speculation, model))}
+        changes |= {"speculation": "auto", "speculator_path": str(small_drafter(speculation, model))}
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
     wanted = [

@@ -95,10 +95,10 @@ class ShardedEngine:
             node = f" on node {rank // options.ranks_per_node}"
             self._followers.append(Follower(f"rank {rank} of the engine{node}", link, None, self._fail, forward))
             self._followers[-1].send(encode_frame(Joined(name)))
+        node = " on node 0" if links else ""
         for rank in range(1, options.ranks_per_node):
             sock, process = _start_process(msgspec.structs.replace(options, rank=rank), name, fds)
-            name = f"rank {rank} of the engine{' on node 0' if links else ''}"
-            self._followers.append(Follower(name, sock, process, self._fail, forward))
+            self._followers.append(Follower(f"rank {rank} of the engine{node}", sock, process, self._fail, forward))
         return store
 
     @property
