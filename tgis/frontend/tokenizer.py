@@ -27,9 +27,7 @@ _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 CHARS_PER_MICROSECOND = 2
 PART = 1 << 14  # characters that the library tokenizes at once, if longer texts can be cut
 _PART_WITH_OFFSETS = 1 << 11  # to read offsets holds the GIL
-_AWAY_SECONDS = (
-    0.004  # without the GIL after such a part, which has it for 0.3 ms, in pieces: each stops the event loop
-)
+_AWAY_SECONDS = 0.004  # without the GIL after such a part: it takes it often, for 0.3 ms in all
 _CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
 
