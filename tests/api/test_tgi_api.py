@@ -446,12 +446,11 @@ def test_clients_that_ask_again_at_once_do_not_prolong_the_end(tmp_path: Path) -
     grace, refusals = 25, list[tuple[int, str | None, str | None]]()
 
     def ask(running: Server) -> None:
-        connection = Client(running).connect()
-        with suppress(OSError, http.client.HTTPException):
+        with closing(Client(running).connect()) as connection, suppress(OSError, http.client.HTTPException):
             while True:
                 connection.request("POST", "/generate", b'{"inputs":"a"}', {"Content-Type": "application/json"})
-                answer = connection.getresponse()
-                answer.read()
+                with connection.getresponse() as answer:
+                    answer.read()
                 if answer.status != 200:
                     refusals.append((answer.status, answer.headers["Retry-After"], answer.headers["Connection"]))
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Server, as_stream_request, run_async, running_fake, unary_request
+from harness import Server, as_stream_request, run_async, running_fake, unary_request, wait_until
 
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -54,7 +54,8 @@ def test_anything_else_is_unauthenticated(server: Server) -> None:
             text(server, authorization)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, authorization
     assert server.metric("tgi_authentication_failure_total") - before == len(refused)
-    assert server.metric('tgi_call_count_total{api="grpc",method="Generate",status="UNAUTHENTICATED"}') >= len(refused)
+    counted = 'tgi_call_count_total{api="grpc",method="Generate",status="UNAUTHENTICATED"}'
+    wait_until(lambda: server.metric(counted) >= len(refused), "count of refused calls")
 
 
 def test_streams_and_reflection_need_a_token_and_health_does_not(server: Server) -> None:

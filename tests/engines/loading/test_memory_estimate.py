@@ -23,9 +23,9 @@ from tgis.ipc.messages import EngineOptions
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LONGEST = 128
 # What steps free, the C library keeps or not, as the heap happens to look: 25 MB in some runs. Larger blocks have
-# mappings of their own in these starts, so memory is what is in use; estimates for encoder-decoders count some kept.
+# mappings of their own in these starts, so memory is what is in use; estimates for encoder-decoders count what is kept.
 NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-KEPT = 12 << 20
+KEPT = 16 << 20
 SETTINGS: dict[str, Any] = {"engine": "auto", "max_sequence_length": LONGEST, "estimate_memory": "auto"}
 LLAMA = LlamaConfig(vocab_size=8000, **LLAMA_LIKE | {"hidden_size": 128, "num_hidden_layers": 4})
 GROUPED = Qwen2Config(vocab_size=12_000, **LLAMA_LIKE | {"hidden_size": 512, "intermediate_size": 2048})
