@@ -166,7 +166,7 @@ static void quantize_row(const quantized_args *args, int64_t row) {
                     segment->scale[r] = scales[i], segment->minus_128[r] = 0;
                 }
                 if (at == range_end) range_end += weight->range, range = units + at / UNIT, range->sum[r] = 0;
-                segment->minus_128[r] -= 128 * totals[half];
+                segment->minus_128[r] = (int32_t)((uint32_t)segment->minus_128[r] - 128u * (uint32_t)totals[half]);
                 if (weight->has_offset) range->sum[r] = fmaf(totals[half], weight->per_group ? scales[i] : 1, range->sum[r]);
             }
         }
