@@ -95,6 +95,17 @@ async def test_many_scrapes_share_a_few() -> None:
         assert 3 <= scrapes <= (time.monotonic() - started) / 0.15 + 1
 
 
+@run_async
+async def test_a_slow_scrape_does_not_put_off_the_next_for_long() -> None:
+    def scrape() -> Iterator[bytes]:
+        time.sleep(0.8)  # a tenth of eight seconds
+        yield b""
+
+    async with serving(scrape=scrape) as port:
+        await request(port, "/metrics")
+        assert (await asyncio.wait_for(request(port, "/metrics"), 5))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -245,6 +256,7 @@ async def test_a_probe_gets_through_whoever_waits_for_a_scrape(monkeypatch: pyte
     monkeypatch.setattr(clients, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(probes, "MAX_WAITING", 4)
     monkeypatch.setattr(probes, "MAX_SCRAPE_SHARE", 1e-9)
+    monkeypatch.setattr(probes, "MAX_SCRAPE_PAUSE", 1000.0)
     async with serving(client_timeout_seconds=1000.0) as port:
         assert (await request(port, "/metrics"))[0] == 200
         waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer import Encoding, Tokenizer, Wanted
+from tgis.frontend.tokenizer import CHARS_PER_MICROSECOND, Encoding, Tokenizer, Wanted
+from tgis.utils.thread_pool import LARGE
 
 
 def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoding]:
@@ -43,6 +44,25 @@ def test_many_calls_at_once(families: Families) -> None:
         return await asyncio.gather(*(tokenizer.encode([text], Wanted()) for text in texts))
 
     assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
+
+
+@pytest.mark.parametrize("texts", [["word and " * 1000] * 20, ["word and " * 20_000]], ids=["many", "in parts"])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_a_smaller_call_does_not_wait_for_the_end_of_a_large_one(
+    families: Families, texts: list[str], offsets: bool
+) -> None:
+    _, tokenizer = families("gpt2")
+    small = ["word and " * 1500]  # work that only one call at a time may do
+    assert len(small[0]) > CHARS_PER_MICROSECOND * LARGE
+
+    async def run() -> None:
+        large = asyncio.create_task(tokenizer.encode(texts, Wanted(offsets=offsets)))
+        await asyncio.sleep(0)  # it has begun
+        await tokenizer.encode(small, Wanted())
+        assert not large.done()
+        await large
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

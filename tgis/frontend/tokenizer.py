@@ -4,10 +4,11 @@ Everything comes from `tokenizer.json` through the `tokenizers` library; truncat
 that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
 """
 
+import asyncio
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,15 +20,15 @@ import tokenizers
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json, special_tokens
-from tgis.utils.thread_pool import WorkPool, leave_gil
+from tgis.utils.thread_pool import WorkPool
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
 CHARS_PER_MICROSECOND = 2
 PART = 1 << 14  # characters that the library tokenizes at once, if longer texts can be cut
-_PART_WITH_OFFSETS = 1 << 11  # to read offsets holds the GIL
-_AWAY_SECONDS = 0.004  # without the GIL after such a part: it takes it often, for 0.3 ms in all
+_PART_WITH_OFFSETS = 1 << 11  # to read offsets takes the GIL often, for 0.3 ms in all
+_PAUSE_SECONDS = 0.004  # after a step with offsets
 _CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
 
@@ -119,17 +120,30 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         cost = sum(len(text) + _CHARS_PER_TEXT for text in texts) / CHARS_PER_MICROSECOND
-        encodings = await self.pool.run(cost, lambda: [self._encode(text, wanted) for text in texts])
+        steps = self._encode_in_steps(texts, wanted)
+        encodings = await self.pool.run(cost, steps.__next__)
+        while len(encodings) < len(texts):  # smaller calls go in between
+            await asyncio.sleep(_PAUSE_SECONDS if wanted.offsets else 0)
+            encodings += await self.pool.run(cost, steps.__next__)
         if wanted.max_tokens is not None:
             _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted.max_tokens)
         return encodings
 
-    def _encode(self, text: str, wanted: Wanted) -> Encoding:
-        rule = self._cut_rule
-        if len(text) > 2 * PART and rule is not None and (rule.keeps_offsets or not wanted.offsets):
-            return self._encode_in_parts(text, rule, wanted)
-        found = self._encode_at_once(text, wanted, special_tokens=self._add_special_tokens and wanted.special_tokens)
-        return _packed_encoding(text, found, wanted)
+    def _encode_in_steps(self, texts: Sequence[str], wanted: Wanted) -> Iterator[list[Encoding]]:
+        """The encodings that each step completes; it takes about PART characters, or one text that cannot be cut."""
+        rule, special_tokens = self._cut_rule, self._add_special_tokens and wanted.special_tokens
+        done, size = list[Encoding](), 0
+        for text in texts:
+            if len(text) > 2 * PART and rule is not None and (rule.keeps_offsets or not wanted.offsets):
+                done.append((yield from self._encode_in_parts(text, rule, wanted)))
+            else:
+                found = self._encode_at_once(text, wanted, special_tokens=special_tokens)
+                done.append(_packed_encoding(text, found, wanted))
+            size += len(text) + _CHARS_PER_TEXT
+            if size > PART:
+                yield done
+                done, size = [], 0
+        yield done
 
     def _encode_at_once(self, text: str, wanted: Wanted, *, special_tokens: bool) -> tokenizers.Encoding:
         # Never `encode`: unlike `encode_batch` and `encode_batch_fast`, it holds the GIL.
@@ -139,8 +153,8 @@ class Tokenizer:
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
 
-    def _encode_in_parts(self, text: str, rule: CutRule, wanted: Wanted) -> Encoding:
-        """Tokenize a long text from its end, which may be enough.
+    def _encode_in_parts(self, text: str, rule: CutRule, wanted: Wanted) -> Generator[list[Encoding], None, Encoding]:
+        """Tokenize a long text from its end, which may be enough; each part is a step.
 
         The library's encoding of the whole would take a hundred bytes for each token, and the GIL to be freed.
         """
@@ -158,8 +172,7 @@ class Tokenizer:
                 _check_num_tokens(min(num_tokens, wanted.keep), wanted.max_tokens)
             if num_tokens > wanted.enough:
                 break
-            if wanted.offsets:
-                leave_gil(_AWAY_SECONDS)
+            yield []
         else:
             parts.append(_special_tokens(before, wanted))
             num_tokens += len(before)

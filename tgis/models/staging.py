@@ -75,7 +75,8 @@ def files_key(files: Iterable[Path], *others: str) -> str:
     digest = hashlib.sha256("\0".join(others).encode())
     for file in sorted(files):
         stat = file.stat()
-        digest.update(f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        facts = f"\0{file.name}\0{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+        digest.update(os.fsencode(facts))  # names of files may not be UTF-8
     return digest.hexdigest()[:32]
 
 

@@ -20,10 +20,10 @@ _AWAY_SECONDS = 0.001
 _NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
 
 
-def leave_gil(seconds: float = _AWAY_SECONDS) -> None:
+def leave_gil() -> None:
     """Sleep, in a thread that mostly runs Python: the event loop would wait for the GIL after each call of gRPC."""
     if threading.current_thread() is not threading.main_thread():  # where the event loop runs, work is small
-        time.sleep(seconds)
+        time.sleep(_AWAY_SECONDS)
 
 
 def lower_priority() -> None:

@@ -22,6 +22,7 @@ class Starts:
         self.model = directory / "model"
         self.model.mkdir()
         (self.model / "model.safetensors").write_text("weights")
+        (self.model / os.fsdecode(b"r\xe9sum\xe9.md")).touch()  # a name that is not UTF-8
         self.cache = directory / "cache"
         self.cache.mkdir()
         self.num_starts = 0

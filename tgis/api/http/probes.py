@@ -24,6 +24,7 @@ _BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser a
 _COMPRESSED_IN_THREAD = 4096  # bytes
 MAX_WAITING = 64  # requests, half of them of one address
 MAX_SCRAPE_SHARE = 0.1  # of the time: a scrape takes about 25 ms in 60 parts, longer where the event loop is busy
+MAX_SCRAPE_PAUSE = 1.0  # seconds from the beginning of a scrape to that of the next
 
 
 class Probes:
@@ -102,10 +103,11 @@ class Probes:
         async with self._scraping:
             await asyncio.sleep(self._scrape_due - time.monotonic())
             self._next_scrape, started, parts = None, time.monotonic(), []
+            self._scrape_due = started + MAX_SCRAPE_PAUSE
             for part in self._scrape():
                 parts.append(part)
                 await asyncio.sleep(0)
-            self._scrape_due = started + (time.monotonic() - started) / MAX_SCRAPE_SHARE
+            self._scrape_due = min(self._scrape_due, started + (time.monotonic() - started) / MAX_SCRAPE_SHARE)
         return b"".join(parts)
 
     async def _debug_batch(self, request: web.Request) -> web.Response:
