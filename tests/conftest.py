@@ -80,7 +80,8 @@ def logging_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
-    """Survives between runs."""
+    """Survives between runs; others may read it, as the user of the image does."""
+    TEST_CACHE.mkdir(exist_ok=True)  # before a server, which makes a private one
     return TEST_CACHE
 
 

@@ -4,7 +4,6 @@ Everything comes from `tokenizer.json` through the `tokenizers` library; truncat
 that file are switched off, since each request decides them. Ids to text is `detokenizer.py`.
 """
 
-import asyncio
 import json
 import sys
 from array import array
@@ -20,7 +19,7 @@ import tokenizers
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer_properties import CutRule, cut_rule, max_bytes_per_token
 from tgis.models.files import read_json, special_tokens
-from tgis.utils.thread_pool import WorkPool
+from tgis.utils.thread_pool import WorkPool, leave_gil
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
@@ -28,7 +27,7 @@ _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 CHARS_PER_MICROSECOND = 2
 PART = 1 << 14  # characters that the library tokenizes at once, if longer texts can be cut
 _PART_WITH_OFFSETS = 1 << 11  # to read offsets takes the GIL often, for 0.3 ms in all
-_PAUSE_SECONDS = 0.004  # after a step with offsets
+_AWAY_SECONDS = 0.01  # between steps with offsets
 _CHARS_PER_TEXT = 32  # what handing a text to the library and taking its tokens costs, in characters
 _CUT_TRIES = 256
 
@@ -120,11 +119,11 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         cost = sum(len(text) + _CHARS_PER_TEXT for text in texts) / CHARS_PER_MICROSECOND
-        steps = self._encode_in_steps(texts, wanted)
-        encodings = await self.pool.run(cost, steps.__next__)
+        steps, arrival = self._encode_in_steps(texts, wanted), self.pool.arrival()
+        later = partial(_step_after_pause, steps) if wanted.offsets else steps.__next__
+        encodings = await self.pool.run(cost, steps.__next__, arrival)
         while len(encodings) < len(texts):  # smaller calls go in between
-            await asyncio.sleep(_PAUSE_SECONDS if wanted.offsets else 0)
-            encodings += await self.pool.run(cost, steps.__next__)
+            encodings += await self.pool.run(cost, later, arrival)
         if wanted.max_tokens is not None:
             _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted.max_tokens)
         return encodings
@@ -213,6 +212,12 @@ class Tokenizer:
         """Decode the ids as one whole text; unknown ids are dropped."""
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _step_after_pause(steps: Iterator[list[Encoding]]) -> list[Encoding]:
+    """Pause in the thread of large calls, so that none of them takes the GIL instead, and step."""
+    leave_gil(_AWAY_SECONDS)
+    return next(steps)
 
 
 def reply_too_large(max_bytes: int) -> InvalidRequest:

@@ -20,10 +20,10 @@ _AWAY_SECONDS = 0.001
 _NICENESS = 5  # more than the process has: where cores are few, steps get three times as much of them
 
 
-def leave_gil() -> None:
+def leave_gil(seconds: float = _AWAY_SECONDS) -> None:
     """Sleep, in a thread that mostly runs Python: the event loop would wait for the GIL after each call of gRPC."""
     if threading.current_thread() is not threading.main_thread():  # where the event loop runs, work is small
-        time.sleep(_AWAY_SECONDS)
+        time.sleep(seconds)
 
 
 def lower_priority() -> None:
@@ -56,11 +56,18 @@ class WorkPool:
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()
 
-    async def run(self, cost: float, job: Callable[[], T]) -> T:
-        """Run the job, at once if it is small; `cost` is about how many microseconds its whole call takes."""
+    def arrival(self) -> int:
+        """The place of a call among others of its cost."""
+        return next(self._arrivals)
+
+    async def run(self, cost: float, job: Callable[[], T], arrival: int | None = None) -> T:
+        """Run the job, at once if it is small; `cost` is about how many microseconds its whole call takes.
+
+        A call with several jobs gives its `arrival`, so that it ends before those that have come later.
+        """
         if cost <= SMALL:
             return job()
-        await self._turn(cost)
+        await self._turn(cost, self.arrival() if arrival is None else arrival)
         return await self._start(cost, job)  # in no variable: its error has this frame
 
     def close(self) -> None:
@@ -73,9 +80,9 @@ class WorkPool:
         result.add_done_callback(_retrieve)
         return asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
 
-    async def _turn(self, cost: float) -> None:
+    async def _turn(self, cost: float, arrival: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (cost, next(self._arrivals), turn))
+        heapq.heappush(self._waiting, (cost, arrival, turn))
         self._start_next()
         try:
             await turn

@@ -24,7 +24,7 @@ _BATCH_HEADERS = NO_STORE | {"Refresh": "2"}  # seconds, after which a browser a
 _COMPRESSED_IN_THREAD = 4096  # bytes
 MAX_WAITING = 64  # requests, half of them of one address
 MAX_SCRAPE_SHARE = 0.1  # of the time: a scrape takes about 25 ms in 60 parts, longer where the event loop is busy
-MAX_SCRAPE_PAUSE = 1.0  # seconds from the beginning of a scrape to that of the next
+MAX_SCRAPE_PAUSE = 3.0  # seconds from the beginning of a scrape to that of the next
 
 
 class Probes:
