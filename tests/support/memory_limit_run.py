@@ -37,10 +37,10 @@ CURIOUS = LogprobOptions(generated_tokens=True, input_tokens=True, logprobs=True
 
 def main(name: str, model: Path, granted: int) -> dict[str, int]:
     """The token capacity, the most tokens in a batch, and the peak bytes."""
-    available.available_memory = lambda device: granted
     changes = {"max_sequence_length": LONGEST, "estimate_memory": "auto"}
     options = engine_options(model, ROWS, num_threads=torch.get_num_threads(), **changes)
     engine = ENGINES[name](options)
+    available.available_memory = lambda device: granted  # beside the weights
     meter = PeakMeter(torch.device("cpu"))
     idle = meter.reset()
     engine.warm_up()
