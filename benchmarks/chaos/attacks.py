@@ -250,7 +250,7 @@ ATTACKS: dict[str, Attack] = {
     "watch_names": _flood(_WATCH, lambda: _text_field(1, _MAX_MESSAGE), in_flight=16),
     "tokenize_empty": _flood(_TOKENIZE, lambda: _repeated(_NO_TEXTS)),
     "tokenize_long": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE)),
-    "tokenize_fitting": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE // 8)),  # the reply can be sent
+    "tokenize_fitting": _flood(_TOKENIZE, lambda: _tokenize(_MAX_MESSAGE // 32)),  # the reply can be sent
     "generate_empty": _flood(_GENERATE, lambda: _repeated(_NO_INPUTS)),
     "long_texts": _flood(_GENERATE, lambda: _long_texts(0)),
     "truncated_texts": _flood(_GENERATE, lambda: _long_texts(10)),

@@ -103,7 +103,7 @@ async def test_a_slow_scrape_does_not_put_off_the_next_for_long() -> None:
 
     async with serving(scrape=scrape) as port:
         await request(port, "/metrics")
-        assert (await asyncio.wait_for(request(port, "/metrics"), 5))[0] == 200
+        assert (await asyncio.wait_for(request(port, "/metrics"), 7))[0] == 200
 
 
 @pytest.mark.parametrize(

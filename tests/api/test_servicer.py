@@ -1,5 +1,6 @@
 """The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
+import asyncio
 import math
 import re
 import socket
@@ -326,3 +327,40 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert re.fullmatch(r"ä+ \.\.\.", error.details())
     assert [name for name, _ in error.trailing_metadata()] == ["grpc-status-details-bin"]
+
+
+@run_async
+async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    begun, stopped = asyncio.Event(), asyncio.Event()
+    found = list[type[BaseException]]()
+
+    async def read_late(context: Any) -> None:
+        begun.set()
+        await stopped.wait()
+        try:
+            async with error_boundary(context):
+                await context.read()
+        except BaseException as error:
+            found.append(type(error))
+            raise
+
+    async def late(_requests: object, context: Any) -> bytes:
+        await asyncio.shield(asyncio.ensure_future(read_late(context)))
+        return b""
+
+    server = grpc.aio.server()
+    method = grpc.stream_unary_rpc_method_handler(late)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": method}),))
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    async with connected(port) as channel:
+        call = channel.stream_unary("/test.Service/Late", bytes, bytes)(iter([b""]))
+        await begun.wait()
+        await server.stop(0)
+        stopped.set()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call
+        while not found:
+            await asyncio.sleep(0.01)
+    assert found == [asyncio.CancelledError]
+    assert "internal error" not in caplog.text

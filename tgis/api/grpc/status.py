@@ -52,10 +52,10 @@ async def error_boundary(context: Context) -> AsyncIterator[None]:
                 yield
             except RequestError as error:
                 await abort(context, error)
-    except grpc.aio.AbortError:
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
-    except grpc.aio.InternalError:  # the call was cancelled while its response was sent
-        log.info("the client disconnected before the response was sent")
+    except grpc.aio.BaseError:  # the call was cancelled while its response was sent, or the server has stopped
+        log.info("the call has ended before its response was sent")
         raise asyncio.CancelledError from None  # gRPC is about to raise it, and would first try to send a status
     except Exception as error:
         log.exception("internal error in a call")
