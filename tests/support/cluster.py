@@ -188,7 +188,7 @@ def running_cluster(directory: Path, model: Path, network: Network, **options: o
 
 def _descendants(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
         children = [int(child) for task in tasks for child in task.read_text().split()]
         return [pid, *(each for child in children for each in _descendants(child))]
     return [pid]
