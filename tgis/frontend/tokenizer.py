@@ -119,11 +119,11 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], wanted: Wanted) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         cost = sum(len(text) + _CHARS_PER_TEXT for text in texts) / CHARS_PER_MICROSECOND
-        steps, arrival = self._encode_in_steps(texts, wanted), self.pool.arrival()
+        steps = self._encode_in_steps(texts, wanted)
         later = partial(_step_after_pause, steps) if wanted.offsets else steps.__next__
-        encodings = await self.pool.run(cost, steps.__next__, arrival)
+        encodings = await self.pool.run(cost, steps.__next__)
         while len(encodings) < len(texts):  # smaller calls go in between
-            encodings += await self.pool.run(cost, later, arrival)
+            encodings += await self.pool.run(cost, later)
         if wanted.max_tokens is not None:
             _check_num_tokens(sum(len(one.packed_ids) for one in encodings), wanted.max_tokens)
         return encodings

@@ -56,18 +56,11 @@ class WorkPool:
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()
 
-    def arrival(self) -> int:
-        """The place of a call among others of its cost."""
-        return next(self._arrivals)
-
-    async def run(self, cost: float, job: Callable[[], T], arrival: int | None = None) -> T:
-        """Run the job, at once if it is small; `cost` is about how many microseconds its whole call takes.
-
-        A call with several jobs gives its `arrival`, so that it ends before those that have come later.
-        """
+    async def run(self, cost: float, job: Callable[[], T]) -> T:
+        """Run the job, at once if it is small; `cost` is about how many microseconds its whole call takes."""
         if cost <= SMALL:
             return job()
-        await self._turn(cost, self.arrival() if arrival is None else arrival)
+        await self._turn(cost)
         return await self._start(cost, job)  # in no variable: its error has this frame
 
     def close(self) -> None:
@@ -80,9 +73,9 @@ class WorkPool:
         result.add_done_callback(_retrieve)
         return asyncio.shield(result)  # the thread is busy until the job ends, whether or not somebody waits
 
-    async def _turn(self, cost: float, arrival: int) -> None:
+    async def _turn(self, cost: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (cost, arrival, turn))
+        heapq.heappush(self._waiting, (cost, next(self._arrivals), turn))
         self._start_next()
         try:
             await turn
