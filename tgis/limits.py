@@ -8,12 +8,27 @@ from typing import Any
 
 from tgis.config import Config
 from tgis.errors import OptionError, StartError
+from tgis.frontend.admission import Admission, Quota
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
 from tgis.models.files import ModelFiles, find_directory, find_model, max_sequence_length, pad_token_id
 
 log = logging.getLogger(__name__)
+
+_SPARE_CALLS = 128  # open calls beyond those that may generate: a full server still answers Tokenize and ModelInfo
+
+
+def admission(config: Config) -> Admission:
+    """What the server takes on at once."""
+    max_inputs, max_bytes = config.max_concurrent_requests, config.max_call_memory_mb << 20
+    per_client = config.max_concurrent_requests_per_client or max_inputs
+    return Admission(
+        calls=Quota("open calls", max_inputs + _SPARE_CALLS, per_client + _SPARE_CALLS),
+        inputs=Quota("inputs in flight", max_inputs, per_client),
+        message_bytes=Quota("bytes of messages in flight", max_bytes, max_bytes // 2),
+        by_address=config.limit_by_address,
+    )
 
 
 def request_limits(config: Config, model: ModelFiles) -> RequestLimits:
