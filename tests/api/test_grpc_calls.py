@@ -1,7 +1,6 @@
 """Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,7 +18,8 @@ from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
 
 from benchmarks.chaos.http2 import HEADERS, RST_STREAM
-from tgis.api import clients
+from tgis import limits
+from tgis.api.grpc import health as health_module
 from tgis.api.grpc import server as server_module
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 
@@ -30,30 +30,30 @@ MESSAGE_TIMEOUT = f"the message has not arrived within {SHORT:g} s"
 
 
 class Service:
-    """Answers of any size, and whether the calls have ended."""
+    """Answers of any size, and how many calls run."""
 
     def __init__(self, calls: GrpcCalls) -> None:
         self.calls = calls
-        self.num_calls = 0
-        self.ended = asyncio.Event()
+        self.num_calls = self.num_running = 0
         methods = {
             "Unary": calls.handler("Unary", self._unary),
-            "Stream": calls.handler("Stream", self._stream, stream=True),
+            "Stream": calls.handler("Stream", self._stream),
         }
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
-    async def _unary(self, data: bytes, _context: object) -> bytes:
+    @property
+    def num_places(self) -> int:
+        """How many calls hold a place."""
+        return self.calls.admission.calls.total
+
+    async def _unary(self, data: bytes, call: GrpcCall) -> None:
         self.num_calls += 1
-        await asyncio.sleep(0)
-        return data
+        await call.write(data)
 
     async def _stream(self, data: bytes, call: GrpcCall) -> None:
         self.num_calls += 1
-        try:
-            while True:
-                await call.write(data)
-        finally:
-            self.ended.set()
+        while True:
+            await call.write(data)
 
 
 @asynccontextmanager
@@ -62,9 +62,7 @@ async def serving(**options: Any) -> AsyncIterator[tuple[Service, int]]:
     calls = grpc_calls.make_calls(config)
     service = Service(calls)
     async with grpc_calls.serving(service.handler, config, calls) as (_, port):
-        sweep = asyncio.create_task(calls.clients.sweep_forever())
         yield service, port
-        sweep.cancel()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -83,18 +81,21 @@ async def works(port: int) -> bool:
 
 @pytest.mark.parametrize("method", ["Unary", "Stream"])
 @run_async
-async def test_a_call_that_nobody_reads_ends(method: str) -> None:
-    async with serving(client_timeout_seconds=SHORT) as (service, port):
-        assert await works(port)  # gRPC itself holds the first call
-        await until(lambda: not service.calls.clients.reading._since)
-        call = call_frames(f"/test.Service/{method}", bytes(1000))
-        async with raw_client(port, HELLO_WITHOUT_WINDOW, call) as (reader, _):
-            await until(lambda: service.calls.clients.reading._since)
+async def test_calls_that_nobody_reads_free_their_places(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_SPARE_CALLS", 0)
+    async with serving(client_timeout_seconds=SHORT, max_concurrent_requests=8) as (service, port):
+        limit = 8
+        assert await works(port)  # grpc.aio itself holds the first call
+        calls = [call_frames(f"/test.Service/{method}", bytes(1000), 2 * index + 1) for index in range(limit)]
+        async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls) as (reader, _):
+            await until(lambda: service.num_places == limit)
+            async with connected(port) as channel:
+                call = channel.unary_unary("/test.Service/Unary", bytes, bytes)(b"one too many")
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await until(lambda: service.num_places == 0)
             assert await works(port)  # and the last one
-            await until(lambda: not service.calls.clients.reading._since)
-            if method == "Stream":
-                await service.ended.wait()
-            await next_frame_of(reader, RST_STREAM)
+            for _ in range(limit):
+                await next_frame_of(reader, RST_STREAM)
 
 
 @pytest.mark.parametrize("method", ["Unary", "Stream"])
@@ -103,8 +104,8 @@ async def test_clients_that_disconnect_are_no_errors(method: str, caplog: pytest
     async with serving() as (service, port):
         calls = [call_frames(f"/test.Service/{method}", bytes(1000), 2 * index + 1) for index in range(64)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
-            await until(lambda: len(service.calls.clients.reading._since) == len(calls))
-        await until(lambda: not service.calls.clients.served)
+            await until(lambda: service.num_places == len(calls))
+        await until(lambda: service.num_places == 0)
         assert await works(port)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -117,7 +118,7 @@ async def test_a_slow_reader_keeps_its_stream() -> None:
         for _ in range(12):  # takes longer than the limit, each much less
             assert await answers.read() == bytes(100_000)
             await asyncio.sleep(0.2)
-        assert not service.ended.is_set()
+        assert service.num_places == 1
 
 
 # --- clients that do not send their message ---
@@ -144,17 +145,6 @@ async def test_the_status_of_a_message_that_is_late() -> None:
 
 
 @run_async
-async def test_a_pause_of_the_server_is_no_fault_of_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_PAUSE_SECONDS", 0.2)
-    sent = HELLO, call_headers("/test.Service/Unary"), half_a_message()
-    async with serving(client_timeout_seconds=SHORT) as (service, port), raw_client(port, *sent):
-        await until(lambda: service.calls.clients.sending._since)
-        time.sleep(SHORT + 0.2)  # the pause
-        await asyncio.sleep(0.3)  # and some sweeps
-        assert service.calls.clients.sending
-
-
-@run_async
 async def test_a_call_without_a_message() -> None:
     async with serving() as (_, port), connected(port) as channel:
         call = channel.stream_unary("/test.Service/Unary", bytes, bytes)(iter([]))
@@ -165,22 +155,23 @@ async def test_a_call_without_a_message() -> None:
 
 
 @run_async
-async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_RECEIVING_BYTES", 2 * CONFIG.grpc_max_message_bytes)
-    async with serving() as (service, port), connected(port) as channel:
-        calls = []
-        for _ in range(3):
-            before = set(service.calls.clients.sending._since)
-            calls.append(channel.stream_unary("/test.Service/Unary", bytes, bytes)())  # type: ignore[call-arg]  # stubs
-            await until(lambda: set(service.calls.clients.sending._since) - before)  # noqa: B023
-        assert await calls[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
-        status = await rpc_status.aio.from_call(calls[0])  # type: ignore[attr-defined]  # stubs
-        assert status is not None
-        assert status.details[0].Unpack(retry)
-        assert status.details[1].Unpack(quota)
-        assert "arrive slowly" in quota.violations[0].description
-        for call in calls[1:]:
+async def test_calls_beyond_the_limit_are_refused_at_once() -> None:
+    async with serving(max_concurrent_requests=1) as (service, port), connected(port) as channel:
+        limit = service.calls.admission.calls.limit
+        calls = [channel.stream_unary("/test.Service/Unary", bytes, bytes)() for _ in range(limit)]  # type: ignore[call-arg]
+        await until(lambda: service.num_places == limit)
+        async with connected(port) as other:
+            refused = other.unary_unary("/test.Service/Unary", bytes, bytes)(b"x")
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            status = await rpc_status.aio.from_call(refused)  # type: ignore[attr-defined]  # stubs
+            retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+            assert status is not None
+            assert status.details[0].Unpack(retry)
+            assert status.details[1].Unpack(quota)
+            assert (
+                quota.violations[0].description == f"Model is overloaded: {limit} open calls, at most {limit} allowed"
+            )
+        for call in calls:
             await call.write(b"complete")
             await call.done_writing()
             assert await call == b"complete"
@@ -191,7 +182,7 @@ async def test_of_too_many_messages_that_arrive_slowly_the_oldest_ends(monkeypat
 
 @run_async
 async def test_requests_without_a_token_are_short() -> None:
-    async with serving() as (service, port), connected(port) as channel:
+    async with serving() as (_, port), connected(port) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="x" * (1 << 20))
         for call in (health.Check(request), health.Watch(request)):
@@ -201,20 +192,18 @@ async def test_requests_without_a_token_are_short() -> None:
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([query]))
         assert await reflection.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await reflection.details() == "the message has 2003 bytes, at most 1024 allowed"
-        await until(lambda: not service.calls.clients.idle._since)
 
 
 @run_async
-async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_SLOW_CALLS", 2)
-    async with serving() as (service, port), connected(port) as channel:
+async def test_the_oldest_of_too_many_health_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "MAX_OPEN_CALLS", 2)
+    async with serving() as (_, port), connected(port) as channel:
         health, watchers = health_pb2_grpc.HealthStub(channel), []
         for _ in range(4):
             watchers.append(health.Watch(health_pb2.HealthCheckRequest()))
             await watchers[-1].read()
         for watcher in watchers[:2]:
             assert await watcher.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(service.calls.clients.idle._since) == 2
         assert not any(watcher.done() for watcher in watchers[2:])
 
 
@@ -233,7 +222,7 @@ async def test_a_silent_connection_is_closed(sent: bytes, monkeypatch: pytest.Mo
 @pytest.mark.skipif(GRPC_VERSION < (1, 63), reason="this grpcio does not limit connections")
 @run_async
 async def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 2)
     async with serving() as (_, port), AsyncExitStack() as stack:
         for _ in range(2):
             reader, _ = await stack.enter_async_context(raw_client(port, HELLO))

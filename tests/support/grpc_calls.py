@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 
-from tgis.api.clients import Clients
 from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
+from tgis.limits import admission
 from tgis.security.tls import Certificates
 
 CONFIG = Config(model_name="m", bind_address="127.0.0.1", grpc_port=0)
@@ -17,8 +17,7 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def make_calls(config: Config) -> GrpcCalls:
-    """The calls of a port of its own."""
-    return GrpcCalls(Clients(config), config)
+    return GrpcCalls(config, admission(config))
 
 
 async def echo(request: bytes, _context: object) -> bytes:

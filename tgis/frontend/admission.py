@@ -18,7 +18,7 @@ class Quota:
         self.limit, self.per_client = limit, min(per_client, limit)
         self._what = what
         self._held: Counter[bytes] = Counter()  # by client
-        self._total = 0
+        self.total = 0
 
     @contextmanager
     def hold(self, client: bytes, amount: int) -> Iterator[None]:
@@ -28,14 +28,14 @@ class Quota:
         """
         if client and self._held[client] + amount > self.per_client:
             raise Overloaded(f"{self._held[client]} {self._what} of this client, at most {self.per_client} allowed")
-        if self._total + amount > self.limit:
-            raise Overloaded(f"{self._total} {self._what}, at most {self.limit} allowed")
+        if self.total + amount > self.limit:
+            raise Overloaded(f"{self.total} {self._what}, at most {self.limit} allowed")
         self._held[client] += amount
-        self._total += amount
+        self.total += amount
         try:
             yield
         finally:
-            self._total -= amount
+            self.total -= amount
             self._held[client] -= amount
             if not self._held[client]:
                 del self._held[client]

@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tgis.errors import Unavailable
 from tgis.ipc import messages
 from tgis.ipc.channel import FrameReader, encode_frame
 
@@ -68,6 +69,7 @@ class EngineProcess(asyncio.Protocol):
     """One engine process and this end of its socket; `EngineClient` adds the requests that are open in it."""
 
     def __init__(self) -> None:
+        """Create it inside the event loop."""
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.EngineInfo] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()  # its result says why
@@ -75,8 +77,10 @@ class EngineProcess(asyncio.Protocol):
         self.watchdog = EngineWatchdog(time.monotonic())
         self._heartbeats: dict[int, messages.Heartbeat] = {}  # the last of each rank
         self._reader = FrameReader(messages.FromEngine)
-        self._dead = False
-        self._death_cause = ""
+        self._on_message: Callable[[messages.FromEngine], None] = lambda _: None
+        self._on_end: Callable[[], None] = lambda: None
+        self.dead = False
+        self.death_cause = ""
         self._death_task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -93,9 +97,18 @@ class EngineProcess(asyncio.Protocol):
         self.send(options)
         return self._process.pid
 
+    def listen(self, on_message: Callable[[messages.FromEngine], None], on_end: Callable[[], None]) -> None:
+        """Pass on what the process says about requests, and the end of its socket."""
+        self._on_message, self._on_end = on_message, on_end
+
     def send(self, message: messages.ToEngine) -> None:
         assert self._transport is not None
         self._transport.write(encode_frame(message))
+
+    def check_alive(self) -> None:
+        """Unavailable if the process has ended."""
+        if self.dead:
+            raise Unavailable(self.death_cause)
 
     @property
     def num_dropped_log_lines(self) -> int:
@@ -110,7 +123,7 @@ class EngineProcess(asyncio.Protocol):
     def kill(self, cause: str) -> None:
         """Kill the engine process, if it has not ended."""
         assert self._process is not None
-        self._death_cause = self._death_cause or cause
+        self.death_cause = self.death_cause or cause
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and asyncio is about to say so
                 os.killpg(self._process.pid, signal.SIGKILL)  # compilers that it has started as well
@@ -126,7 +139,7 @@ class EngineProcess(asyncio.Protocol):
             return
         if at_once or not self.ready.done():
             self.kill(_STOPPED)  # modules that it imports may not let it notice anything for seconds
-        elif not self._dead:
+        elif not self.dead:
             self.send(messages.Shutdown())
         try:
             await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
@@ -137,7 +150,7 @@ class EngineProcess(asyncio.Protocol):
             self._transport.close()
 
     def handle(self, message: messages.FromEngine) -> None:
-        """Handle what the engine process says about itself."""
+        """Handle what the engine process says about itself; the rest goes to `listen`."""
         match message:
             case messages.Heartbeat(rank):
                 self.watchdog.heartbeat(rank, time.monotonic())
@@ -146,7 +159,9 @@ class EngineProcess(asyncio.Protocol):
                 self.fallback_reason = reason
                 self.ready.set_result(info)
             case messages.Fatal(text):
-                self._death_cause = text
+                self.death_cause = text
+            case _:
+                self._on_message(message)
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
@@ -154,17 +169,18 @@ class EngineProcess(asyncio.Protocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         """The engine process is gone: find out why."""
-        self._dead = True
-        self._death_cause = self._death_cause or _DIED
+        self.dead = True
+        self.death_cause = self.death_cause or _DIED
+        self._on_end()
         self._death_task = asyncio.create_task(self._report_death())
 
     async def _report_death(self) -> None:
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             code = await asyncio.wait_for(self._process.wait(), _EXIT_TIMEOUT)
-            if self._death_cause == _DIED:
-                self._death_cause = _describe_exit(code)
-        self.died.set_result(self._death_cause)
+            if self.death_cause == _DIED:
+                self.death_cause = _describe_exit(code)
+        self.died.set_result(self.death_cause)
 
 
 async def wait_first(events: Sequence[asyncio.Future[Any]], timeout: float | None = None) -> None:

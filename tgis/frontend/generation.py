@@ -12,12 +12,13 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, QueueFull
+from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import Inbox, Output, RequestOutput
+from tgis.frontend.output import Output, ReadyOutputs, RequestOutput
 from tgis.frontend.request_log import RequestLog
 from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import Encoding, Wanted
@@ -28,11 +29,6 @@ from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
 MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
-# What calls hold in the memory of this process, in bytes, as measured.
-_INPUT_BYTES = 2048  # of an input: its message, request, queue and output, without the text
-_DETAIL_BYTES = 32  # of an input token or a candidate for it: as the engine sends it, and in the reply
-_TOKENS_PER_BYTE = 16  # ids and strings for a byte of a text in Tokenize, those in the reply included
-_OFFSETS_PER_BYTE = 24
 _TOKENS_PER_MICROSECOND = 16  # of inputs, to make requests of them
 _MICROSECONDS_PER_TOKEN = 10  # of an output, to make text of it
 
@@ -58,9 +54,11 @@ class Generator:
         decoder: TokenDecoder,
         lookups: Lookups,
         metrics: Metrics,
+        admission: Admission,
         tracer: Tracer | None = None,
     ) -> None:
         self.server_info = server_info
+        self._admission = admission
         self._tracer = tracer
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
@@ -74,7 +72,7 @@ class Generator:
         self.metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
-        self.num_inputs = 0  # of open calls, also of those that have given back their places
+        self.num_inputs = 0  # of open calls
         self.num_cancelled = 0  # ever, by clients or by the end of the server
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
@@ -82,10 +80,10 @@ class Generator:
         if not call.texts:
             self.metrics.request_started(call.kind, 0)
             return []
-        async with self._running(call) as (inbox, log):
-            num_open = len(inbox.outputs)
+        async with self._running(call) as (outputs, ready, log):
+            num_open = len(outputs)
             while num_open:
-                output = await inbox.get()
+                output = await ready.get()
                 # Before the end, tokens may come while a thread takes them; until then there are few, if any.
                 cost = _MICROSECONDS_PER_TOKEN * len(output.new_tokens) if output.ended else 0
                 await self.pool.run(cost, output.collect)
@@ -93,24 +91,28 @@ class Generator:
                     self._client.cancel(output)
                     log.finish(output)
                     num_open -= 1
-            return [output.final() for output in inbox.outputs]
+            return [output.final() for output in outputs]
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
 
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
-        async with self._running(call) as (inbox, _):
-            inbox.on_end = call.account.output_complete
-            for output in inbox.outputs:
+        async with self._running(call) as (outputs, ready, _):
+            for output in outputs:
                 yield output.first_chunk()
-            num_open = len(inbox.outputs)
+            num_open = len(outputs)
             while num_open:
-                output = await inbox.get()
+                output = await ready.get()
                 if not output.stop_reason:  # else the engine goes on behind a stop sequence
                     for chunk in output.chunks():
                         yield chunk
                     num_open -= bool(output.stop_reason)
+
+    def close(self) -> None:
+        """Send the spans that are left."""
+        if self._tracer:
+            self._tracer.close()
 
     async def tokenize(self, call: TokenizeCall) -> list[Encoding]:
         """Tokenize texts, special tokens included; there are no ids unless tokens or offsets are wanted.
@@ -121,8 +123,6 @@ class Generator:
         self.metrics.tokenize.count.inc()
         self.metrics.tokenize.input_count.inc(len(call.texts))
         _check_num_inputs(len(call.texts), MAX_TOKENIZE_INPUTS)
-        per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
-        call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
         if call.adapter:
             with ExitStack() as kept:
                 await self._lookups.adapter(call.adapter, kept)
@@ -136,45 +136,46 @@ class Generator:
         return encodings
 
     @asynccontextmanager
-    async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[Inbox, RequestLog]]:
+    async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[list[Output], ReadyOutputs, RequestLog]]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         log = RequestLog(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
-        with log, self._admission(call), ExitStack() as kept:
+        with log, self._admitted(call), ExitStack() as kept:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = validate(call.params, self.server_info.limits)
-            eager = call.kind is CallKind.STREAM or bool(params.stop_sequences)
+            ready = ReadyOutputs(eager=call.kind is CallKind.STREAM or bool(params.stop_sequences))
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
             grammar = await self._lookups.grammar(params.grammar, kept) if params.grammar else None
             requests = await self._prepare(call, params, adapter, grammar, arrived=log.started)
-            with self._client.submit(self._outputs(call, params, requests, log.started), eager=eager) as inbox:
-                log.submitted(inbox.outputs)
-                yield inbox, log
+            outputs = self._outputs(call, params, requests, ready, log.started)
+            with self._client.submit(outputs):
+                log.submitted(outputs)
+                yield outputs, ready, log
 
-    def _outputs(self, call: GenerateCall, params: RawParams, requests: list[Request], arrived: float) -> list[Output]:
-        decoder = self._decoders[params.skip_special_tokens]
+    def _outputs(
+        self, call: GenerateCall, params: RawParams, requests: list[Request], ready: ReadyOutputs, arrived: float
+    ) -> list[Output]:
+        decoder, texts = self._decoders[params.skip_special_tokens], call.texts
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
-            Output(request, index, call.texts[index // call.n], params, decoder, arrived=arrived, separator=separator)
-            for index, request in enumerate(requests)
+            Output(request, n, texts[n // call.n], params, decoder, ready, arrived=arrived, separator=separator)
+            for n, request in enumerate(requests)
         ]
 
     @contextmanager
-    def _admission(self, call: GenerateCall) -> Iterator[None]:
+    def _admitted(self, call: GenerateCall) -> Iterator[None]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
-        num_inputs = call.num_outputs
-        _check_num_inputs(num_inputs, call.account.max_inputs)
-        call.account.charge(_INPUT_BYTES * num_inputs)
-        call.account.take_places(num_inputs)
-        self.num_inputs += num_inputs
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self.num_cancelled += num_inputs
-            raise
-        finally:
-            self.num_inputs -= num_inputs
-            call.account.give_back_places()
+        num_inputs, inputs = call.num_outputs, self._admission.inputs
+        _check_num_inputs(num_inputs, inputs.per_client if call.client else inputs.limit)
+        with inputs.hold(call.client, num_inputs):
+            self.num_inputs += num_inputs
+            try:
+                yield
+            except (asyncio.CancelledError, GeneratorExit):
+                self.num_cancelled += num_inputs
+                raise
+            finally:
+                self.num_inputs -= num_inputs
 
     async def _prepare(
         self, call: GenerateCall, params: RawParams, adapter: AdapterRef | None, grammar: int | None, *, arrived: float
@@ -201,14 +202,13 @@ class Generator:
                 identity=call.identity,
                 answer_deadline=call.answer_deadline,
                 grammar=grammar,
-                client=call.account.client,
+                client=call.client,
             )
             for field, encoding, tokens in zip(call.fields, encodings, inputs, strict=True)
             for number in range(call.n)
         ]
-        options, num_tokens = params.logprob_options, sum(len(request.tokens) for request in requests)
-        call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
         if max_queued := self.server_info.max_queued_tokens:
+            num_tokens = sum(len(request.tokens) for request in requests)
             queued = sum(len(request.tokens) for request in self._client.queued())
             if queued and queued + num_tokens > max_queued:  # all inputs or none
                 raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")

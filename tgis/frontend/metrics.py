@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from prometheus_client import ProcessCollector
 
@@ -39,10 +39,10 @@ class Metrics:
         self.tokenize = TokenizeFamilies(families)
         self.adapters = AdapterFamilies(families)
         self.scrape = families.scrape
-        self.num_queued: Callable[[], int] = lambda: 0  # requests that have never been scheduled
-        self.last_step: StepStats | None = None  # None: nothing is left of it, and no further step would say so
+        self._num_queued = 0
+        self._last_step: StepStats | None = None
         self.batches.context_limit.set(token_capacity)
-        self.batches.queue_size.set_function(lambda: self.num_queued() + self._left("num_requeued"))
+        self.batches.queue_size.set_function(lambda: self._num_queued + self._left("num_requeued"))
         self.batches.current_size.set_function(lambda: self._left("num_running"))
         self.batches.input_tokens.set_function(lambda: self._left("context_tokens"))
         self.batches.weight_utilization.set_function(lambda: self._left("context_tokens") / token_capacity)
@@ -65,7 +65,7 @@ class Metrics:
         `processing`: the seconds that the front end spent on its tokens; `latencies`: seconds since the step that gave
         an input tokens before -> how many inputs got tokens now.
         """
-        batches, self.last_step, method = self.batches, stats, "prefill" if stats.prefill else "next_token"
+        batches, self._last_step, method = self.batches, stats, "prefill" if stats.prefill else "next_token"
         batches.count.labels(method).inc()
         batches.success.labels(method).inc()
         batches.duration.labels(method, "single_only").observe(stats.duration)
@@ -87,6 +87,14 @@ class Metrics:
             batches.count_admissions(stats.counters)
         batches.context_limit.set(stats.token_capacity)
 
+    def no_step_left(self) -> None:
+        """Nothing is left of the last step, and no further step would say so."""
+        self._last_step = None
+
+    def set_num_queued(self, num_queued: int) -> None:
+        """Set how many requests have never been scheduled."""
+        self._num_queued = num_queued
+
     def step_failed(self, kind: FailureKind, *, prefill: bool) -> None:
         """Count a step that failed as a whole."""
         method = "prefill" if prefill else "next_token"
@@ -95,7 +103,7 @@ class Metrics:
 
     def _left(self, field: str) -> int:
         """What a field of the last step says of the batch and the queue."""
-        value: int = getattr(self.last_step, field, 0)
+        value: int = getattr(self._last_step, field, 0)
         return value
 
 
@@ -142,13 +150,9 @@ class ServiceMetrics(ServiceFamilies):
         for name, seconds in times.items():
             self.certificate_expiry.labels(name).set(seconds)
 
-    async def watch_event_loop(self, awake: asyncio.Event, interval: float = 0.02) -> None:
-        """Wake up every `interval` seconds, and observe how late: every call and probe waits as long. Never returns.
-
-        Nobody waits, and nothing is observed, until `awake` is set.
-        """
+    async def watch_event_loop(self, interval: float = 0.05) -> None:
+        """Wake up every `interval` seconds, and observe how late: every call and probe waits as long. Never returns."""
         while True:
-            await awake.wait()
             due = time.monotonic() + interval
             await asyncio.sleep(interval)
             self.loop_lag.observe(time.monotonic() - due)

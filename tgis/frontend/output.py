@@ -6,7 +6,7 @@ tokens in the same way, so that both say the same.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,6 @@ from tgis.ipc.request import Request, StopReason, TokenLogprobs
 if TYPE_CHECKING:
     from tgis.ipc.messages import PromptLogprobs
 
-BYTES_PER_DETAIL = 128
 MICROSECONDS_PER_DETAIL = 2
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
@@ -84,17 +83,21 @@ class Output:
         input_text: str,
         params: RawParams,
         decoder: TokenDecoder,
+        ready: "ReadyOutputs",
         *,
         arrived: float,
         separator: str,
     ) -> None:
-        """`separator` goes between echoed input and output in the response of a unary call."""
+        """Added to `ready` when the engine sends something.
+
+        `separator` goes between echoed input and output in the response of a unary call.
+        """
         self.request = request
         self.index = index  # among the outputs of the call
         self.input_text = input_text
         self.params = params
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
-        self.inbox: Inbox  # that it is in, which sets this
+        self._ready = ready
         # What the engine has sent:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_tokens = 0
@@ -103,7 +106,7 @@ class Output:
         self._num_new_steps = 0  # that the new tokens are from
         self._end = StopReason.NOT_FINISHED  # after the last new token
         self.ended = False  # the engine is done with the request
-        self.error: RequestError | None = None  # after the last new token; None once the call has ended
+        self.error: RequestError | None = None  # after the last new token
         self.failed: type[RequestError] | None = None  # in the engine
         # What has been made of it:
         self.num_generated = 0
@@ -135,23 +138,17 @@ class Output:
         self.num_tokens += len(token_ids)
         self._num_new_steps += 1
         self._end, self.ended = stop_reason, bool(stop_reason)
-        self.inbox.add(self)
+        self._ready.add(self)
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, raised once the tokens so far have been taken."""
         self.error, self.failed, self.ended = error, type(error), True
-        self.inbox.add(self)
+        self._ready.add(self)
 
     @property
     def logged_text(self) -> str:
         """The beginning of the output."""
         return "".join([self._sent_text, *self._text])[:LOGGED_CHARACTERS]
-
-    @property
-    def unread_bytes(self) -> int:
-        """About how much memory the output takes that is in no message yet, with its input."""
-        num_tokens = self.num_tokens - self.num_generated + len(self.prompt_logprobs)
-        return len(self.input_text) + num_tokens * self._details_per_token * BYTES_PER_DETAIL
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
@@ -229,7 +226,7 @@ class Output:
                 return
             yield num_left
         if self.error is not None and not self.new_tokens:
-            raise self.error  # in no variable: its traceback has this frame
+            raise self.error
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
@@ -256,29 +253,21 @@ class Output:
         return TokenInfo(token_id, text(token_id), logprobs.logprob, logprobs.rank, top_tokens)
 
 
-class Inbox:
-    """The outputs of one call, and which of them have something new for it."""
+class ReadyOutputs:
+    """The outputs of one call that have something new for it, in the order of their arrival."""
 
-    def __init__(self, outputs: Sequence[Output], *, eager: bool) -> None:
+    def __init__(self, *, eager: bool) -> None:
         """An eager call wants the tokens of every step at once, any other wants all of them at the end."""
-        self.outputs = outputs
-        self.on_end: Callable[[int], None] | None = None  # called with the unread bytes of all when all have ended
         self._eager = eager
-        self._num_open = len(outputs)
-        self._new: dict[Output, None] = {}  # a set that keeps their order
+        self._new: dict[Output, None] = {}
         self._waiter: asyncio.Future[None] | None = None
-        for output in outputs:
-            output.inbox = self
 
     def add(self, output: Output) -> None:
-        """The engine has sent something for this output, or is done with it."""
+        """The engine has sent something for this output, or has finished it."""
         if self._eager or output.ended:
             self._new[output] = None
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
-        self._num_open -= output.ended
-        if not self._num_open and self.on_end is not None:
-            self.on_end(sum(each.unread_bytes for each in self.outputs))
 
     async def get(self) -> Output:
         """Wait for an output with new tokens, the end of its request or its error."""
@@ -288,10 +277,3 @@ class Inbox:
         output = next(iter(self._new))
         del self._new[output]
         return output
-
-    def close(self) -> None:
-        """Let go of what leads back here, by a traceback or by the outputs: else all of them are garbage cycles."""
-        for output in self.outputs:
-            output.error = None
-        self.outputs, self.on_end = (), None
-        self._new.clear()

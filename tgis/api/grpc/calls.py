@@ -1,136 +1,129 @@
-"""A gRPC call as its handler sees it: its message, bounded in size and time, and writes that wait for the client.
+"""gRPC handlers that read their own messages, so that both directions are limited in size and time.
 
-Handlers receive their message themselves, so that this can be bounded; on the wire, the call is the same. Messages are
-bytes: a method pays for its message before it makes objects of it.
+Every method is stream_stream without (de)serializers; on the wire it looks the same as a unary one. A handler gets
+bytes and parses them only after the call has been admitted.
 """
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+import logging
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import grpc
 
-from tgis.api.clients import Clients, CountCall
-from tgis.api.grpc.fair_queue import FairQueue
-from tgis.api.grpc.private import creator
-from tgis.api.grpc.status import Context, abort, abort_with, error_boundary, status_name
+from tgis.api.grpc.status import Context, abort_with, error_boundary, status_name
 from tgis.config import Config
-from tgis.errors import InvalidRequest, RequestError
-from tgis.security.bearer import TokenFile, token_of
+from tgis.errors import ClientTimeout, InvalidRequest
+from tgis.frontend.admission import Admission
+from tgis.security.bearer import TokenFile, caller_identity, token_of
+from tgis.tracing import Headers
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
-_SPARE_CALLS = 128  # of a connection, beyond those that may generate: one gateway can fill the server and be refused
+_creator: ContextVar["weakref.ref[asyncio.Task[Any]] | None"] = ContextVar("creator", default=None)
+
+
+def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
+    """Make every task of the loop know the task that created it; `GrpcCall.write` needs it."""
+
+    def create(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> Any:
+        task = asyncio.current_task(loop)
+        _creator.set(None if task is None else weakref.ref(task))
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(create)  # type: ignore[arg-type]  # of typeshed
 
 
 class GrpcCall:
-    """One call; made in the task of its handler."""
+    """One call, for its handler."""
 
-    def __init__(self, context: Context, calls: "GrpcCalls") -> None:
-        task, grpc_task = asyncio.current_task(), creator.get()
-        assert task is not None
+    __slots__ = ("_timeout", "client", "context", "identity")
+
+    def __init__(self, context: Context, client: bytes, identity: bytes, timeout: float) -> None:
+        """`client` is the key in quotas, `identity` what the caller has proven; reads and writes have a timeout."""
         self.context = context
-        self.connection = context.peer()
-        self.client: str = context.peer().rpartition(":")[0]  # the port changes with every connection
-        self._task = task
-        self._refusal: asyncio.Task[None] | None = None
-        self._creator = grpc_task() if grpc_task else None
-        self._calls = calls
-        task.add_done_callback(functools.partial(calls.clients.forget, self))
+        self.client, self.identity = client, identity
+        self._timeout = timeout
 
-    async def receive(self, max_bytes: int | None = None) -> bytes:
-        """The message of a call that has only one."""
-        if (data := await self.next_message(max_bytes)) is None:
-            raise InvalidRequest("", "the call has no message")
-        self._calls.clients.started(self)
-        return data
+    @property
+    def metadata(self) -> Headers:
+        """The request metadata."""
+        return self.context.invocation_metadata() or ()
 
-    async def next_message(self, max_bytes: int | None = None) -> bytes | None:
-        """The next message, None at the end; InvalidRequest if it has more than `max_bytes`."""
-        data = b""
+    async def read(self, max_bytes: int | None = None) -> bytes | None:
+        """Return the next message, None after the last; ClientTimeout, or InvalidRequest above `max_bytes`."""
         try:
-            with self._calls.clients.sending.entered(self):
+            async with asyncio.timeout(self._timeout):
                 data = await self.context.read()
-        finally:
-            self._calls.queue.arrived(self.connection, len(data) if isinstance(data, bytes) else 0)
+        except TimeoutError:
+            raise ClientTimeout(f"the message has not arrived within {self._timeout:g} s") from None
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
         return data
 
+    async def read_only_message(self, max_bytes: int | None = None) -> bytes:
+        """Return the message of a call that has exactly one."""
+        if (data := await self.read(max_bytes)) is None:
+            raise InvalidRequest("", "the call has no message")
+        return data
+
     async def write(self, message: bytes) -> None:
-        """Send a message, which waits until the client reads."""
-        reading = self._calls.clients.reading
-        reading.add(self)
+        """Send a message, as soon as the client has room for it; a client that does not read loses the call."""
         try:
-            await self.context.write(message)
-        finally:
-            reading.remove(self)
+            async with asyncio.timeout(self._timeout):
+                await self.context.write(message)
+        except TimeoutError:
+            self._drop()
 
-    async def idle(self, event: Awaitable[T]) -> T:
-        """Wait for what may never happen; no reason to keep the server from its end."""
-        self._calls.clients.finished(self)
-        with self._calls.clients.idle.entered(self):
-            return await event
+    def _drop(self) -> NoReturn:
+        """End the call without a status, which would wait for the client as well.
 
-    def end(self, error: RequestError | None) -> None:
-        """End the call with the status of an error; with None at once, since a status waits until the client reads.
-
-        gRPC has no function for the latter, but drops calls that nobody holds: neither the task of the handler, nor the
-        one that has created it, and waits for the client to cancel.
+        C-core cancels a call once grpc.aio drops it, i.e. when the task that started the handler has ended, too.
         """
-        if error is not None:
-            self._refusal = asyncio.create_task(self._refuse(error))
-            return
-        if self._creator is not None:
-            self._creator.cancel()
-        self._task.cancel()
-
-    async def _refuse(self, error: RequestError) -> None:
-        with suppress(grpc.aio.AbortError, grpc.aio.InternalError):  # the latter if the client has cancelled the call
-            await abort(self.context, error)
-        self._task.cancel()
+        log.info("a client has not read for %g s", self._timeout)
+        starter = _creator.get()
+        if starter is not None and (task := starter()) is not None:
+            task.cancel()
+        raise asyncio.CancelledError
 
 
-Method = Callable[[bytes, GrpcCall], Awaitable[bytes | None]]  # of the message; what it returns is the answer
+Method = Callable[[bytes, GrpcCall], Awaitable[None]]  # gets the message; writes the answer
+CountCall = Callable[[str, str, str], object]  # called at the end of a call with its API, method and status
 
 
 class GrpcCalls:
-    """The calls of a gRPC port."""
+    """Admits the calls of a gRPC port."""
 
     def __init__(
         self,
-        clients: Clients,
         config: Config,
+        admission: Admission,
         tokens: TokenFile | None = None,
-        on_rejected: Callable[[], None] = lambda: None,
+        on_rejected: Callable[[], object] = lambda: None,
         count: CountCall = lambda *_: None,
     ) -> None:
         """Calls need one of the `tokens`, if there are any and their method is not public."""
-        self.clients = clients
+        self.admission = admission
+        self._config = config
         self._tokens, self._on_rejected = tokens, on_rejected
         self._count = count
-        self.max_message_bytes = config.grpc_max_message_bytes
-        self.max_calls_of_connection = config.max_concurrent_requests + _SPARE_CALLS
-        self.queue = FairQueue(self.max_calls_of_connection)
 
     @asynccontextmanager
     async def open(self, context: Context, name: str, *, public: bool = False) -> AsyncIterator[GrpcCall]:
-        """What a handler does before its client only has to read the rest; `name` is the method's."""
+        """Authenticate a call, unless its method is public, and end it with a status if the block raises."""
         status = grpc.StatusCode.CANCELLED.name
         try:
             async with error_boundary(context):
-                if self._tokens is not None and not public and not self._tokens.accepts(token_of(context)):
-                    self._on_rejected()
-                    await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
-                call = GrpcCall(context, self)
-                try:
-                    yield call
-                finally:
-                    self.clients.reading.add(call)
+                if not public:
+                    await self._authenticate(context)
+                identity = caller_identity(context, bearer_auth=self._tokens is not None)
+                client = self.admission.client(identity, context.peer().rpartition(":")[0])  # each call has a port
+                yield GrpcCall(context, client, identity, self._config.client_timeout_seconds)
             status = grpc.StatusCode.OK.name
         except grpc.aio.AbortError:
             status = status_name(context)
@@ -138,15 +131,19 @@ class GrpcCalls:
         finally:
             self._count("grpc", name, status)
 
-    def handler(
-        self, name: str, method: Method, *, stream: bool = False, public: bool = False, max_bytes: int | None = None
-    ) -> "grpc.RpcMethodHandler[Any, Any]":
-        """A handler for a method with one message; with `stream` the method writes the messages of its answer."""
+    def handler(self, name: str, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Make the handler of a method with one request message."""
 
-        async def handle(_requests: object, context: Context) -> bytes | None:
-            async with self.open(context, name, public=public) as call:
-                return await method(await call.receive(max_bytes), call)
-            return None  # reached only if the client has disconnected
+        async def handle(_requests: object, context: Context) -> None:
+            async with self.open(context, name) as call:
+                with self.admission.calls.hold(call.client, 1):
+                    data = await call.read_only_message()
+                    async with self.admission.running(call.client, len(data)):
+                        await method(data, call)
 
-        make = grpc.stream_stream_rpc_method_handler if stream else grpc.stream_unary_rpc_method_handler
-        return make(handle)
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def _authenticate(self, context: Context) -> None:
+        if self._tokens is not None and not self._tokens.accepts(token_of(context)):
+            self._on_rejected()
+            await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")

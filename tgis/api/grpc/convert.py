@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
@@ -45,7 +45,7 @@ HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.Batch
 
 def generate_call(
     message: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
-    account: Account,
+    client: bytes,
     identity: bytes,
     metadata: Headers,
     answer_deadline: float | None = None,
@@ -62,7 +62,7 @@ def generate_call(
         texts=texts,
         fields=fields,
         params=raw_params(message.params),
-        account=account,
+        client=client,
         identity=identity,
         adapter=_adapter(message),
         answer_deadline=answer_deadline,
@@ -129,14 +129,10 @@ def fill_response(
     return response
 
 
-def tokenize_call(
-    message: pb.BatchedTokenizeRequest, num_bytes: int, account: Account, max_reply_bytes: int
-) -> TokenizeCall:
+def tokenize_call(message: pb.BatchedTokenizeRequest, max_reply_bytes: int) -> TokenizeCall:
     token_bytes = _MIN_TOKEN_BYTES * message.return_tokens + _MIN_OFFSET_BYTES * message.return_offsets
     return TokenizeCall(
         texts=[request.text for request in message.requests],
-        num_bytes=num_bytes,
-        account=account,
         truncate_input_tokens=message.truncate_input_tokens,
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,

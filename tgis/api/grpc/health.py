@@ -1,6 +1,8 @@
 """`grpc.health.v1`: one state for the process and for the generation service."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -9,10 +11,12 @@ from grpc_health.v1 import health_pb2
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
-from tgis.api.grpc.status import abort_with
+from tgis.api.grpc.status import Context, abort_with
+from tgis.errors import Overloaded
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_REQUEST_BYTES = 256
+MAX_OPEN_CALLS = 1024
 
 _Response = health_pb2.HealthCheckResponse
 _SERVING: bytes = _Response(status=_Response.SERVING).SerializeToString()
@@ -27,15 +31,17 @@ class HealthServicer:
     blocks every later change of the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: GrpcCalls) -> None:
+        self._calls = calls
+        self._open: dict[asyncio.Timeout, None] = {}  # oldest first
         self._state = _NOT_SERVING
         self._changed = asyncio.Event()
 
-    def handler(self, calls: GrpcCalls) -> "grpc.GenericRpcHandler[Any, Any]":
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Check": calls.handler("Check", self._check, public=True, max_bytes=MAX_REQUEST_BYTES),
-            "Watch": calls.handler("Watch", self._watch, stream=True, public=True, max_bytes=MAX_REQUEST_BYTES),
+            "Check": grpc.stream_stream_rpc_method_handler(self._check),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
         }
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 
@@ -45,23 +51,42 @@ class HealthServicer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _check(self, data: bytes, call: GrpcCall) -> bytes:
+    async def _check(self, _requests: object, context: Context) -> None:
         """The state of one service; NOT_FOUND for an unknown one."""
-        if not self._knows(data):
-            await abort_with(call.context, grpc.StatusCode.NOT_FOUND, "unknown service")
-        return self._state
+        async with self._calls.open(context, "Check", public=True) as call, self._place():
+            if not await self._asks_for_known_service(call):
+                await abort_with(context, grpc.StatusCode.NOT_FOUND, "unknown service")
+            await call.write(self._state)
 
-    async def _watch(self, data: bytes, call: GrpcCall) -> None:
+    async def _watch(self, _requests: object, context: Context) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
-        known, last = self._knows(data), None
-        while True:
-            changed = self._changed
-            state = self._state if known else _UNKNOWN
-            if state != last:
-                await call.write(state)
-                last = state
-            await call.idle(changed.wait())
+        async with self._calls.open(context, "Watch", public=True) as call, self._place():
+            known, last = await self._asks_for_known_service(call), None
+            while True:
+                changed = self._changed
+                state = self._state if known else _UNKNOWN
+                if state != last:
+                    await call.write(state)
+                    last = state
+                await changed.wait()
 
-    def _knows(self, data: bytes) -> bool:
-        """Whether a request is about a service of this server."""
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Hold a place; if all are taken, the oldest call ends, so that no caller without a token fails a probe."""
+        if len(self._open) >= MAX_OPEN_CALLS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.reschedule(0)
+        try:
+            async with asyncio.timeout(None) as until:
+                self._open[until] = None
+                try:
+                    yield
+                finally:
+                    self._open.pop(until, None)
+        except TimeoutError:
+            raise Overloaded(f"more than {MAX_OPEN_CALLS} health calls are open") from None
+
+    async def _asks_for_known_service(self, call: GrpcCall) -> bool:
+        data = await call.read_only_message(MAX_REQUEST_BYTES)
         return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)

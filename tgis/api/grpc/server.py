@@ -2,35 +2,33 @@
 
 import asyncio
 import functools
-import os
 import socket
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tgis.api.grpc.calls import GrpcCall, GrpcCalls
+from tgis.api.grpc.calls import GrpcCalls, remember_creators
 from tgis.api.grpc.health import HEALTH_SERVICE, HealthServicer
 from tgis.api.grpc.parsing import parse
-from tgis.api.grpc.private import make_server
 from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.api.grpc.status import Context
 from tgis.config import Config
 from tgis.errors import StartError
+from tgis.frontend.admission import Admission, Quota
 from tgis.security.tls import Certificates
 
 HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
 WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
 KEEPALIVE_MS = 60_000  # of inactivity before a ping
 MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
-MAX_REFLECTION_BYTES = 1024  # of a request
+MAX_CONNECTIONS = 4096
+MAX_METADATA_BYTES = 16 << 10
+MAX_REFLECTION_BYTES, MAX_REFLECTION_CALLS = 1024, 64
 SERVICES = (GENERATION_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
 _REFLECTIONS = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 _NEVER_SECONDS = 1e6
-_CLOSE_SECONDS, _CLOSE_TIMES = 0.05, 20  # between closing connections without calls at the end, and how often
 
 
 class GrpcServer:
@@ -45,12 +43,10 @@ class GrpcServer:
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
-        self._clients = calls.clients
-        self._bound_port: int | None = None
-        self._stopped = False
-        self._health = HealthServicer()
-        handlers = [*handlers, self._health.handler(calls), *_reflection_handlers(calls)]
-        self._server = make_server(handlers, _channel_arguments(config, calls), calls.queue)
+        self._health = HealthServicer(calls)
+        handlers = [*handlers, self._health.handler(), *_reflection_handlers(calls)]
+        remember_creators(asyncio.get_running_loop())
+        self._server = grpc.aio.server(handlers=handlers, options=_channel_arguments(config, calls.admission))
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
@@ -64,7 +60,6 @@ class GrpcServer:
             port = 0
         if not port:
             raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
-        self._bound_port = port
         return port
 
     async def start(self) -> None:
@@ -76,26 +71,16 @@ class GrpcServer:
         self._health.set_serving(serving)
 
     async def refuse_calls(self) -> None:
-        """Report NOT_SERVING, and make clients go elsewhere; ends after `stop`.
+        """Report NOT_SERVING and take no more calls; returns once all open ones have ended, or after `stop`.
 
-        Their new calls are UNAVAILABLE, by the handlers or since the connection is closed. C-core would cancel those on
-        their way while it stops, and nobody repeats a call that is CANCELLED: only connections that have long calls see
-        it stop before the end. It has no grace of its own: when that of one `stop` of grpcio ends together with
-        another, the process crashes.
+        C-core cancels the calls that are on their way: clients repeat CANCELLED like UNAVAILABLE. `stop` of grpcio has
+        no grace here: when it ends together with another `stop`, the process crashes.
         """
         self._health.set_serving(False)
-        for _ in range(_CLOSE_TIMES):
-            await asyncio.sleep(_CLOSE_SECONDS)
-            if self._stopped:
-                return
-            open_calls = (call for call in self._clients.served if isinstance(call, GrpcCall))
-            _close_connections(self._bound_port, {call.connection.rpartition(":")[2] for call in open_calls})
         await self._server.stop(_NEVER_SECONDS)
 
     async def stop(self) -> None:
         """End all calls that are left."""
-        self._stopped = True
-        _close_connections(self._bound_port, listener=True)
         await self._server.stop(0)
 
 
@@ -113,24 +98,29 @@ def _reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, 
         serialized: bytes = response.SerializeToString()
         return serialized
 
+    places = Quota("open reflection calls", MAX_REFLECTION_CALLS, MAX_REFLECTION_CALLS // 2)
+
     async def reflect(_requests: object, context: Context) -> None:
         async with calls.open(context, "ServerReflectionInfo") as call:
-            while (data := await call.next_message(MAX_REFLECTION_BYTES)) is not None:
-                await call.write(answer(data))
+            with places.hold(call.client, 1):
+                while (data := await call.read(MAX_REFLECTION_BYTES)) is not None:
+                    await call.write(answer(data))
 
     methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(reflect)}
     return [grpc.method_handlers_generic_handler(name, methods) for name in _REFLECTIONS]
 
 
-def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]]:
+def _channel_arguments(config: Config, admission: Admission) -> list[tuple[str, int]]:
     age = config.grpc_max_connection_age_seconds
     return [
         *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
         ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.compression_enabled_algorithms_bitset", 1),  # none: gRPC would decompress on the event loop, any size
-        ("grpc.max_concurrent_streams", calls.max_calls_of_connection),
-        ("grpc.max_allowed_incoming_connections", calls.clients.max_connections),
+        ("grpc.max_concurrent_streams", admission.calls.limit),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -140,22 +130,6 @@ def _channel_arguments(config: Config, calls: GrpcCalls) -> list[tuple[str, int]
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]
-
-
-def _close_connections(port: int | None, but: Collection[str] = (), *, listener: bool = False) -> None:
-    """Close the connections to our port, as if their clients did, but those from the ports `but`; also `listener`."""
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it is closed meanwhile
-            if file.readlink().name.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(file.name))) as ours:
-                    if ours.getsockname()[1:2] == (port,) and _closes(ours, but, listener=listener):
-                        ours.shutdown(socket.SHUT_RDWR)
-
-
-def _closes(ours: socket.socket, but: Collection[str], *, listener: bool) -> bool:
-    if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return listener
-    return str(ours.getpeername()[1]) not in but
 
 
 def _bind_error(host: str, port: int) -> str:

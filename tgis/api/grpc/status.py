@@ -1,7 +1,6 @@
 """How a call ends: exceptions as status codes."""
 
 import asyncio
-import functools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -92,19 +91,8 @@ async def abort(context: Context, error: RequestError) -> None:
 
 
 async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
-    """End the call with this status; raises AbortError, whose frames do not outlive the call."""
-    try:
-        await context.abort(code, text, metadata)
-    except grpc.aio.AbortError as aborted:
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(functools.partial(_forget_frames, aborted))
-        raise
-
-
-def _forget_frames(aborted: grpc.aio.AbortError, _task: "asyncio.Task[Any]") -> None:
-    """gRPC's call holds the exception, and its frames the call and the message: garbage, but not soon collected."""
-    aborted.__traceback__ = aborted.__context__ = None
+    """End the call with this status; raises AbortError."""
+    await context.abort(code, text, metadata)
 
 
 def _limited(text: str) -> str:

@@ -1,0 +1,56 @@
+"""The ports of a server and the APIs on them. They open before the engine is ready, and refuse calls until then."""
+
+import asyncio
+from dataclasses import dataclass
+
+from tgis.api.grpc.calls import GrpcCalls
+from tgis.api.grpc.server import GrpcServer
+from tgis.api.grpc.servicer import GenerationServicer
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.calls import HttpApi
+from tgis.api.http.pages.routes import page_routes
+from tgis.api.http.ports import HttpPorts
+from tgis.api.http.probes import Probes
+from tgis.api.openai.chat_template import ChatTemplate
+from tgis.api.openai.operations import OpenAIApi
+from tgis.api.tgi.routes import TgiApi
+from tgis.frontend.admission import Admission
+from tgis.frontend.generation import Generator
+from tgis.frontend.metrics import ServiceMetrics
+from tgis.prepare import Preparation
+from tgis.prompts.catalog import AdapterCatalog
+
+
+@dataclass(frozen=True, slots=True)
+class Apis:
+    """What all APIs of a server share."""
+
+    preparation: Preparation
+    admission: Admission
+    metrics: ServiceMetrics
+    generator: asyncio.Future[Generator]
+    chat_template: asyncio.Future[ChatTemplate | None]  # done before the generator is
+
+    def grpc_server(self) -> GrpcServer:
+        """Create it inside the event loop."""
+        config, tokens = self.preparation.config, self.preparation.tokens
+        rejected = self.metrics.authentication_failure.inc
+        calls = GrpcCalls(config, self.admission, tokens, rejected, self.metrics.call_ended)
+        servicer = GenerationServicer(calls, config, self.generator)
+        return GrpcServer([servicer.handler()], config, calls, self.preparation.certificates)
+
+    def http_auth(self) -> HttpAuth:
+        api_key = self.preparation.config.api_key
+        rejected = self.metrics.authentication_failure.inc
+        return HttpAuth(self.preparation.tokens, api_key.text if api_key else None, rejected)
+
+    def http_ports(self, probes: Probes, auth: HttpAuth) -> HttpPorts:
+        """Probes, the REST APIs and their pages."""
+        config = self.preparation.config
+        api = HttpApi(config, auth, self.admission, self.metrics.call_ended, self.generator)
+        catalog = AdapterCatalog(self.preparation.adapter_store)
+        openai = OpenAIApi(config, catalog, self.preparation.model.generation_config, self.chat_template)
+        operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
+        routes = [api.route(operation) for operation in operations]
+        pages = page_routes(operations, config.shown_model, needs_token=auth.needed)
+        return HttpPorts(config, probes, [*routes, *pages], self.admission, self.preparation.certificates)
