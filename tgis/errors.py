@@ -80,7 +80,7 @@ class RequestError(TgisError):
 
 
 class InvalidRequest(RequestError):
-    """The request breaks a rule; `field` is a parameter of `RawParams` or a path that the API has given.
+    """The request breaks a rule; `field` is a parameter of `Params` or a path that the API has given.
 
     `value` is the offending value, unless the message has it. `logged` is for the log if the message may quote text.
     """

@@ -15,8 +15,8 @@ from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import RequestTimings
+from tgis.frontend.params import Params
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.sampling_params import RawParams
 from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
@@ -129,7 +129,7 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     output.num_tokens = output.num_generated = num_tokens
     output.stop_reason = StopReason.EOS_TOKEN
     account: Any = None
-    call = GenerateCall(CallKind.STREAM, ["text"], ["text"], RawParams(), account)
+    call = GenerateCall(CallKind.STREAM, ["text"], ["text"], Params(), account)
     with RequestLog(call, metrics, log_text=False) as log:
         log.submitted([output])
         log.finish(output)

@@ -18,7 +18,7 @@ from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
@@ -34,15 +34,19 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
 
 
-def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> RawParams:
+def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> Params:
     options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
-    raw = RawParams(stop_sequences=tuple(stops), logprob_options=options, max_new_tokens=99, min_new_tokens=minimum)
-    return raw.with_defaults(20)
+    return Params(
+        stop_sequences=tuple(stops),
+        include_stop_sequence=True,
+        logprob_options=options,
+        max_new_tokens=99,
+        sampling=SamplingParams(min_new_tokens=minimum),
+    )
 
 
-def builder(decoder: TokenDecoder, wanted: RawParams) -> Output:
-    minimum = SamplingParams(min_new_tokens=wanted.min_new_tokens)
-    request = Request(1, [5, 6], 99, False, minimum, wanted.logprob_options)
+def builder(decoder: TokenDecoder, wanted: Params) -> Output:
+    request = Request(1, [5, 6], 99, False, wanted.sampling, wanted.logprob_options)
     output = Output(request, 0, "prompt", wanted, decoder, arrived=0.0, separator="")
     Inbox([output], eager=True)
     output.timings = RequestTimings(arrived=0.0, submitted=0.0)
@@ -63,19 +67,19 @@ def deliver(output: Output, steps: Steps) -> Iterator[None]:
             yield
 
 
-def unary(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> RequestOutput:
+def unary(decoder: TokenDecoder, wanted: Params, steps: Steps) -> RequestOutput:
     output = builder(decoder, wanted)
     for _ in deliver(output, steps):
         output.collect()
     return output.final()
 
 
-def streamed(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> list[RequestOutput]:
+def streamed(decoder: TokenDecoder, wanted: Params, steps: Steps) -> list[RequestOutput]:
     output = builder(decoder, wanted)
     return [chunk for _ in deliver(output, steps) for chunk in output.chunks()]
 
 
-def streamed_late(decoder: TokenDecoder, wanted: RawParams, steps: Steps) -> list[RequestOutput]:
+def streamed_late(decoder: TokenDecoder, wanted: Params, steps: Steps) -> list[RequestOutput]:
     """The messages of a reader that comes when all steps have been made."""
     output = builder(decoder, wanted)
     for _ in deliver(output, steps):

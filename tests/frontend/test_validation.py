@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ from hypothesis import strategies as st
 
 from tgis.api.grpc.convert import field_path
 from tgis.errors import InvalidRequest
-from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.params import Constraints, Params
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
-from tgis.ipc.request import LogprobOptions, Request
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
 LIMITS = RequestLimits(
     max_sequence_length=200, max_new_tokens=169, include_stop_sequence=True, max_grammar_bytes=100, vocab_size=1000
 )
 
+SAMPLING_ONLY = "temperature", "top_k", "top_p", "typical_p", "min_p"
 FLOATS = st.sampled_from(
     [0.0, -0.0, 0.02, 0.049, 0.05, 0.5, 1.0, 1.0001, 2.5, 10.0, 10.5, -1.0, math.nan, math.inf, -math.inf]
 )
@@ -34,8 +36,8 @@ GRAMMARS = {  # and whether they break a rule
     GrammarSpec(GrammarKind.CHOICE): True,
     GrammarSpec(GrammarKind.CHOICE, choices=("a" * 50, "b" * 51)): True,
 }
-PARAMETERS = st.builds(
-    RawParams,
+PARAMETERS = st.builds(  # as clients of TGIS send them: zero is unset, None is absent
+    SimpleNamespace,
     do_sample=st.booleans(),
     temperature=st.one_of(st.none(), FLOATS),
     top_k=st.sampled_from([0, 1, 50, 2**31 - 1, 2**31, 2**32 - 1]),
@@ -71,7 +73,7 @@ def finite(value: float | None) -> bool:
     return value is None or math.isfinite(value)
 
 
-def first_violated(p: RawParams) -> str | None:
+def first_violated(p: SimpleNamespace) -> str | None:
     """The field of the first rule that the parameters violate, in the order of the specification."""
     stops = p.stop_sequences
     max_new = p.max_new_tokens or 20
@@ -109,27 +111,44 @@ def first_violated(p: RawParams) -> str | None:
     return next((field for field, violated in table if violated), None)
 
 
-def reported(raw: RawParams) -> str | None:
+def params_of(raw: SimpleNamespace) -> Params:
+    """As an API makes them."""
+    fields = {name: value for name, value in vars(raw).items() if value or name in ("temperature", "allowed_token_ids")}
+    if not raw.do_sample:
+        fields = {name: value for name, value in fields.items() if name not in SAMPLING_ONLY} | {"temperature": 0.0}
+    return Params.of(fields, seed=raw.seed, include_stop_sequence=raw.include_stop_sequence)
+
+
+def with_min(min_new_tokens: int, **fields: Any) -> Params:
+    return Params(sampling=SamplingParams(min_new_tokens=min_new_tokens), **fields)
+
+
+def validated(params: Params, limits: RequestLimits = LIMITS) -> Params:
+    validate(params, limits)
+    return params
+
+
+def reported(raw: SimpleNamespace) -> str | None:
     """The field that validation names."""
     try:
-        validate(raw, LIMITS)
+        validate(params_of(raw), LIMITS)
     except InvalidRequest as error:
         return field_path(error.field).removeprefix("params.")
     return None
 
 
-def request_of(length: int, params: RawParams, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
+def request_of(length: int, params: Params, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
     """The request for an input of this length."""
     return make_request([5] * length, adapter, params, limits, "x", id=1)
 
 
 @settings(max_examples=500)  # about every tenth breaks no rule
 @given(PARAMETERS)
-def test_the_first_violated_rule_is_reported_and_defaults_replace_zero_and_absent(raw: RawParams) -> None:
+def test_the_first_violated_rule_is_reported_and_defaults_replace_zero_and_absent(raw: SimpleNamespace) -> None:
     if field := first_violated(raw):
         assert reported(raw) == field
         return
-    params = validate(raw, LIMITS)
+    params = validated(params_of(raw))
     sampling = params.sampling_params(5)
     greedy = not raw.do_sample or raw.temperature == 0
     assert sampling.greedy == greedy
@@ -151,8 +170,8 @@ def test_the_first_violated_rule_is_reported_and_defaults_replace_zero_and_absen
 @settings(max_examples=200)
 @given(st.integers(0, 230), st.integers(0, 40), st.integers(1, 169), st.integers(0, 169))
 def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new: int, min_new: int) -> None:
-    raw = RawParams(max_new_tokens=max_new, min_new_tokens=min(min_new, max_new))
-    params, min_new = validate(raw, LIMITS), min(min_new, max_new)
+    min_new = min(min_new, max_new)
+    params = validated(with_min(min_new, max_new_tokens=max_new))
     soft = AdapterRef("p", prefix, 0, 1, 1) if prefix else None
     if length == 0 or length + prefix >= 200 or length + prefix + min_new > 200:
         with pytest.raises(InvalidRequest):
@@ -174,19 +193,19 @@ def test_the_sequence_length_limits_the_output(length: int, prefix: int, max_new
 )
 def test_without_max_new_tokens_all_that_fits(limits: dict[str, Any], length: int, expected: int) -> None:
     context = replace(LIMITS, default_max_new_tokens=None, **limits)
-    request = request_of(length, validate(RawParams(), context), context)
+    request = request_of(length, validated(Params(), context), context)
     assert (request.max_new_tokens, request.limited_by_context) == (expected, True)
-    asked = request_of(length, validate(RawParams(max_new_tokens=7), context), context)
+    asked = request_of(length, validated(Params(max_new_tokens=7), context), context)
     assert (asked.max_new_tokens, asked.limited_by_context) == (7, False)
 
 
 def test_without_max_new_tokens_the_least_is_still_checked() -> None:
     """As in vllm-tgis-adapter, the minimum may be as high as the server's maximum."""
     context = replace(LIMITS, default_max_new_tokens=None, max_request_tokens=110)
-    assert validate(RawParams(min_new_tokens=169), context).max_new_tokens == 169
+    assert validated(with_min(169), context).max_new_tokens == 169
     with pytest.raises(InvalidRequest, match="min_new_tokens must be <= max_new_tokens"):
-        validate(RawParams(min_new_tokens=170), context)
-    params = validate(RawParams(min_new_tokens=11), context)
+        validated(with_min(170), context)
+    params = validated(with_min(11), context)
     with pytest.raises(InvalidRequest, match=r"input and new tokens \(111\) are more than fit into memory \(110\)"):
         request_of(100, params, context)
 
@@ -194,33 +213,33 @@ def test_without_max_new_tokens_the_least_is_still_checked() -> None:
 def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
     constraints = Constraints(min_room=60)
     for asked, fits in ((100, False), (60, False), (50, True)):
-        params = validate(RawParams(max_new_tokens=asked, constraints=constraints), LIMITS)
+        params = validated(Params(max_new_tokens=asked, constraints=constraints))
         if fits:
             assert request_of(150, params, LIMITS).max_new_tokens == asked
             continue
         with pytest.raises(InvalidRequest, match=rf"plus max_new_tokens \({asked}\) must be <= 200"):
             request_of(150, params, LIMITS)
-    params = validate(RawParams(max_new_tokens=100, constraints=constraints), LIMITS)
+    params = validated(Params(max_new_tokens=100, constraints=constraints))
     assert request_of(130, params, LIMITS).max_new_tokens == 70
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:
-    given = validate(RawParams(do_sample=True, seed=2**64 - 2), LIMITS)
+    given = validated(Params(sampling=SamplingParams(temperature=1.0), seed=2**64 - 2))
     assert [given.sampling_params(5, number).seed for number in range(3)] == [2**64 - 2, 2**64 - 1, 0]
-    drawn = validate(RawParams(do_sample=True), LIMITS)
+    drawn = validated(Params(sampling=SamplingParams(temperature=1.0)))
     assert [drawn.sampling_params(seed, number).seed for number, seed in enumerate((7, 9))] == [7, 9]
-    assert validate(RawParams(seed=4), LIMITS).sampling_params(5, 1).seed == 0  # greedy
+    assert validated(Params(seed=4)).sampling_params(5, 1).seed == 0  # greedy
 
 
 def test_another_default_of_max_new_tokens() -> None:
     limits = replace(LIMITS, default_max_new_tokens=50)
-    assert validate(RawParams(), limits).max_new_tokens == 50
-    assert validate(RawParams(max_new_tokens=7), limits).max_new_tokens == 7
+    assert validated(Params(), limits).max_new_tokens == 50
+    assert validated(Params(max_new_tokens=7), limits).max_new_tokens == 7
 
 
 @pytest.mark.parametrize(("decoder", "positions"), [(0, (18, 20)), (3, (14, 23))])
 def test_positions_of_encoder_and_decoder(decoder: int, positions: tuple[int, int]) -> None:
     """Eight virtual tokens; with those of a decoder, the start token is one of them."""
-    request = request_of(10, validate(RawParams(), LIMITS), LIMITS, AdapterRef("p", 8, decoder, 1, 1))
+    request = request_of(10, validated(Params()), LIMITS, AdapterRef("p", 8, decoder, 1, 1))
     assert (request.soft_prompt_length, request.input_length) == (8, 10)
     assert (request.input_positions, request.output_positions) == positions

@@ -17,10 +17,10 @@ from tgis.engines.base import Engine
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.frontend import validation
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.frontend.validation import make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
 from tgis.prompts.store import AdapterStore, LoadedAdapter
 from tgis.prompts.tensor_file import TargetModel
 
@@ -68,11 +68,12 @@ class AdapterRequest:
 
     def request(self, number: int) -> Request:
         """As the front end makes it."""
-        asked = RawParams(max_new_tokens=self.new, logprob_options=self.details, repetition_penalty=self.penalty)
+        sampling = SamplingParams(repetition_penalty=self.penalty)
+        params = Params(max_new_tokens=self.new, logprob_options=self.details, sampling=sampling)
         most = validation.RequestLimits(256, 100, include_stop_sequence=True, placeholder_id=PLACEHOLDER)
         prompt = self.prompt
         prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
-        params = validate(asked, most)
+        validate(params, most)
         return make_request(
             self.tokens, prefix, params, most, "text", id=number, sampling_params=params.sampling_params(0)
         )

@@ -6,13 +6,13 @@ from typing import Any
 
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.output import Output
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.ipc.channel import FrameReader
 from tgis.ipc.messages import ToEngine
 from tgis.ipc.request import Request
 
 _DECODER: Any = SimpleNamespace(tokenizer=None, splits_graphemes=False, replaces_each_byte=False)
-_PARAMS = RawParams().with_defaults(20)
+_PARAMS = Params(max_new_tokens=20, include_stop_sequence=True)
 
 
 class FakeTransport:

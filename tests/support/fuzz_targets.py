@@ -85,7 +85,8 @@ def requests(data: bytes) -> None:
 
 def _validate(call: GenerateCall) -> None:
     limits = RequestLimits(MAX_LENGTH, MAX_NEW, include_stop_sequence=True, input_vocab_size=257)
-    params = validate(call.params, limits)
+    params = call.params
+    validate(params, limits)
     for text, field in zip(call.texts, call.fields, strict=False):
         tokens = list(text.encode())
         with contextlib.suppress(RequestError):

@@ -108,8 +108,8 @@ def process(
     repetition penalty applies to.
     """
     result = ProcessedScores(np.array(logits, dtype=np.float64))
-    if sampling.watermark is not None:
-        result.scores = _watermarked(result.scores, *sampling.watermark, context)
+    if sampling.watermark:
+        result.scores = _watermarked(result.scores, context)
     for token, bias in (sampling.logit_bias or {}).items():
         result.scores[token] += bias
     only_eos = allowed is not None and not set(allowed) - set(eos)
@@ -150,14 +150,12 @@ def _excluded(token: int, sampling: SamplingParams, output: list[int], generated
 
 
 @functools.cache
-def _watermark_processor(vocab_size: int, gamma: float, delta: float) -> WatermarkLogitsProcessor:
-    return WatermarkLogitsProcessor(vocab_size, "cpu", greenlist_ratio=gamma, bias=delta)
+def _watermark_processor(vocab_size: int) -> WatermarkLogitsProcessor:
+    return WatermarkLogitsProcessor(vocab_size, "cpu", greenlist_ratio=0.5, bias=2.0)
 
 
-def _watermarked(scores: Scores, gamma: float, delta: float, context: Sequence[int]) -> Scores:
-    processed = _watermark_processor(len(scores), gamma, delta)(
-        torch.tensor([list(context)]), torch.tensor(scores)[None]
-    )
+def _watermarked(scores: Scores, context: Sequence[int]) -> Scores:
+    processed = _watermark_processor(len(scores))(torch.tensor([list(context)]), torch.tensor(scores)[None])
     return np.asarray(processed[0].numpy())
 
 

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.tracing import Headers
 
 
@@ -26,7 +26,7 @@ class GenerateCall:
     kind: CallKind
     texts: list[str]  # empty ones for inputs that are token ids
     fields: list[str]  # longer than `texts` where an input is missing
-    params: RawParams
+    params: Params
     client: bytes = b""  # key of the caller in quotas; empty: unknown
     token_ids: list[list[int]] | None = None  # the inputs, where they come tokenized
     api: str = "grpc"  # through which it came

@@ -19,8 +19,8 @@ from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Output, ReadyOutputs, RequestOutput
+from tgis.frontend.params import Params
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.sampling_params import RawParams
 from tgis.frontend.tokenizer import Encoding, Wanted
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
@@ -142,7 +142,8 @@ class Generator:
         with log, self._admitted(call), ExitStack() as kept:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
-            params = validate(call.params, self.server_info.limits)
+            params = call.params
+            validate(params, self.server_info.limits)
             ready = ReadyOutputs(eager=call.kind is CallKind.STREAM or bool(params.stop_sequences))
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
             grammar = await self._lookups.grammar(params.grammar, kept) if params.grammar else None
@@ -153,7 +154,7 @@ class Generator:
                 yield outputs, ready, log
 
     def _outputs(
-        self, call: GenerateCall, params: RawParams, requests: list[Request], ready: ReadyOutputs, arrived: float
+        self, call: GenerateCall, params: Params, requests: list[Request], ready: ReadyOutputs, arrived: float
     ) -> list[Output]:
         decoder, texts = self._decoders[params.skip_special_tokens], call.texts
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
@@ -178,7 +179,7 @@ class Generator:
                 self.num_inputs -= num_inputs
 
     async def _prepare(
-        self, call: GenerateCall, params: RawParams, adapter: AdapterRef | None, grammar: int | None, *, arrived: float
+        self, call: GenerateCall, params: Params, adapter: AdapterRef | None, grammar: int | None, *, arrived: float
     ) -> list[Request]:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.truncate_input_tokens
@@ -221,7 +222,7 @@ class Generator:
         vocab_size = self.server_info.limits.vocab_size
         return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
-    async def _encode(self, call: GenerateCall, params: RawParams) -> list[Encoding]:
+    async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
         limits, limit = self.server_info.limits, params.truncate_input_tokens
         keep, enough = limits.max_sequence_length, sys.maxsize

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tgis.errors import RequestError
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
@@ -81,7 +81,7 @@ class Output:
         request: Request,
         index: int,
         input_text: str,
-        params: RawParams,
+        params: Params,
         decoder: TokenDecoder,
         ready: "ReadyOutputs",
         *,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgis.errors import InvalidRequest, TooLong
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec
 from tgis.ipc.request import Request
 
@@ -46,24 +46,25 @@ class RequestLimits:
 _Rule = tuple[str, bool, str, float | str]
 
 
-def validate(raw: RawParams, limits: RequestLimits) -> RawParams:
-    """Fill in defaults and check the parameters; InvalidRequest names the field of the first rule violated."""
-    default = None if raw.fill_context else limits.default_max_new_tokens
-    params = raw.with_defaults(
-        default or limits.max_new_tokens,
-        include_stop_sequence=limits.include_stop_sequence,
-        fill_context=default is None,
-    )
+def validate(params: Params, limits: RequestLimits) -> None:
+    """Fill in the server's defaults and check the parameters; InvalidRequest names the field of the first violation."""
+    default = None if params.fill_context else limits.default_max_new_tokens
+    params.fill_context = default is None and not params.max_new_tokens
+    params.max_new_tokens = params.max_new_tokens or default or limits.max_new_tokens
+    if params.include_stop_sequence is None:
+        params.include_stop_sequence = limits.include_stop_sequence
     for field, violated, message, value in _rules(params, limits):
         if violated:
             raise InvalidRequest(field, message, f"{value:g}" if isinstance(value, float) else str(value))
-    if params.logit_bias:
-        _check_logit_bias(params.logit_bias, limits)
-    _check_token_ids("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, limits)
-    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, limits)
+    sampling = params.sampling
+    if sampling.logit_bias:
+        _check_logit_bias(sampling.logit_bias, limits)
+    _check_token_ids("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKEN_IDS, limits)
+    _check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, limits)
     if params.grammar:
         _check_grammar(params.grammar, limits.max_grammar_bytes)
-    return params
+    if sampling.greedy:
+        params.sampling = sampling.without_filters()
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: RequestLimits) -> None:
@@ -98,7 +99,7 @@ def check_num_bytes(
 def make_request(
     tokens: list[int],
     adapter: AdapterRef | None,
-    params: RawParams,
+    params: Params,
     limits: RequestLimits,
     field: str,
     *,
@@ -131,10 +132,10 @@ def make_request(
     return request
 
 
-def _check_lengths(length: int, prefix_length: int, params: RawParams, limits: RequestLimits, field: str) -> None:
+def _check_lengths(length: int, prefix_length: int, params: Params, limits: RequestLimits, field: str) -> None:
     """InvalidRequest unless an input leaves room for the output that is wanted."""
     max_length = limits.max_sequence_length
-    min_new_tokens, max_new_tokens = params.min_new_tokens, params.max_new_tokens
+    min_new_tokens, max_new_tokens = params.sampling.min_new_tokens, params.max_new_tokens
     if not length:
         raise InvalidRequest(field, f"{field} gives no token")
     lengths = f"input tokens ({length}) plus prefix length ({prefix_length})"
@@ -152,14 +153,14 @@ def _check_lengths(length: int, prefix_length: int, params: RawParams, limits: R
         raise TooLong(field, text, max_length)
 
 
-def _max_new_tokens(length: int, adapter: AdapterRef | None, params: RawParams, limits: RequestLimits) -> int:
+def _max_new_tokens(length: int, adapter: AdapterRef | None, params: Params, limits: RequestLimits) -> int:
     """The new tokens asked for, as far as they fit; with `fill_context` also limited to what can run, if enough."""
     max_new_tokens = min(params.max_new_tokens, limits.max_sequence_length - length)
     if not params.fill_context:
         return max_new_tokens
     decoder_length = adapter.decoder_length if adapter else 0
     fits = min(limits.max_request_tokens - length, limits.max_positions - decoder_length)
-    return max(min(max_new_tokens, fits), params.min_new_tokens, 1)
+    return max(min(max_new_tokens, fits), params.sampling.min_new_tokens, 1)
 
 
 def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None:
@@ -182,10 +183,10 @@ def _check_grammar(grammar: GrammarSpec, max_bytes: int) -> None:
         raise InvalidRequest(kind, f"{kind} has {size} bytes, at most {max_bytes} allowed")
 
 
-def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
+def _rules(params: Params, limits: RequestLimits) -> tuple[_Rule, ...]:
     """All rules for parameters with defaults: the field, whether it is violated, the error, and the offending value."""
-    constraints, options, decay = p.constraints, p.logprob_options, p.length_penalty[1] if p.length_penalty else 1.0
-    temperature = p.temperature or 0.0
+    p, constraints, options = params.sampling, params.constraints, params.logprob_options
+    decay = p.length_penalty[1] if p.length_penalty else 1.0
     stop_sequences = (
         f"can specify at most {constraints.max_stop_sequences} non-empty stop sequences, "
         f"each not more than {constraints.max_stop_sequence_bytes} UTF8 bytes"
@@ -193,47 +194,37 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
     no_tokens = not (options.generated_tokens or options.input_tokens)
     no_details = "must request input and/or generated tokens to request extra token detail"
     penalty = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
-    penalties = {"frequency_penalty": p.frequency_penalty, "presence_penalty": p.presence_penalty}
     max_top_n_tokens = limits.max_top_n_tokens if constraints.max_top_n_tokens is None else constraints.max_top_n_tokens
-    wrong_length = [s for s in p.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
-    size = sum(len(word.encode()) for word in p.bad_words)
-    floats = {
-        "temperature": temperature,
-        "top_p": p.top_p,
-        "typical_p": p.typical_p,
-        "repetition_penalty": p.repetition_penalty,
-    }
+    wrong_length = [s for s in params.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
+    num_words, size = len(params.bad_words), sum(len(word.encode()) for word in params.bad_words)
+    penalties = {name: getattr(p, name) for name in ("frequency_penalty", "presence_penalty")}
+    floats = {name: getattr(p, name) for name in ("temperature", "top_p", "typical_p", "repetition_penalty")}
     return (
         (
             "temperature",
-            temperature != 0.0 and temperature < constraints.min_temperature,
+            p.temperature != 0.0 and p.temperature < constraints.min_temperature,
             f"temperature must be >= {constraints.min_temperature:g}",
-            temperature,
+            p.temperature,
         ),
         ("top_p", p.top_p <= 0.0 or p.top_p > 1.0, "top_p must be > 0.0 and <= 1.0", p.top_p),
         ("typical_p", p.typical_p > 1.0, "typical_p must be <= 1.0", p.typical_p),
         ("top_k", p.top_k > _INT32_MAX, "top_k must be strictly positive", p.top_k),
         (
             "max_new_tokens",
-            p.max_new_tokens > limits.max_new_tokens,
+            params.max_new_tokens > limits.max_new_tokens,
             f"max_new_tokens must be <= {limits.max_new_tokens}",
-            p.max_new_tokens,
+            params.max_new_tokens,
         ),
         (
             "min_new_tokens",
-            p.min_new_tokens > p.max_new_tokens,
+            p.min_new_tokens > params.max_new_tokens,
             "min_new_tokens must be <= max_new_tokens",
-            f"{p.min_new_tokens} and {p.max_new_tokens}",
+            f"{p.min_new_tokens} and {params.max_new_tokens}",
         ),
-        (
-            "repetition_penalty",
-            p.repetition_penalty <= 0.0,
-            "repetition_penalty must be > 0.0",
-            p.repetition_penalty,
-        ),
+        ("repetition_penalty", p.repetition_penalty <= 0.0, "repetition_penalty must be > 0.0", p.repetition_penalty),
         ("decay_factor", not 1.0 <= decay <= 10.0, "length_penalty must be >= 1.0 and <= 10.0", decay),
-        ("stop_sequences", len(p.stop_sequences) > constraints.max_stop_sequences, stop_sequences, ""),
-        ("logprob_options", no_tokens and (options.wants_details or p.token_ids), no_details, ""),
+        ("stop_sequences", len(params.stop_sequences) > constraints.max_stop_sequences, stop_sequences, ""),
+        ("logprob_options", no_tokens and (options.wants_details or params.token_ids), no_details, ""),
         ("stop_sequences", bool(wrong_length), stop_sequences, ""),
         # TGIS lets the following through.
         ("typical_p", p.typical_p < 0.0, "typical_p must be >= 0.0", p.typical_p),
@@ -247,8 +238,8 @@ def _rules(p: RawParams, limits: RequestLimits) -> tuple[_Rule, ...]:
         *[(name, not abs(one) <= MAX_OUTPUT_PENALTY, f"{name} {penalty}", one) for name, one in penalties.items()],
         ("min_p", not 0.0 <= p.min_p <= 1.0, "min_p must be >= 0.0 and <= 1.0", p.min_p),
         ("allowed_token_ids", p.allowed_token_ids == (), "allowed_token_ids must not be empty", ""),
-        ("bad_words", len(p.bad_words) > MAX_BAD_WORDS, f"bad_words must be at most {MAX_BAD_WORDS}", len(p.bad_words)),
+        ("bad_words", num_words > MAX_BAD_WORDS, f"bad_words must be at most {MAX_BAD_WORDS}", num_words),
         ("bad_words", size > MAX_BAD_WORDS_BYTES, f"bad_words must have <= {MAX_BAD_WORDS_BYTES} UTF8 bytes", size),
-        ("bad_words", not all(map(str.strip, p.bad_words)), "bad_words must not be blank", ""),
+        ("bad_words", not all(map(str.strip, params.bad_words)), "bad_words must not be blank", ""),
         *[(name, not math.isfinite(number), f"{name} must be finite", number) for name, number in floats.items()],
     )

@@ -21,7 +21,7 @@ class StopReason(enum.IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How each token of a request is sampled, with all defaults filled in."""
+    """How each token of a request is sampled; what a request leaves unset is off, except for the temperature."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -34,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     frequency_penalty: float = 0.0  # 0 is off
     presence_penalty: float = 0.0  # 0 is off
     logit_bias: dict[int, float] | None = None  # by token id; None is off
-    watermark: tuple[float, float] | None = None  # gamma, delta; None is off
+    watermark: bool = False
     ignore_eos: bool = False  # an end-of-sequence token does not end the output
     min_p: float = 0.0  # 0 is off
     stop_token_ids: tuple[int, ...] = ()  # end the output, too
@@ -44,6 +44,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def without_filters(self) -> "SamplingParams":
+        """The same for greedy decoding, which has no use for filters."""
+        return msgspec.structs.replace(self, top_k=0, top_p=1.0, typical_p=1.0, min_p=0.0)
 
     @property
     def excluding_field(self) -> str:

@@ -156,7 +156,7 @@ def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -
     if kind is ForcedDrafts and engine.info.encoder_decoder:
         pytest.skip("drafts are for decoder-only models")
     draw = random.Random(3)
-    penalty = SamplingParams(watermark=(0.3, 2.0), logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
+    penalty = SamplingParams(watermark=True, logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
     sampling = [*KINDS, *KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]
     motif = [draw.randrange(3, VOCAB_SIZE) for _ in range(9)]
     asked = [

@@ -165,7 +165,7 @@ ROWS = [
     (SamplingParams(repetition_penalty=1.4, min_new_tokens=4), LogprobOptions()),
     (SamplingParams(length_penalty=(2, 1.2)), LOGPROBS),
     (SamplingParams(frequency_penalty=0.7, presence_penalty=-0.2), LOGPROBS),
-    (SamplingParams(temperature=0.9, logit_bias={3: 2.5, 8: -100.0}, watermark=(0.5, 2.0)), LOGPROBS),
+    (SamplingParams(temperature=0.9, logit_bias={3: 2.5, 8: -100.0}, watermark=True), LOGPROBS),
     (SamplingParams(temperature=0.8), LogprobOptions(generated_tokens=True, ranks=True)),
     (SamplingParams(temperature=1.2), LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=4)),
     (SamplingParams(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.9), LogprobOptions()),

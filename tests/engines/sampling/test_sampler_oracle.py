@@ -34,7 +34,7 @@ samplings = st.builds(
     logit_bias=st.one_of(
         st.none(), st.dictionaries(st.integers(0, 7), st.sampled_from([-100.0, -1.0, 0.5, 100.0]), max_size=3)
     ),
-    watermark=st.sampled_from([None, None, (0.5, 2.0), (0.25, 1.0)]),
+    watermark=st.sampled_from([False, False, True]),
     min_p=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.001, 0.999)),
     stop_token_ids=st.lists(st.integers(0, 7), max_size=3).map(tuple),
     allowed_token_ids=st.one_of(st.none(), st.none(), st.lists(st.integers(0, 7), min_size=1, max_size=6).map(tuple)),

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.frontend.tokenizer import Encoding, reply_too_large
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
@@ -61,7 +61,7 @@ def generate_call(
         kind=kind,
         texts=texts,
         fields=fields,
-        params=raw_params(message.params),
+        params=params(message.params),
         client=client,
         identity=identity,
         adapter=_adapter(message),
@@ -70,35 +70,25 @@ def generate_call(
     )
 
 
-def raw_params(params: pb.Parameters) -> RawParams:
-    fields = _set_fields(params)
-    sampling, stopping, response, decoding = [
-        _set_fields(fields[name]) if name in fields else {} for name in ("sampling", "stopping", "response", "decoding")
-    ]
-    penalty = decoding.get("length_penalty")
-    return RawParams(
-        do_sample=fields.get("method") == pb.SAMPLE,
-        truncate_input_tokens=fields.get("truncate_input_tokens", 0),
-        **sampling,  # same names
-        **stopping,
-        input_text=response.get("input_text", False),
-        token_ids=response.get("token_ids", False),
+def params(message: pb.Parameters) -> Params:
+    """The parameters of a message, by name; greedy decoding does not even check those of sampling."""
+    samples, response = message.method == pb.SAMPLE, message.response
+    sections = [message.stopping, response, message.decoding, *([message.sampling] if samples else [])]
+    fields = {name: value for section in sections for name, value in _set_fields(section)}
+    penalty = fields.get("length_penalty")
+    return Params.of(
+        fields,
+        temperature=fields.get("temperature") if samples else 0.0,
         logprob_options=LogprobOptions(
-            generated_tokens=response.get("generated_tokens", False),
-            input_tokens=response.get("input_tokens", False),
-            logprobs=response.get("token_logprobs", False),
-            ranks=response.get("token_ranks", False),
-            top_n_tokens=response.get("top_n_tokens", 0),
+            generated_tokens=response.generated_tokens,
+            input_tokens=response.input_tokens,
+            logprobs=response.token_logprobs,
+            ranks=response.token_ranks,
+            top_n_tokens=response.top_n_tokens,
         ),
-        repetition_penalty=decoding.get("repetition_penalty", 0.0),
         length_penalty=(penalty.start_index, penalty.decay_factor) if penalty is not None else None,
-        frequency_penalty=decoding.get("frequency_penalty", 0.0),
-        presence_penalty=decoding.get("presence_penalty", 0.0),
-        logit_bias=dict(decoding.get("logit_bias", {})),
-        watermark=decoding.get("watermark", False),
-        bad_words=decoding.get("bad_words", ()),
-        allowed_token_ids=decoding.get("allowed_token_ids"),
-        grammar=_grammar(decoding),
+        grammar=_grammar(fields),
+        truncate_input_tokens=message.truncate_input_tokens,
     )
 
 
@@ -210,10 +200,13 @@ def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
     return None
 
 
-def _set_fields(message: Message) -> dict[str, Any]:
-    """The fields that are set, by name; the beginning of a list, as a tuple."""
-    fields = ((field.name, value) for field, value in message.ListFields())
-    return {n: tuple(value[:_MOST_ENTRIES]) if isinstance(value, MutableSequence) else value for n, value in fields}
+def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields that are set; the beginning of a list, as a tuple. Zero is not set, even -0.0,
+    unless the field is optional.
+    """
+    for field, value in message.ListFields():
+        if value or field.has_presence:
+            yield field.name, tuple(value[:_MOST_ENTRIES]) if isinstance(value, MutableSequence) else value
 
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:

@@ -23,7 +23,7 @@ from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.output import RequestOutput
-from tgis.frontend.sampling_params import RawParams
+from tgis.frontend.params import Params
 from tgis.utils import logs
 
 _REFUSALS = (400, 413, 415, 422)
@@ -76,7 +76,7 @@ class HttpCall:
 
     def generate_call(
         self,
-        params: RawParams,
+        params: Params,
         texts: list[str],
         fields: list[str],
         adapter: str | None,

@@ -31,8 +31,8 @@ class SamplingBody(Struct, kw_only=True):
 
     model: str | None = None
     add_special_tokens: bool | None = None  # null: in completions only, since a chat template writes them
-    allowed_token_ids: list[Count] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: tuple[Count, ...] | None = None
+    bad_words: tuple[str, ...] | None = None
     frequency_penalty: float | None = None
     guided_choice: list[str] | None = None  # before vLLM had structured_outputs
     guided_grammar: str | None = None

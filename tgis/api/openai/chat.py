@@ -3,7 +3,7 @@
 import functools
 import random
 import string
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -65,7 +65,7 @@ class ChatCompletions:
         if choice.tools and params.grammar:
             raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
         if form and choice.needs_grammar:
-            params = replace(params, grammar=ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice))
+            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice)
         text = await self.prompt(call, body)
         adapter = await self._models.adapter(body.model)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))

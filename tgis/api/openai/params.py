@@ -1,12 +1,14 @@
 """From the fields of a request to the parameters of the front end, whose rules are those of all APIs."""
 
-from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from tgis.api.http.calls import HttpCall
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.params import Constraints, Params
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.request import LogprobOptions
 
@@ -34,26 +36,28 @@ _CONSTRAINTS = Constraints(
 )
 
 
-def chat_params(body: ChatCompletionRequest, call: HttpCall, *, parses_tools: bool) -> RawParams:
+def chat_params(body: ChatCompletionRequest, call: HttpCall, *, parses_tools: bool) -> Params:
     """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top_logprobs = body.top_logprobs or 0 if body.logprobs else None
-    return replace(
-        _params(body, call, max_tokens),
+    return _params(
+        body,
+        call,
+        max_tokens,
         logprob_options=_logprob_options(body, top_logprobs),
         add_special_tokens=bool(body.add_special_tokens),
         skip_special_tokens=False if parses_tools else body.skip_special_tokens,
     )
 
 
-def completion_params(body: CompletionRequest, call: HttpCall) -> RawParams:
+def completion_params(body: CompletionRequest, call: HttpCall) -> Params:
     """Parameters of a completion."""
     if body.suffix:
         raise InvalidRequest("suffix", "suffix is not supported")
     logprobs = 0 if body.logprobs is None and num_candidates(body) > num_choices(body) else body.logprobs
     options = _logprob_options(body, logprobs, of_prompt=body.logprobs is not None and bool(body.echo))
     max_tokens = 1 if only_prompt(body) else body.max_tokens
-    return replace(_params(body, call, max_tokens), logprob_options=options)
+    return _params(body, call, max_tokens, logprob_options=options)
 
 
 def only_prompt(body: SamplingBody) -> bool:
@@ -91,41 +95,29 @@ def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: boo
     )
 
 
-def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None) -> RawParams:
-    """The parameters of both kinds of completions, without logprobs."""
-    if body.repetition_penalty == 0.0:
-        raise InvalidRequest("repetition_penalty", "repetition_penalty must be > 0.0", "0")
-    limits, stops = (
-        call.generator.server_info.limits,
-        (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-    )
-    special = call.special_token_ids(stops[:MAX_STOP_SEQUENCES])
-    return RawParams(
-        do_sample=body.temperature != 0.0,
-        temperature=body.temperature,
+def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: Any) -> Params:
+    """The parameters of both kinds of completions; those of the same name need no line here."""
+    limits = call.generator.server_info.limits
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    params = Params.of(
+        msgspec.structs.asdict(body),
         top_k=max(body.top_k or 0, 0),
-        top_p=_SMALLEST_TOP_P if body.top_p == 0.0 else body.top_p or 0.0,
+        top_p=_SMALLEST_TOP_P if body.top_p == 0.0 else body.top_p,
         seed=_seed(body.seed),
-        min_p=body.min_p or 0.0,
-        max_new_tokens=0 if max_tokens is None else min(_positive("max_tokens", max_tokens), limits.max_new_tokens),
-        min_new_tokens=body.min_tokens or 0,
+        max_new_tokens=None if max_tokens is None else min(_positive("max_tokens", max_tokens), limits.max_new_tokens),
+        min_new_tokens=body.min_tokens,
         stop_sequences=stops,
-        stop_token_ids=(*(body.stop_token_ids or ()), *special),
+        stop_token_ids=(*(body.stop_token_ids or ()), *call.special_token_ids(stops[:MAX_STOP_SEQUENCES])),
         include_stop_sequence=bool(body.include_stop_str_in_output),
-        repetition_penalty=body.repetition_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        logit_bias=body.logit_bias or {},
-        bad_words=tuple(body.bad_words or ()),
-        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        ignore_eos=bool(body.ignore_eos),
         truncate_input_tokens=_truncation(body.truncate_prompt_tokens, limits),
         grammar=grammar(body),
         fill_context=True,
-        add_special_tokens=body.add_special_tokens is not False,
-        skip_special_tokens=body.skip_special_tokens,
         constraints=_CONSTRAINTS,
+        **more,
     )
+    if params.sampling.greedy:  # greedy decoding ignores filters, even invalid ones
+        params.sampling = params.sampling.without_filters()
+    return params
 
 
 def _seed(seed: int | None) -> int | None:
@@ -134,10 +126,10 @@ def _seed(seed: int | None) -> int | None:
     return None if seed is None else seed % 2**64
 
 
-def _truncation(num_tokens: int | None, limits: RequestLimits) -> int:
+def _truncation(num_tokens: int | None, limits: RequestLimits) -> int | None:
     if num_tokens == -1:
         return limits.max_input_tokens or limits.max_sequence_length - 1
-    return 0 if num_tokens is None else _positive("truncate_prompt_tokens", num_tokens)
+    return None if num_tokens is None else _positive("truncate_prompt_tokens", num_tokens)
 
 
 def _positive(field: str, value: int | None) -> int:

@@ -24,7 +24,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.detokenizer import Detokenizer
 from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo
-from tgis.frontend.sampling_params import Constraints, RawParams
+from tgis.frontend.params import Constraints, Params
 from tgis.frontend.tokenizer import Encoding
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
@@ -71,36 +71,27 @@ def check(given: GenerateParameters, config: Config, max_input: int, *, streams:
             raise InvalidRequest(field, message)
 
 
-def raw_params(
+def params(
     given: GenerateParameters, stop_token_ids: tuple[int, ...], *, details: bool, max_stop_sequences: int
-) -> RawParams:
+) -> Params:
     """Parameters for the front end; with `details` the answer has something for each token. `stop_token_ids` are the
     special tokens among the stop sequences.
     """
-    options = LogprobOptions(
-        generated_tokens=details,
-        input_tokens=given.decoder_input_details,
-        logprobs=details or given.decoder_input_details,
-        top_n_tokens=given.top_n_tokens or 0,
-        exact_top_n=True,
-    )
-    return RawParams(
-        do_sample=given.samples,
-        temperature=given.temperature,
-        top_k=given.top_k or 0,
-        top_p=given.top_p or 0.0,
-        typical_p=given.typical_p or 0.0,
-        seed=given.seed,
-        max_new_tokens=given.max_new_tokens or 0,
+    return Params.of(
+        msgspec.structs.asdict(given),
+        temperature=given.temperature if given.samples else 0.0,
         stop_sequences=(*given.stop, *given.stop_sequences),
         stop_token_ids=stop_token_ids,
         include_stop_sequence=True,
-        logprob_options=options,
-        repetition_penalty=given.repetition_penalty or 0.0,
-        frequency_penalty=given.frequency_penalty or 0.0,
-        watermark=given.watermark,
+        logprob_options=LogprobOptions(
+            generated_tokens=details,
+            input_tokens=given.decoder_input_details,
+            logprobs=details or given.decoder_input_details,
+            top_n_tokens=given.top_n_tokens or 0,
+            exact_top_n=True,
+        ),
         ignore_eos=given.ignore_eos_token,
-        truncate_input_tokens=given.truncate or 0,
+        truncate_input_tokens=given.truncate,
         grammar=_grammar(given.grammar) if given.grammar else None,
         fill_context=True,
         skip_special_tokens=True,

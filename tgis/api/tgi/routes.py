@@ -132,7 +132,7 @@ class TgiApi:
         call.kind = kind
         convert.check(given, config, self._max_input_tokens(call.generator), streams=streams)
         special = call.special_token_ids((*given.stop, *given.stop_sequences))
-        params = convert.raw_params(given, special, details=details, max_stop_sequences=config.max_stop_sequences)
+        params = convert.params(given, special, details=details, max_stop_sequences=config.max_stop_sequences)
         return call.generate_call(
             params, [request.inputs], ["inputs"], given.adapter_id, n=given.best_of or 1, stream=streams
         )

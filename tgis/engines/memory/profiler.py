@@ -37,7 +37,7 @@ _EXPENSIVE = SamplingParams(
     repetition_penalty=1.1,
     min_new_tokens=1,
     frequency_penalty=0.1,
-    watermark=(0.5, 0.1),
+    watermark=True,
 )
 _PLAIN = SamplingParams(temperature=1.0)
 _DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True)

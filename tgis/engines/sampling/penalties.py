@@ -22,7 +22,8 @@ from tgis.ipc.request import SamplingParams
 
 _MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite
 _MAX_SCORE = 1e38  # of a penalized token, in float32
-_WATERMARK_KEY = 15485863  # as in transformers and TGI
+# As in transformers and TGI: a seed, the share of the vocabulary that gains, and the gain of its logits.
+_WATERMARK_KEY, _WATERMARK_SHARE, _WATERMARK_BIAS = 15485863, 0.5, 2.0
 _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millisecond
 
 
@@ -119,29 +120,24 @@ class _Watermark:
     gains.
     """
 
-    def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
-        marks = [row.watermark or (0.0, 0.0) for row in params]
-        self._gammas = [gamma for gamma, _ in marks]
-        self._deltas = column([delta for _, delta in marks], torch.float32, rows.device)
+    def __init__(self, _params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
         self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
         assert histories.tokens is not None
         last = histories.tokens.ids.gather(1, histories.tokens.lengths[:, None] - 1)[self._in_batch, 0]
         vocab_size = scores.shape[1]
-        packed = [
-            _green_list(token, gamma, vocab_size) for token, gamma in zip(last.tolist(), self._gammas, strict=True)
-        ]
+        packed = [_green_list(token, vocab_size) for token in last.tolist()]
         is_green = np.unpackbits(np.stack(packed), axis=1, count=vocab_size)
-        scores[self._rows] += to_device(is_green, torch.uint8, scores.device) * self._deltas
+        scores[self._rows] += to_device(is_green, torch.uint8, scores.device) * _WATERMARK_BIAS
 
 
 @functools.lru_cache(_CACHED_LISTS)
-def _green_list(token: int, gamma: float, vocab_size: int) -> NDArray[np.uint8]:
+def _green_list(token: int, vocab_size: int) -> NDArray[np.uint8]:
     """The ids that a watermark prefers after `token`, one bit for each id of the vocabulary."""
     generator = torch.Generator().manual_seed(_WATERMARK_KEY * token % (2**64 - 1))
     is_green = np.zeros(vocab_size, np.bool_)
-    is_green[torch.randperm(vocab_size, generator=generator)[: int(vocab_size * gamma)].numpy()] = True
+    is_green[torch.randperm(vocab_size, generator=generator)[: int(vocab_size * _WATERMARK_SHARE)].numpy()] = True
     return np.packbits(is_green)
 
 
@@ -221,7 +217,7 @@ _USED_BY: dict[type[_Penalty], Callable[[SamplingParams], bool]] = {
     _AllowedTokens: lambda params: params.allowed_token_ids is not None,
     _BadWords: lambda params: bool(params.bad_words),
     _MinLength: lambda params: params.min_new_tokens > 0,
-    _Watermark: lambda params: params.watermark is not None,
+    _Watermark: lambda params: params.watermark,
     _LogitBias: lambda params: bool(params.logit_bias),
     _LengthPenalty: lambda params: params.length_penalty is not None,
     _RepetitionPenalty: lambda params: params.repetition_penalty != 1.0,
