@@ -13,7 +13,7 @@ from demo.fake_model import make_fake_model
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
-from tgis.frontend.tokenizer import Wanted
+from tgis.frontend.tokenizer import EncodeOptions
 from tgis.server import prepare
 from tgis.utils.options import declared_options
 
@@ -154,7 +154,7 @@ def test_special_tokens_are_added_unless_told_otherwise(
     )
     environ = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "ADD_SPECIAL_TOKENS": value}
     server = prepare(read_as_adapter(**environ, CACHE_DIR=str(tmp_path)))
-    (encoding,) = asyncio.run(server._tokenizer.encode(["The first"], Wanted()))
+    (encoding,) = asyncio.run(server._tokenizer.encode(["The first"], EncodeOptions()))
     assert (server._tokenizer.token_text(encoding.ids[0]) == "<s>") is added
 
 

@@ -41,7 +41,7 @@ def test_tokens_that_a_reply_has_no_room_for_are_refused_before_it_is_made(token
         assert limit is None
         return
     assert limit is not None
-    one = pb.TokenizeResponse(tokens=["a"] * tokens, offsets=[{"start": 1, "end": 2}] * offsets).ByteSize()
+    one = pb.TokenizeResponse(tokens=["a"] * tokens, offsets=[{"start": 128, "end": 129}] * offsets).ByteSize()
     assert limit >= 12_000 // one  # what has room is not refused
     assert limit <= 12_000 // 3
 

@@ -14,12 +14,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.frontend.tokenizer import CHARS_PER_MICROSECOND, Encoding, Tokenizer, Wanted
-from tgis.utils.thread_pool import LARGE
+from tgis.frontend.tokenizer import EncodeOptions, Encoding, Tokenizer
 
 
 def encode(tokenizer: Tokenizer, *texts: str, offsets: bool = False) -> list[Encoding]:
-    return asyncio.run(tokenizer.encode(texts, Wanted(offsets=offsets)))
+    return asyncio.run(tokenizer.encode(texts, EncodeOptions(offsets=offsets)))
 
 
 def naive_offsets(backend: Backend, text: str) -> list[tuple[int, int]]:
@@ -41,54 +40,33 @@ def test_many_calls_at_once(families: Families) -> None:
     texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
 
     async def run() -> list[list[Encoding]]:
-        return await asyncio.gather(*(tokenizer.encode([text], Wanted()) for text in texts))
+        return await asyncio.gather(*(tokenizer.encode([text], EncodeOptions()) for text in texts))
 
-    assert [one.ids for (one,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
-
-
-@pytest.mark.parametrize("texts", [["word and " * 1000] * 20, ["word and " * 20_000]], ids=["many", "in parts"])
-@pytest.mark.parametrize("offsets", [False, True])
-def test_a_smaller_call_does_not_wait_for_the_end_of_a_large_one(
-    families: Families, texts: list[str], offsets: bool
-) -> None:
-    _, tokenizer = families("gpt2")
-    small = ["word and " * 1500]  # work that only one call at a time may do
-    assert len(small[0]) > CHARS_PER_MICROSECOND * LARGE
-
-    async def run() -> None:
-        large = asyncio.create_task(tokenizer.encode(texts, Wanted(offsets=offsets)))
-        await asyncio.sleep(0)  # it has begun
-        await tokenizer.encode(small, Wanted())
-        assert not large.done()
-        await large
-
-    asyncio.run(run())
+    assert [encoding.ids for (encoding,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
 
 
 @pytest.mark.parametrize(
-    "texts",
-    [["word and word " * 1000], ["word and word " * 500] * 2, ["a word "] * 1000, ["word and word " * 20_000]],
-    ids=["one", "two", "many", "in parts"],
+    "texts", [["word and word " * 1000], ["word and word " * 500] * 2, ["a word "] * 1000], ids=["one", "two", "many"]
 )
 @pytest.mark.parametrize("offsets", [False, True])
 def test_too_many_tokens_are_refused(families: Families, texts: list[str], offsets: bool) -> None:
     backend, tokenizer = families("gpt2")
     num_tokens = sum(len(backend.encode(text).ids) for text in texts)
-    exactly = asyncio.run(tokenizer.encode(texts, Wanted(offsets=offsets, max_tokens=num_tokens)))
-    assert [one.ids for one in exactly] == [backend.encode(text).ids for text in texts]
+    exactly = asyncio.run(tokenizer.encode(texts, EncodeOptions(offsets=offsets, max_tokens=num_tokens)))
+    assert [encoding.ids for encoding in exactly] == [backend.encode(text).ids for text in texts]
     with pytest.raises(InvalidRequest, match=f"the text has more than {num_tokens - 1} tokens"):
-        asyncio.run(tokenizer.encode(texts, Wanted(offsets=offsets, max_tokens=num_tokens - 1)))
+        asyncio.run(tokenizer.encode(texts, EncodeOptions(offsets=offsets, max_tokens=num_tokens - 1)))
 
 
-@pytest.mark.parametrize("repeated", [1000, 20_000])  # the latter in parts
-def test_only_tokens_that_are_kept_are_too_many(families: Families, repeated: int) -> None:
-    backend, tokenizer = families("gpt2")
-    text = "word and word " * repeated
-    ids = backend.encode(text).ids
-    for keep in (5, 0):
-        (encoding,) = asyncio.run(tokenizer.encode([text], Wanted(offsets=True, keep=keep, max_tokens=5)))
-        assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep :], len(ids))
-        assert list(encoding.offsets) == naive_offsets(backend, text)[len(ids) - keep :]
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("keep_last", [5, 0])
+def test_only_the_last_tokens_are_returned_and_limited(families: Families, family: str, keep_last: int) -> None:
+    backend, tokenizer = families(family)
+    text = "wörd and word " * 1000
+    ids, options = backend.encode(text).ids, EncodeOptions(offsets=True, keep_last=keep_last, max_tokens=5)
+    (encoding,) = asyncio.run(tokenizer.encode([text], options))
+    assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
+    assert list(encoding.offsets) == naive_offsets(backend, text)[len(ids) - keep_last :]
 
 
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:
@@ -133,6 +111,8 @@ def test_special_tokens_can_be_left_out(families: Families, family: str, cache_d
     directory = zoo.write(tmp_path, zoo.description(family, cache_dir))
     tokenizer = Tokenizer.load(directory, workers=1, add_special_tokens=False)
     plain = backend.encode(zoo.SAMPLES[0], add_special_tokens=False).ids
+    (encoding,) = asyncio.run(families(family)[1].encode([zoo.SAMPLES[0]], EncodeOptions(special_tokens=False)))
+    assert encoding.ids == plain
     assert plain != backend.encode(zoo.SAMPLES[0]).ids
     for offsets in (False, True):
         assert encode(tokenizer, zoo.SAMPLES[0], offsets=offsets)[0].ids == plain
@@ -155,9 +135,10 @@ def test_the_highest_id_may_be_that_of_an_added_token(families: Families) -> Non
 def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"A": 0})).to_str()), workers=1)
     assert encode(tokenizer, "A")[0].ids == [0]
-    with pytest.raises(InvalidRequest, match=r"^tokenizer error ") as caught:
-        encode(tokenizer, "A", "B")
-    assert caught.value.field == "text"
+    for texts in (["A", "B"], ["A"] * 1000 + ["B"]):  # the latter in a thread
+        with pytest.raises(InvalidRequest, match=r"^tokenizer error ") as caught:
+            encode(tokenizer, *texts)
+        assert caught.value.field == "text"
 
 
 def test_directory_without_tokenizer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,6 @@ from tgis.ipc.lookups import AdapterProblem, LookedUp, LookUp
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
-from tgis.utils.thread_pool import started_pool
 
 TARGET = TargetModel(WIDTH, MOST, torch.float32, torch.device("cpu"))
 
@@ -264,7 +264,7 @@ Answers = queue.SimpleQueue[LookedUp]
 
 def table(find: Callable[[str], StoreResult], answers: Answers) -> LookupTable:
     lookups = LookupTable(answers.put)
-    lookups.finders[str] = started_pool(4, "adapters"), find
+    lookups.finders[str] = ThreadPoolExecutor(4, "adapters"), find
     return lookups
 
 

@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
@@ -24,7 +25,6 @@ from tgis.structured_output.compiler import compilers
 from tgis.structured_output.matcher import TokenTable
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
-from tgis.utils.thread_pool import started_pool
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
         from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
 
         store = AdapterStore.for_engine(options.adapter_store, engine.info)
-        lookups.finders[str] = started_pool(_ADAPTER_THREADS, "adapters"), store.find
+        lookups.finders[str] = ThreadPoolExecutor(_ADAPTER_THREADS, "adapters"), store.find
     (vocabulary,) = received or channel.receive()
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):

@@ -21,16 +21,14 @@ from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Output, ReadyOutputs, RequestOutput
 from tgis.frontend.params import Params
 from tgis.frontend.request_log import RequestLog
-from tgis.frontend.tokenizer import Encoding, Wanted
-from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
+from tgis.frontend.tokenizer import EncodeOptions, Encoding
+from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
 MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
-_TOKENS_PER_MICROSECOND = 16  # of inputs, to make requests of them
-_MICROSECONDS_PER_TOKEN = 10  # of an output, to make text of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,7 @@ class Generator:
             while num_open:
                 output = await ready.get()
                 # Before the end, tokens may come while a thread takes them; until then there are few, if any.
-                cost = _MICROSECONDS_PER_TOKEN * len(output.new_tokens) if output.ended else 0
-                await self.pool.run(cost, output.collect)
+                await self.pool.run(len(output.new_tokens) if output.ended else 0, output.collect)
                 if output.stop_reason:
                     self._client.cancel(output)
                     log.finish(output)
@@ -127,9 +124,9 @@ class Generator:
             with ExitStack() as kept:
                 await self._lookups.adapter(call.adapter, kept)
         limit = call.truncate_input_tokens or sys.maxsize
-        keep = limit if call.return_tokens or call.return_offsets else 0
-        wanted = Wanted(call.return_offsets, keep, limit, call.add_special_tokens, call.max_tokens)
-        whole = await self._tokenizer.encode(call.texts, wanted)
+        keep_last = limit if call.return_tokens or call.return_offsets else 0
+        options = EncodeOptions(call.return_offsets, keep_last, call.add_special_tokens, call.max_tokens)
+        whole = await self._tokenizer.encode(call.texts, options)
         encodings = [replace(encoding, num_tokens=min(encoding.num_tokens, limit)) for encoding in whole]
         self.metrics.tokenize.tokens.observe(sum(encoding.num_tokens for encoding in encodings))
         self.metrics.tokenize.duration.observe(time.monotonic() - started)
@@ -187,8 +184,8 @@ class Generator:
         encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
             self.metrics.requests.raw_length.observe(encoding.num_tokens)
-        cost = sum(len(encoding.packed_ids) for encoding in encodings) / _TOKENS_PER_MICROSECOND
-        inputs = await self.pool.run(cost, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
+        num_kept = sum(len(encoding.packed_ids) for encoding in encodings)
+        inputs = await self.pool.run(num_kept, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
         requests = [
             make_request(
                 tokens,
@@ -218,22 +215,18 @@ class Generator:
     async def _tokenize_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of words at the beginning of a text and behind a space; none that cannot be generated."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
-        found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, Wanted(special_tokens=False))}
+        found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, EncodeOptions(special_tokens=False))}
         vocab_size = self.server_info.limits.vocab_size
         return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
     async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
-        limits, limit = self.server_info.limits, params.truncate_input_tokens
-        keep, enough = limits.max_sequence_length, sys.maxsize
+        max_length = self.server_info.limits.max_sequence_length
+        keep_last = min(params.truncate_input_tokens or max_length, max_length) + 1
         if call.token_ids is not None:
-            return [Encoding.of_ids(ids, keep) for ids in call.token_ids]
-        if limit:
-            keep, enough = min(limit, keep) + 1, max(limit, keep)
-        else:
-            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        wanted = Wanted(keep=keep, enough=enough, special_tokens=params.add_special_tokens)
-        return await self._tokenizer.encode(call.texts, wanted)
+            return [Encoding.of_ids(ids, keep_last) for ids in call.token_ids]
+        options = EncodeOptions(keep_last=keep_last, special_tokens=params.add_special_tokens)
+        return await self._tokenizer.encode(call.texts, options)
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

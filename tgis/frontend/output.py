@@ -20,7 +20,6 @@ from tgis.ipc.request import Request, StopReason, TokenLogprobs
 if TYPE_CHECKING:
     from tgis.ipc.messages import PromptLogprobs
 
-MICROSECONDS_PER_DETAIL = 2
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
 
 
@@ -67,10 +66,10 @@ class RequestOutput:
     timings: RequestTimings | None = None  # of a whole output
 
     @property
-    def conversion_cost(self) -> int:
-        """About how many microseconds it takes to make a reply of it."""
+    def num_details(self) -> int:
+        """Tokens and candidates to convert into a reply."""
         num_tokens = len(self.tokens) + (self.input_token_count if self.input_tokens else 0)
-        return MICROSECONDS_PER_DETAIL * self.details_per_token * num_tokens
+        return self.details_per_token * num_tokens
 
 
 class Output:

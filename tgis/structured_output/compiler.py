@@ -12,10 +12,8 @@ import llguidance
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.lark import problem_of, to_lark
-from tgis.structured_output.matcher import GrammarMatcher, TokenTable
-from tgis.utils.thread_pool import lower_priority, started_pool
+from tgis.structured_output.matcher import GrammarMatcher, TokenTable, low_priority_pool
 
-_THREADS = 2  # one expensive grammar does not delay all others
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
 _STEP_MAX_ITEMS = 20_000  # likewise; 10,000 are too few for some outputs of objects with 300 optional properties
@@ -44,4 +42,4 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
 
 def compilers(table: TokenTable) -> tuple[Executor, Callable[[GrammarSpec], GrammarMatcher]]:
     """Threads, and what compiles a grammar in them."""
-    return started_pool(_THREADS, "grammars", lower_priority), functools.partial(compile_grammar, table=table)
+    return low_priority_pool("grammars"), functools.partial(compile_grammar, table=table)

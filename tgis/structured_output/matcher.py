@@ -1,8 +1,10 @@
 """A compiled grammar, where in it one output is, and which tokens it allows next."""
 
+import os
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import llguidance
 import numpy as np
@@ -11,12 +13,12 @@ from numpy.typing import NDArray
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Vocabulary
 from tgis.structured_output.lark import problem_of
-from tgis.utils.thread_pool import lower_priority, started_pool
 
 _WORD_BITS = 32  # llguidance writes whole words
 _SPECIAL = b"\xff"  # begins no text
 _MAX_FORCED_TOKENS = 64  # of a step
-_THREADS = 2  # of each kind
+_THREADS = 2  # in each pool, so that one expensive grammar does not delay all others
+_NICENESS = 5  # where cores are few, steps get three times as much of them as these threads
 _PATIENCE = 0.003  # of a step, for masks that are probably quick
 _MAX_WAIT = 0.01  # until messages are read again
 _QUICK_SECONDS = 0.003  # of CPU time, for a mask; the grammars that are usual stay below
@@ -188,6 +190,17 @@ class GrammarMatcher:
             raise GrammarError(problem_of(self._matcher.get_error()))
 
 
+def low_priority_pool(name: str) -> ThreadPoolExecutor:
+    """Threads of lower priority than the steps."""
+    return ThreadPoolExecutor(_THREADS, name, _lower_priority)
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread alone: Linux has one for each."""
+    with suppress(OSError):  # some containers forbid it
+        os.nice(_NICENESS)
+
+
 class MaskThreads:
     """Makes the masks that may take long beside the steps, in threads of less priority.
 
@@ -196,8 +209,7 @@ class MaskThreads:
     """
 
     def __init__(self) -> None:
-        self._slow = started_pool(_THREADS, "slow masks", lower_priority)
-        self._quick = started_pool(_THREADS, "quick masks", lower_priority)
+        self._slow, self._quick = low_priority_pool("slow masks"), low_priority_pool("quick masks")
         self._open: set[Future[None]] = set()
 
     def prepare(self, outputs: Iterable[tuple[GrammarMatcher, Sequence[int]]]) -> None:

@@ -1,8 +1,7 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, MutableSequence
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -15,9 +14,6 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.ipc.request import LogprobOptions
 from tgis.pb import generation_pb2 as pb
 from tgis.tracing import Headers
-from tgis.utils.thread_pool import leave_gil
-
-T = TypeVar("T")
 
 # Validation's name of a parameter -> its path in the message.
 _FIELD_PATHS = {
@@ -32,11 +28,8 @@ _FIELD_PATHS = {
 }
 
 _MOST_ENTRIES = 10_000  # read of a list: more than any may have, and few enough to make objects of them
-_BATCH = 1024  # tokens of a reply to Tokenize that are converted at a time
-_TOKENS_AT_ONCE = 64  # of other replies: they may have details
-_MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 4  # of a reply to Tokenize, for a token
-
-_RESPONSES_TAG = b"\x0a"  # of BatchedTokenizeResponse.responses
+# Bytes for a token in a reply to Tokenize, at least; for an offset, from the 128th byte of a text on.
+_MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 8
 
 IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
 TokenText = Callable[[int], str]  # of a token id; None where tokens are not wanted
@@ -133,42 +126,17 @@ def tokenize_call(message: pb.BatchedTokenizeRequest, max_reply_bytes: int) -> T
 
 def tokenize_response(encodings: list[Encoding], token_text: TokenText | None, max_bytes: int) -> bytes:
     """A serialized BatchedTokenizeResponse; InvalidRequest if it has more bytes."""
-    data = bytearray()
+    reply = pb.BatchedTokenizeResponse()
     for encoding in encodings:
-        response = b"".join(_tokenize_parts(encoding, token_text))
-        data += _RESPONSES_TAG + _varint(len(response)) + response
-        if len(data) > max_bytes:
-            raise reply_too_large(max_bytes)
-    return bytes(data)
-
-
-def _tokenize_parts(encoding: Encoding, token_text: TokenText | None) -> Iterator[bytes]:
-    """A serialized TokenizeResponse. Serialized in parts: a million tokens at once hold the GIL for 0.1 s."""
-    yield pb.TokenizeResponse(token_count=encoding.num_tokens).SerializeToString()
-    for tokens in _batched(map(token_text, encoding.packed_ids) if token_text else ()):
-        yield pb.TokenizeResponse(tokens=tokens).SerializeToString()
-    for offsets in _batched(encoding.offsets):
-        part = pb.TokenizeResponse()
-        for start, end in offsets:  # a message that is made apart has memory of its own, ten times as much
-            part.offsets.add(start=start, end=end)
-        yield part.SerializeToString()
-
-
-def _varint(number: int) -> bytes:
-    low = bytearray()
-    while number > 0x7F:
-        low.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*low, number))
-
-
-def _batched(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """Pieces of work for a thread."""
-    items = iter(items)
-    while batch := tuple(islice(items, _BATCH)):
-        yield batch
-        if len(batch) == _BATCH:
-            leave_gil()
+        response = reply.responses.add(token_count=encoding.num_tokens)
+        if token_text is not None:
+            response.tokens.extend(map(token_text, encoding.packed_ids))
+        for start, end in encoding.offsets:
+            response.offsets.add(start=start, end=end)
+    data: bytes = reply.SerializeToString()
+    if len(data) > max_bytes:
+        raise reply_too_large(max_bytes)
+    return data
 
 
 def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
@@ -211,7 +179,7 @@ def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:
     """Append tokens to a repeated field; ids only if they are asked for."""
-    for number, info in enumerate(infos, 1):
+    for info in infos:
         token = tokens.add(text=info.text, logprob=info.logprob, rank=info.rank)
         for id_, text, logprob in info.top_tokens:
             top = token.top_tokens.add(text=text, logprob=logprob)
@@ -219,5 +187,3 @@ def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial |
                 top.id, top.special = id_, is_special(id_)
         if is_special is not None:
             token.id, token.special = info.id, is_special(info.id)
-        if number % _TOKENS_AT_ONCE == 0:
-            leave_gil()

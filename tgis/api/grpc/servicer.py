@@ -48,9 +48,9 @@ class GenerationServicer:
             message, grpc_call.client, grpc_call.identity, grpc_call.metadata, self._answer_deadline(grpc_call.context)
         )
         outputs = await generator.generate(call)
-        cost, is_special = sum(output.conversion_cost for output in outputs), _is_special(call, generator)
+        num_details, is_special = sum(output.num_details for output in outputs), _is_special(call, generator)
         response = await generator.pool.run(
-            cost, lambda: convert.generate_response(outputs, is_special).SerializeToString()
+            num_details, lambda: convert.generate_response(outputs, is_special).SerializeToString()
         )
         await grpc_call.write(response)
 
@@ -62,7 +62,7 @@ class GenerationServicer:
         async with aclosing(generator.stream(call)) as outputs:
             async for output in outputs:
                 fill = functools.partial(convert.fill_response, pb.GenerationResponse(), output, is_special)
-                response = await generator.pool.run(output.conversion_cost, fill)
+                response = await generator.pool.run(output.num_details, fill)
                 await grpc_call.write(response.SerializeToString())
 
     async def _tokenize(self, data: bytes, grpc_call: GrpcCall) -> None:
@@ -70,9 +70,10 @@ class GenerationServicer:
         message = parse(data, pb.BatchedTokenizeRequest, MAX_TOKENIZE_INPUTS)
         call = convert.tokenize_call(message, max_bytes)
         encodings = await generator.tokenize(call)
-        cost = sum(len(encoding.packed_ids) for encoding in encodings)
+        num_tokens = sum(len(encoding.packed_ids) for encoding in encodings)
         token_text = generator.token_decoder.tokenizer.token_text if call.return_tokens else None
-        response = await generator.pool.run(cost, lambda: convert.tokenize_response(encodings, token_text, max_bytes))
+        make_reply = functools.partial(convert.tokenize_response, encodings, token_text, max_bytes)
+        response = await generator.pool.run(num_tokens, make_reply)
         await grpc_call.write(response)
 
     async def _model_info(self, data: bytes, grpc_call: GrpcCall) -> None:

@@ -73,7 +73,7 @@ class Answer:
         def make_body() -> bytes:
             return msgspec.json.encode(kind(usage=usage, **self._common, **make_fields(outputs)))
 
-        body = await self._call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_body)
+        body = await self._call.generator.pool.run(sum(output.num_details for output in outputs), make_body)
         headers = self._call.compute_headers(self._generate_call.texts)
         return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
 
@@ -84,7 +84,7 @@ class Answer:
             async for output in outputs:
                 self._take(output)
                 convert = functools.partial(choices, output)
-                for choice in await self._call.generator.pool.run(output.conversion_cost, convert):
+                for choice in await self._call.generator.pool.run(output.num_details, convert):
                     await events.send(self._chunk(kind, [choice]))
         if self._include_usage:
             await events.send(self._chunk(kind, []))

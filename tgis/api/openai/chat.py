@@ -43,7 +43,6 @@ from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput
 
-_MICROSECONDS_PER_MESSAGE = 4  # to make what the template takes of it
 _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 
 
@@ -91,7 +90,7 @@ class ChatCompletions:
         if shown and not self.template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         convert = functools.partial(template_messages, body.messages)
-        messages = await call.generator.pool.run(_MICROSECONDS_PER_MESSAGE * len(body.messages), convert)
+        messages = await call.generator.pool.run(len(body.messages), convert)
         tools = list(template_tools(shown))
         return await self.template.render(
             messages,

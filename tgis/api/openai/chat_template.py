@@ -3,10 +3,12 @@
 transformers is imported when a template is loaded: it takes a second, and most models have no template.
 """
 
+import asyncio
 import functools
 import logging
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,6 @@ from jinja2 import TemplateError as JinjaError
 
 from tgis.errors import InvalidRequest, StartError
 from tgis.models.files import read_json, read_text, special_tokens
-from tgis.utils.thread_pool import WorkPool
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,7 @@ _OUR_VARIABLES = frozenset(
     {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
 _REWRITING_FRAMES = 3  # the one that takes the place of a template's, and those that have made it
-_BYTES_PER_TOOL = 256  # about; only the order of waiting chats depends on it
 _MAX_SHOWN = 200  # characters of what a template says
-_START_COST = 1000  # microseconds: every chat is rendered in the thread
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
@@ -46,7 +45,7 @@ class ChatTemplate:
         self._templates = templates
         self._special_tokens = special_tokens
         self._render_jinja = render
-        self._pool = WorkPool(1, "chat-template")
+        self._executor = ThreadPoolExecutor(1, "chat-template")
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
@@ -88,20 +87,18 @@ class ChatTemplate:
         variables = variables or {}
         if taken := _OUR_VARIABLES & variables.keys():
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
-        size = sum(len(str(message.get("content", ""))) for message in messages) + _BYTES_PER_TOOL * len(tools or ())
         if continue_final_message is None:
             continue_final_message = add_generation_prompt is None and _ends_with_answer(messages)
         flags = {
             "add_generation_prompt": not continue_final_message and add_generation_prompt is not False,
             "continue_final_message": continue_final_message,
         }
-        return await self._pool.run(
-            _START_COST + size, functools.partial(self._render, messages, tools, flags | variables)
-        )
+        render = functools.partial(self._render, messages, tools, flags | variables)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, render)
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._pool.close()
+        """Stop the thread, without waiting for a chat that is being rendered."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, messages: list[Message], tools: Tools | None, variables: dict[str, Any]) -> str:
         template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]

@@ -98,7 +98,7 @@ class TgiApi:
         if not wants_details:
             return msgspec.json.encode(GenerateResponse(_full_text(winner, request))), headers
         make_answer = functools.partial(_detailed_answer, outputs, request, call.generator)
-        return await call.generator.pool.run(sum(output.conversion_cost for output in outputs), make_answer), headers
+        return await call.generator.pool.run(sum(output.num_details for output in outputs), make_answer), headers
 
     async def _stream(self, call: HttpCall, request: GenerateRequest) -> web.StreamResponse:
         """An event for each token."""
