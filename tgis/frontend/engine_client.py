@@ -14,9 +14,9 @@ from typing import TypeVar
 import msgspec
 
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, RequestError, Unavailable
+from tgis.frontend.engine_output import EngineOutput
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import Output
 from tgis.ipc import messages
 from tgis.ipc.lookups import GrammarSpec, LookedUp, LookUp
 from tgis.ipc.messages import BatchState
@@ -32,7 +32,7 @@ class EngineClient:
         self.process = process
         self._metrics = metrics
         process.listen(self.handle, self._fail_all)
-        self._open: dict[int, Output] = {}
+        self._open: dict[int, EngineOutput] = {}
         self.next_id = itertools.count(1).__next__  # of a request or a lookup
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
@@ -70,8 +70,10 @@ class EngineClient:
         self.process.check_alive()
         state = answer.result()
         assert state is not None
+        process = self.process
+        cache_bytes = process.ready.result().kv_cache_bytes
         return msgspec.structs.replace(
-            state, kv_cache_bytes=self.ready.result().kv_cache_bytes, resident_cache_bytes=self.resident_cache_bytes
+            state, kv_cache_bytes=cache_bytes, resident_cache_bytes=process.resident_cache_bytes
         )
 
     async def look_up(self, target: str | GrammarSpec, timeout: float, kept: contextlib.ExitStack) -> LookedUp | None:
@@ -90,7 +92,7 @@ class EngineClient:
         self._cancel(lookup_id)
 
     @contextlib.contextmanager
-    def submit(self, outputs: Sequence[Output]) -> Iterator[None]:
+    def submit(self, outputs: Sequence[EngineOutput]) -> Iterator[None]:
         """Queue the requests of one call; whatever is still open on leaving the block is cancelled."""
         self.process.check_alive()
         if not self._open:
@@ -103,7 +105,7 @@ class EngineClient:
             for output in outputs:
                 self.cancel(output)
 
-    def cancel(self, output: Output) -> None:
+    def cancel(self, output: EngineOutput) -> None:
         """Cancel the request unless it has ended."""
         if self._remove(output):
             self._cancel(output.request.id)
@@ -176,7 +178,7 @@ class EngineClient:
             self._remove(output)
             output.fail(error)
 
-    def _remove(self, output: Output) -> bool:
+    def _remove(self, output: EngineOutput) -> bool:
         """Forget an open request; return whether it was one."""
         known = self._open.pop(output.request.id, None) is not None
         if known and not self._open:

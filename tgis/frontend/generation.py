@@ -16,11 +16,12 @@ from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_output import EngineOutput, ReadyOutputs
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import Output, ReadyOutputs, RequestOutput
+from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
-from tgis.frontend.request_log import RequestLog
+from tgis.frontend.recorder import CallRecorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.lookups import AdapterRef
@@ -78,15 +79,16 @@ class Generator:
         if not call.texts:
             self.metrics.request_started(call.kind, 0)
             return []
-        async with self._running(call) as (outputs, ready, log):
+        async with self._running(call) as (outputs, ready, recorder):
             num_open = len(outputs)
             while num_open:
-                output = await ready.get()
+                output = outputs[await ready.get()]
                 # Before the end, tokens may come while a thread takes them; until then there are few, if any.
-                await self.pool.run(len(output.new_tokens) if output.ended else 0, output.collect)
+                received = output.engine_output
+                await self.pool.run(len(received.new_tokens) if received.ended else 0, output.collect)
                 if output.stop_reason:
-                    self._client.cancel(output)
-                    log.finish(output)
+                    self._client.cancel(received)
+                    recorder.finish(output)
                     num_open -= 1
             return [output.final() for output in outputs]
 
@@ -100,7 +102,7 @@ class Generator:
                 yield output.first_chunk()
             num_open = len(outputs)
             while num_open:
-                output = await ready.get()
+                output = outputs[await ready.get()]
                 if not output.stop_reason:  # else the engine goes on behind a stop sequence
                     for chunk in output.chunks():
                         yield chunk
@@ -133,10 +135,10 @@ class Generator:
         return encodings
 
     @asynccontextmanager
-    async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[list[Output], ReadyOutputs, RequestLog]]:
+    async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[list[Output], ReadyOutputs, CallRecorder]]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
-        log = RequestLog(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
-        with log, self._admitted(call), ExitStack() as kept:
+        recorder = CallRecorder(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
+        with recorder, self._admitted(call), ExitStack() as kept:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = call.params
@@ -144,11 +146,11 @@ class Generator:
             ready = ReadyOutputs(eager=call.kind is CallKind.STREAM or bool(params.stop_sequences))
             adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
             grammar = await self._lookups.grammar(params.grammar, kept) if params.grammar else None
-            requests = await self._prepare(call, params, adapter, grammar, arrived=log.started)
-            outputs = self._outputs(call, params, requests, ready, log.started)
-            with self._client.submit(outputs):
-                log.submitted(outputs)
-                yield outputs, ready, log
+            requests = await self._prepare(call, params, adapter, grammar, arrived=recorder.started)
+            outputs = self._outputs(call, params, requests, ready, recorder.started)
+            with self._client.submit([output.engine_output for output in outputs]):
+                recorder.submitted(outputs)
+                yield outputs, ready, recorder
 
     def _outputs(
         self, call: GenerateCall, params: Params, requests: list[Request], ready: ReadyOutputs, arrived: float
@@ -156,7 +158,7 @@ class Generator:
         decoder, texts = self._decoders[params.skip_special_tokens], call.texts
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
-            Output(request, n, texts[n // call.n], params, decoder, ready, arrived=arrived, separator=separator)
+            Output(EngineOutput(request, n, ready, arrived), texts[n // call.n], params, decoder, separator)
             for n, request in enumerate(requests)
         ]
 

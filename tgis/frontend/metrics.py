@@ -18,6 +18,7 @@ from tgis.frontend.metric_families import (
     TokenizeFamilies,
     linear_buckets,
 )
+from tgis.frontend.output import Output
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
 
@@ -56,6 +57,20 @@ class Metrics:
     def request_failed(self, failure: FailureReason, count: int = 1) -> None:
         """Count a failed call, or `count` inputs that were cancelled or expired in the queue."""
         self.requests.failure.labels(failure).inc(count)
+
+    def request_succeeded(self, kind: CallKind, output: Output) -> None:
+        """Record an input whose output is complete."""
+        requests, timings, num_tokens = self.requests, output.engine_output.timings, output.num_generated
+        if output.expired_in_queue:
+            self.request_failed(FailureReason.TIMEOUT)
+        requests.success.labels(output.stop_reason.name, kind).inc()
+        requests.generated_tokens.observe(num_tokens)
+        requests.total_tokens.observe(output.request.input_length + num_tokens)
+        requests.duration.observe(time.monotonic() - timings.arrived)
+        requests.inference.observe(timings.inference)
+        requests.mean_time_per_token.observe(timings.inference / num_tokens if num_tokens else 0.0)
+        if num_tokens > 1:
+            requests.time_per_output_token.observe((timings.last_token - timings.first_token) / (num_tokens - 1))
 
     def step_succeeded(
         self, stats: StepStats, generated_tokens: int, processing: float, latencies: Mapping[float, int]

@@ -4,39 +4,18 @@ A unary call collects tokens and builds one message at the end; a stream builds 
 tokens in the same way, so that both say the same.
 """
 
-import asyncio
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from tgis.errors import RequestError
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
+from tgis.frontend.engine_output import EngineOutput, RequestTimings
 from tgis.frontend.params import Params
 from tgis.frontend.stop_strings import StopStringMatcher
-from tgis.ipc.request import Request, StopReason, TokenLogprobs
-
-if TYPE_CHECKING:
-    from tgis.ipc.messages import PromptLogprobs
+from tgis.ipc.request import StopReason, TokenLogprobs
 
 LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
-
-
-@dataclass(slots=True)
-class RequestTimings:
-    """When things happened to a request, as seen here: `time.monotonic()` values, 0 for not yet."""
-
-    arrived: float  # the call
-    submitted: float
-    scheduled: float = 0.0  # for its first step
-    first_token: float = 0.0
-    last_token: float = 0.0  # or the end, if it came without one
-
-    @property
-    def inference(self) -> float:
-        """Seconds from the first step to the last token."""
-        return max(self.last_token - self.scheduled, 0.0) if self.scheduled else 0.0
 
 
 class TokenInfo(NamedTuple):
@@ -73,76 +52,33 @@ class RequestOutput:
 
 
 class Output:
-    """One output while it grows: the tokens that the engine has sent, and the text that is made of them."""
+    """One output while it grows: the text and the details of the tokens that the engine has sent."""
 
     def __init__(
-        self,
-        request: Request,
-        index: int,
-        input_text: str,
-        params: Params,
-        decoder: TokenDecoder,
-        ready: "ReadyOutputs",
-        *,
-        arrived: float,
-        separator: str,
+        self, engine_output: EngineOutput, input_text: str, params: Params, decoder: TokenDecoder, separator: str
     ) -> None:
-        """Added to `ready` when the engine sends something.
-
-        `separator` goes between echoed input and output in the response of a unary call.
-        """
-        self.request = request
-        self.index = index  # among the outputs of the call
+        """`separator` goes between echoed input and output in the response of a unary call."""
+        self.engine_output = engine_output
+        self.request = engine_output.request
+        self.index = engine_output.index
         self.input_text = input_text
         self.params = params
-        self.timings = RequestTimings(arrived, submitted=time.monotonic())
-        self._ready = ready
-        # What the engine has sent:
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        self.num_tokens = 0
-        self.new_tokens: list[int] = []  # not taken yet
-        self._new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
-        self._num_new_steps = 0  # that the new tokens are from
-        self._end = StopReason.NOT_FINISHED  # after the last new token
-        self.ended = False  # the engine is done with the request
-        self.error: RequestError | None = None  # after the last new token
-        self.failed: type[RequestError] | None = None  # in the engine
-        # What has been made of it:
         self.num_generated = 0
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer
         self._detokenizer = Detokenizer(decoder)
-        self._hidden_ids = () if params.include_stop_sequence else request.sampling_params.stop_token_ids
+        self._hidden_ids = () if params.include_stop_sequence else self.request.sampling_params.stop_token_ids
         self._stop_matcher = StopStringMatcher(
             params.stop_sequences,
             include_stop_sequence=bool(params.include_stop_sequence),
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
-        self._sent_text = ""  # the beginning of what is in messages
-        self._text: list[str] = []  # in no message yet
-        self._tokens: list[TokenInfo] = []
-        self._wants_tokens = params.logprob_options.generated_tokens
-        self._wants_input_tokens = params.logprob_options.input_tokens
-        self._details_per_token = params.logprob_options.details_per_token
-
-    def put(self, token_ids: list[int], logprobs: list[TokenLogprobs], stop_reason: StopReason, now: float) -> None:
-        """Add what a step gave."""
-        if token_ids:
-            self.timings.first_token = self.timings.first_token or now
-        self.timings.last_token = now
-        self.new_tokens += token_ids
-        self._new_logprobs += logprobs
-        self.num_tokens += len(token_ids)
-        self._num_new_steps += 1
-        self._end, self.ended = stop_reason, bool(stop_reason)
-        self._ready.add(self)
-
-    def fail(self, error: RequestError) -> None:
-        """End the request with an error, raised once the tokens so far have been taken."""
-        self.error, self.failed, self.ended = error, type(error), True
-        self._ready.add(self)
+        self._sent_text = ""  # the beginning, for logs
+        self._text: list[str] = []  # not sent
+        self._tokens: list[TokenInfo] = []  # not sent
+        self._sends_input_tokens = params.logprob_options.input_tokens
 
     @property
     def logged_text(self) -> str:
@@ -160,15 +96,15 @@ class Output:
 
         A reader that is behind and wants no tokens gets one message for all of them.
         """
-        if self._wants_input_tokens and (input_tokens := self._input_tokens()):
-            self._wants_input_tokens = False
+        if self._sends_input_tokens and (input_tokens := self._input_tokens()):
+            self._sends_input_tokens = False
             yield RequestOutput(
                 self.index,
                 input_tokens=input_tokens,
                 input_token_count=self.request.input_length,
-                details_per_token=self._details_per_token,
+                details_per_token=self.params.logprob_options.details_per_token,
             )
-        in_one = self._num_new_steps > 1 and not self._wants_tokens
+        in_one = self.engine_output.num_new_steps > 1 and not self.params.logprob_options.generated_tokens
         for num_left in self._take_tokens():
             if not (in_one and num_left) and (self._text or self._tokens or self.stop_reason):
                 yield self._chunk()
@@ -187,7 +123,7 @@ class Output:
         if self.params.input_text:
             whole.text = self.input_text + self._separator + whole.text
         whole.input_token_count, whole.input_tokens = num_input_tokens, self._input_tokens()
-        whole.timings = self.timings
+        whole.timings = self.engine_output.timings
         return whole
 
     def _chunk(self) -> RequestOutput:
@@ -196,7 +132,7 @@ class Output:
         if len(self._sent_text) < LOGGED_CHARACTERS:
             self._sent_text += text[:LOGGED_CHARACTERS]
         chunk = RequestOutput(self.index, text, 0, self.num_generated)
-        chunk.tokens, chunk.details_per_token = self._tokens, self._details_per_token
+        chunk.tokens, chunk.details_per_token = self._tokens, self.params.logprob_options.details_per_token
         self._text, self._tokens = [], []
         if self.stop_reason:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
@@ -208,9 +144,9 @@ class Output:
 
         The error of the request comes after its last token.
         """
-        stop_reason = self._end  # after the last of them
-        token_ids, logprobs = self.new_tokens, self._new_logprobs
-        self.new_tokens, self._new_logprobs, self._num_new_steps = [], [], 0
+        engine_output, wants_tokens = self.engine_output, self.params.logprob_options.generated_tokens
+        stop_reason = engine_output.stop_reason  # after the last of them
+        token_ids, logprobs = engine_output.take()
         if not token_ids and stop_reason:
             self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
             self._text.append(self._stop_matcher.flush())
@@ -218,14 +154,14 @@ class Output:
         for i, token_id in enumerate(token_ids):
             num_left = len(token_ids) - 1 - i
             self._append(token_id, StopReason.NOT_FINISHED if num_left else stop_reason)
-            if self._wants_tokens:
+            if wants_tokens:
                 self._tokens.append(self._token_info(token_id, logprobs[i] if logprobs else None))
             if self.stop_reason:  # the tokens left were in flight when a stop sequence ended the output
                 yield 0
                 return
             yield num_left
-        if self.error is not None and not self.new_tokens:
-            raise self.error
+        if engine_output.error is not None and not engine_output.new_tokens:
+            raise engine_output.error
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
@@ -240,7 +176,7 @@ class Output:
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""
-        parts = self.prompt_logprobs  # of an encoder-decoder, those of its input only
+        parts = self.engine_output.prompt_logprobs  # of an encoder-decoder, those of its input only
         tokens = self.request.tokens[-sum(part.num_tokens for part in parts) :]
         return map(self._token_info, tokens, chain.from_iterable(part.decode() for part in parts)) if parts else ()
 
@@ -250,29 +186,3 @@ class Output:
             return TokenInfo(token_id, text(token_id), 0.0, 0, [])
         top_tokens = [(candidate, text(candidate), logprob) for candidate, logprob in logprobs.top_logprobs]
         return TokenInfo(token_id, text(token_id), logprobs.logprob, logprobs.rank, top_tokens)
-
-
-class ReadyOutputs:
-    """The outputs of one call that have something new for it, in the order of their arrival."""
-
-    def __init__(self, *, eager: bool) -> None:
-        """An eager call wants the tokens of every step at once, any other wants all of them at the end."""
-        self._eager = eager
-        self._new: dict[Output, None] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def add(self, output: Output) -> None:
-        """The engine has sent something for this output, or has finished it."""
-        if self._eager or output.ended:
-            self._new[output] = None
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
-
-    async def get(self) -> Output:
-        """Wait for an output with new tokens, the end of its request or its error."""
-        if not self._new:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output = next(iter(self._new))
-        del self._new[output]
-        return output

@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any
 
 from google.protobuf.message import Message
