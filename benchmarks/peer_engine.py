@@ -96,7 +96,7 @@ class Tgis:
         from tgis.engines import load_engine  # noqa: PLC0415
         from tgis.errors import StartError  # noqa: PLC0415
         from tgis.ipc.request import Request, SamplingParams  # noqa: PLC0415
-        from tgis.server import prepare  # noqa: PLC0415
+        from tgis.prepare import prepare  # noqa: PLC0415
 
         options_of_engine = prepare(config).engine_options()
         try:

@@ -144,7 +144,7 @@ class Bench:
         from tgis.batcher.batcher import Batcher  # noqa: PLC0415
         from tgis.engine_core.main import batch_limits  # noqa: PLC0415
         from tgis.engines import load_engine  # noqa: PLC0415
-        from tgis.server import prepare  # noqa: PLC0415
+        from tgis.prepare import prepare  # noqa: PLC0415
 
         engine_options = prepare(config).engine_options()
         self._engine, _ = load_engine(engine_options, sys.exit, lambda _: None)

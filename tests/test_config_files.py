@@ -11,7 +11,7 @@ from config_parsing import read, refusal
 from benchmarks.certificates import make_pair
 from tgis.environment import prepare_environment
 from tgis.errors import StartError
-from tgis.server import load_credentials
+from tgis.prepare import load_credentials
 
 
 @pytest.fixture(scope="module")

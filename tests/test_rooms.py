@@ -74,7 +74,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
     "bench": "batcher engines errors ipc pb",
-    "cli": "batcher bench config engines environment errors ipc models pb prompts server utils",
+    "cli": "batcher bench config engines environment errors ipc models pb prepare prompts server utils",
     "__main__": "environment errors utils",
     "vllm_tgis_adapter": "__main__",
 }

@@ -27,7 +27,7 @@ from tgis.engines import load_engine
 from tgis.engines.base import Engine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
-from tgis.server import prepare
+from tgis.prepare import prepare
 
 SUPPORT = Path(__file__).parent / "support"
 LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "num_key_value_heads": 4, "eos_token_id": 256}

@@ -14,7 +14,7 @@ from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
 from tgis.frontend.tokenizer import EncodeOptions
-from tgis.server import prepare
+from tgis.prepare import prepare
 from tgis.utils.options import declared_options
 
 ADAPTER = "python -m vllm_tgis_adapter"

@@ -7,7 +7,7 @@ from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.calls import HttpApi
+from tgis.api.http.operations import HttpApi
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes

@@ -31,7 +31,7 @@ from tgis.models import staging
 from tgis.models.convert import weights, weights_child
 from tgis.models.files import find_weights
 from tgis.models.staging import files_key
-from tgis.server import prepare
+from tgis.prepare import prepare
 from tgis.utils.file_lock import locked
 
 CONFIGS: dict[str, PreTrainedConfig] = {

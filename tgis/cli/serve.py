@@ -109,9 +109,9 @@ def _check(config: Config) -> int:
         print(f"{group}:", *(_line(config, option) for option in options), sep="\n")
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stdout, force=True)
     prepare_environment(config)
-    from tgis import server  # noqa: PLC0415 - slow
+    from tgis.prepare import prepare  # noqa: PLC0415 - slow
 
-    for line in describe_memory(server.prepare(config).engine_options()):
+    for line in describe_memory(prepare(config).engine_options()):
         print(line)
     print("tgis can start with these options. A check does not load the weights: the engine may still refuse them.")
     return 0

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import functools
 import random
 import string
@@ -49,15 +50,18 @@ _ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
 class ChatCompletions:
     """The route."""
 
-    def __init__(self, models: ServedModels, reader: RequestReader) -> None:
+    def __init__(
+        self, models: ServedModels, reader: RequestReader, template: asyncio.Future[ChatTemplate | None]
+    ) -> None:
+        """`template` is done before any call arrives here."""
         self._models = models
         self._reader = reader
-        self.template: ChatTemplate | None = None  # of the model, which is known once it has loaded
+        self._template = template
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = await self._reader.read(call, ChatCompletionRequest)
+        body = self._reader.read(call, ChatCompletionRequest)
         choice, n = ToolChoice.of(body), num_choices(body)
-        check_at_most("n", n, min(MAX_CHOICES, call.account.max_inputs))
+        check_at_most("n", n, min(MAX_CHOICES, call.max_inputs))
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
         params = chat_params(body, call, parses_tools=form is not None)
@@ -84,15 +88,15 @@ class ChatCompletions:
 
     async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
         """The messages and tools in the model's chat template."""
-        shown = ToolChoice.of(body).tools
-        if self.template is None:
+        shown, template = ToolChoice.of(body).tools, self._template.result()
+        if template is None:
             raise TemplateError("messages", "the model has no chat template")
-        if shown and not self.template.mentions("tools"):
+        if shown and not template.mentions("tools"):
             raise InvalidRequest("tools", "the model's chat template takes no tools")
         convert = functools.partial(template_messages, body.messages)
         messages = await call.generator.pool.run(len(body.messages), convert)
         tools = list(template_tools(shown))
-        return await self.template.render(
+        return await template.render(
             messages,
             tools or None,
             body.chat_template_kwargs,
@@ -104,7 +108,8 @@ class ChatCompletions:
         """The format of tool calls in the output; required calls are plain JSON if the template has no known format."""
         if not choice.tools:
             return None
-        known = tool_format(self.template) if self.template else None
+        template = self._template.result()
+        known = tool_format(template) if template else None
         return known or (LLAMA3 if choice.required else None)
 
 

@@ -1,11 +1,13 @@
 """The operations of OpenAI's API."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from tgis.api.http.operations import Operation
 from tgis.api.openai import bodies
 from tgis.api.openai.chat import ChatCompletions
+from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.completions import Completions
 from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.models import ServedModels
@@ -17,12 +19,18 @@ from tgis.prompts.catalog import AdapterCatalog
 class OpenAIApi:
     """The routes and what they share."""
 
-    def __init__(self, config: Config, catalog: AdapterCatalog, generation_config: Mapping[str, Any]) -> None:
-        """`generation_config` is the model's."""
+    def __init__(
+        self,
+        config: Config,
+        catalog: AdapterCatalog,
+        generation_config: Mapping[str, Any],
+        template: asyncio.Future[ChatTemplate | None],
+    ) -> None:
+        """`generation_config` and `template` are the model's; the template is there before the generator."""
         names = config.shown_model, config.model_name
         reader = RequestReader({} if config.generation_config == "none" else generation_config)
         self._models = ServedModels(names, catalog)
-        self.chat = ChatCompletions(self._models, reader)
+        self.chat = ChatCompletions(self._models, reader, template)
         self.completions = Completions(self._models, reader, config.max_client_batch_size)
 
     def operations(self) -> list[Operation]:
