@@ -127,21 +127,17 @@ class Detokenizer:
             return ""
         data = b""
         if self._held_eos is not None:
-            data = self._token_bytes(self._held_eos)
-            self._held_eos = None
+            data = self._decoder.token_bytes(self._previous, self._held_eos)
+            self._previous, self._held_eos = self._held_eos, None
         if token_id in self._decoder.hidden_eos_ids:
             self._held_eos = token_id
         else:
-            data += self._token_bytes(token_id)
+            data += self._decoder.token_bytes(self._previous, token_id)
+            self._previous = token_id
         text = self._utf8.decode(data)
         return self._hold_back_replacements(
             text.translate(_SURROGATES_TO_REPLACEMENT) if self._decoder.replaces_each_byte else text
         )
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        data = self._decoder.token_bytes(self._previous, token_id)
-        self._previous = token_id
-        return data
 
     def _hold_back_replacements(self, text: str) -> str:
         body = text.rstrip(_REPLACEMENT)

@@ -96,7 +96,7 @@ class EngineClient:
         """Queue the requests of one call; whatever is still open on leaving the block is cancelled."""
         self.process.check_alive()
         if not self._open:
-            self.process.watchdog.progress(time.monotonic())
+            self.process.watchdog.progress()
         self._open |= {output.request.id: output for output in outputs}
         self.process.send(messages.Submit([output.request for output in outputs], time.monotonic()))
         try:
@@ -114,14 +114,14 @@ class EngineClient:
         """Handle one message from the engine process."""
         match message:  # an engine that hangs in a step may still send what is not in the first three
             case messages.Step():
-                self.process.watchdog.progress(time.monotonic())
+                self.process.watchdog.progress()
                 self._deliver(message)
             case messages.PromptLogprobs():
-                self.process.watchdog.progress(time.monotonic())
+                self.process.watchdog.progress()
                 if output := self._open.get(message.id):
                     output.prompt_logprobs.append(message)
             case messages.Failed():
-                self.process.watchdog.progress(time.monotonic())
+                self.process.watchdog.progress()
                 self._deliver_failure(message)
             case LookedUp():
                 _answer(self._lookups.get(message.lookup_id), message)
@@ -161,9 +161,7 @@ class EngineClient:
                 self._remove(output)
         if step.stats:
             self._metrics.batches.discarded_tokens.inc(num_discarded)
-            num_tokens = sum(map(len, step.tokens))
-            self._metrics.step_succeeded(step.stats, num_tokens, time.monotonic() - now, latencies)
-            self._metrics.batches.speculation.count_step_tokens(step.stats.counters, step.tokens)
+            self._metrics.step_succeeded(step.stats, step.tokens, time.monotonic() - now, latencies)
             if not self._open:  # the step was in flight when the last request was cancelled
                 self._metrics.no_step_left()
 

@@ -88,9 +88,3 @@ class EngineOutput:
         """End the request with an error."""
         self.error, self.ended = error, True
         self._ready.add(self.index, ended=True)
-
-    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """Return the new tokens and their logprobs."""
-        taken = self.new_tokens, self.new_logprobs
-        self.new_tokens, self.new_logprobs, self.num_new_steps = [], [], 0
-        return taken

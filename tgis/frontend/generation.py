@@ -67,6 +67,7 @@ class Generator:
         }
         self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
         self._tokenizer = decoder.tokenizer
+        self.is_special = decoder.tokenizer.is_special
         self._lookups = lookups
         self.metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
@@ -186,11 +187,9 @@ class Generator:
         encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
             self.metrics.requests.raw_length.observe(encoding.num_tokens)
-        num_kept = sum(len(encoding.packed_ids) for encoding in encodings)
-        inputs = await self.pool.run(num_kept, lambda: [self._tokenizer.truncate(one.ids, limit) for one in encodings])
         requests = [
             make_request(
-                tokens,
+                self._tokenizer.truncate(encoding.ids, limit),
                 adapter,
                 params,
                 limits,
@@ -204,7 +203,7 @@ class Generator:
                 grammar=grammar,
                 client=call.client,
             )
-            for field, encoding, tokens in zip(call.fields, encodings, inputs, strict=True)
+            for field, encoding in zip(call.fields, encodings, strict=True)
             for number in range(call.n)
         ]
         if max_queued := self.server_info.max_queued_tokens:

@@ -73,12 +73,12 @@ class Metrics:
             requests.time_per_output_token.observe((timings.last_token - timings.first_token) / (num_tokens - 1))
 
     def step_succeeded(
-        self, stats: StepStats, generated_tokens: int, processing: float, latencies: Mapping[float, int]
+        self, stats: StepStats, tokens: list[list[int]], processing: float, latencies: Mapping[float, int]
     ) -> None:
         """Record a step.
 
-        `processing`: the seconds that the front end spent on its tokens; `latencies`: seconds since the step that gave
-        an input tokens before -> how many inputs got tokens now.
+        `tokens` of each sequence; `processing`: seconds that the front end spent on them; `latencies`: seconds since
+        the step that gave an input tokens before -> how many inputs got tokens now.
         """
         batches, self._last_step, method = self.batches, stats, "prefill" if stats.prefill else "next_token"
         batches.count.labels(method).inc()
@@ -87,7 +87,7 @@ class Metrics:
         batches.forward.labels(method, "single_only").observe(stats.forward_duration)
         batches.tokproc.labels(method, "single_only").observe(processing)
         batches.prompt_tokens.inc(stats.prompt_tokens)
-        batches.generated_tokens.inc(generated_tokens)
+        batches.generated_tokens.inc(sum(map(len, tokens)))
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
             batches.size.labels("prefill").observe(stats.num_prefills)
@@ -100,6 +100,7 @@ class Metrics:
             self.requests.inter_token_latency.observe(seconds, count)
         if stats.counters != _NO_COUNTS:
             batches.count_admissions(stats.counters)
+            batches.speculation.count_step_tokens(stats.counters, tokens)
         batches.context_limit.set(stats.token_capacity)
 
     def no_step_left(self) -> None:

@@ -41,14 +41,8 @@ class RequestOutput:
     seed: int = 0
     tokens: Sequence[TokenInfo] = ()
     input_tokens: Iterable[TokenInfo] = ()  # to be read once
-    details_per_token: int = 1  # of both: the token and its candidates
+    num_details: int = 0  # tokens and candidates for them
     timings: RequestTimings | None = None  # of a whole output
-
-    @property
-    def num_details(self) -> int:
-        """Tokens and candidates to convert into a reply."""
-        num_tokens = len(self.tokens) + (self.input_token_count if self.input_tokens else 0)
-        return self.details_per_token * num_tokens
 
 
 class Output:
@@ -102,7 +96,7 @@ class Output:
                 self.index,
                 input_tokens=input_tokens,
                 input_token_count=self.request.input_length,
-                details_per_token=self.params.logprob_options.details_per_token,
+                num_details=self.params.logprob_options.details_per_token * self.request.input_length,
             )
         in_one = self.engine_output.num_new_steps > 1 and not self.params.logprob_options.generated_tokens
         for num_left in self._take_tokens():
@@ -123,6 +117,8 @@ class Output:
         if self.params.input_text:
             whole.text = self.input_text + self._separator + whole.text
         whole.input_token_count, whole.input_tokens = num_input_tokens, self._input_tokens()
+        if whole.input_tokens:
+            whole.num_details += self.params.logprob_options.details_per_token * num_input_tokens
         whole.timings = self.engine_output.timings
         return whole
 
@@ -132,7 +128,9 @@ class Output:
         if len(self._sent_text) < LOGGED_CHARACTERS:
             self._sent_text += text[:LOGGED_CHARACTERS]
         chunk = RequestOutput(self.index, text, 0, self.num_generated)
-        chunk.tokens, chunk.details_per_token = self._tokens, self.params.logprob_options.details_per_token
+        if self._tokens:
+            chunk.tokens = self._tokens
+            chunk.num_details = self.params.logprob_options.details_per_token * len(self._tokens)
         self._text, self._tokens = [], []
         if self.stop_reason:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
@@ -146,7 +144,8 @@ class Output:
         """
         engine_output, wants_tokens = self.engine_output, self.params.logprob_options.generated_tokens
         stop_reason = engine_output.stop_reason  # after the last of them
-        token_ids, logprobs = engine_output.take()
+        token_ids, logprobs = engine_output.new_tokens, engine_output.new_logprobs
+        engine_output.new_tokens, engine_output.new_logprobs, engine_output.num_new_steps = [], [], 0
         if not token_ids and stop_reason:
             self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
             self._text.append(self._stop_matcher.flush())

@@ -70,4 +70,5 @@ def _describe_params(output: Output) -> str:
         "details": options.generated_tokens or options.input_tokens,
         "grammar": output.params.grammar and output.params.grammar.kind,
     }
-    return " ".join(f"{name}={value}" for name, value in values.items() if value and value != _DEFAULTS.get(name))
+    shown = [f"{name}={value}" for name, value in values.items() if value and value != _DEFAULTS.get(name)]
+    return " ".join(shown)

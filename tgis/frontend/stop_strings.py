@@ -49,11 +49,17 @@ class StopStringMatcher:
             if may_stop and self._match(window):
                 return ""
             self._partial_match = self._longest_partial_match(window)
-        return self._release(self._final_length())
+        limit = len(self._held) if self.include_stop_sequence else len(self._held) - len(self._partial_match)
+        if self.hold_last_grapheme:
+            start = _last_grapheme_start(self._held, limit)
+            limit = start if limit - start <= MAX_GRAPHEME_LENGTH else limit
+        final, self._held = self._held[:limit], self._held[limit:]
+        return final
 
     def flush(self) -> str:
         """Return the rest of the output, up to the cut if a stop sequence was matched."""
-        return self._release(len(self._held))
+        rest, self._held = self._held, ""
+        return rest
 
     def _match(self, window: str) -> bool:
         """Cut the text at the last new occurrence of the first stop sequence in the list that has one."""
@@ -74,17 +80,6 @@ class StopStringMatcher:
             if any(stop.startswith(suffix) and stop != suffix for stop in self.stop_sequences):
                 return suffix
         return ""
-
-    def _final_length(self) -> int:
-        limit = len(self._held) if self.include_stop_sequence else len(self._held) - len(self._partial_match)
-        if not self.hold_last_grapheme:
-            return limit
-        start = _last_grapheme_start(self._held, limit)
-        return start if limit - start <= MAX_GRAPHEME_LENGTH else limit
-
-    def _release(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
-        return text
 
 
 def _last_grapheme_start(text: str, limit: int) -> int:

@@ -67,7 +67,13 @@ class Tokenizer:
     """The tokenizer of one model; safe to use from several threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, description: dict[str, Any], workers: int, *, add_special_tokens: bool
+        self,
+        backend: tokenizers.Tokenizer,
+        description: dict[str, Any],
+        workers: int,
+        eos_id: int | None,
+        *,
+        add_special_tokens: bool,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -81,7 +87,7 @@ class Tokenizer:
         self.max_token_id: int = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added])
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
         self.bos_token_id = _bos_token_id(backend) if add_special_tokens else None
-        self.eos_ids: tuple[int, ...] = ()  # of the token that the files call so
+        self.eos_ids = () if eos_id is None else (eos_id,)
 
     @classmethod
     def load(cls, directory: Path, workers: int, *, add_special_tokens: bool = True) -> "Tokenizer":
@@ -95,10 +101,8 @@ class Tokenizer:
             raise
         except BaseException as error:
             raise StartError(f"{path} is not a tokenizer: {error}") from error
-        tokenizer = cls(backend, description, workers, add_special_tokens=add_special_tokens)
         eos_id = backend.token_to_id(special_tokens(directory).get("eos_token", ""))
-        tokenizer.eos_ids = () if eos_id is None else (eos_id,)
-        return tokenizer
+        return cls(backend, description, workers, eos_id, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
         """Stop the threads, without waiting for texts that are being tokenized."""
@@ -116,9 +120,8 @@ class Tokenizer:
             encodings = encode(texts, add_special_tokens=self._add_special_tokens and options.special_tokens)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
-        num_tokens, limit = sum(min(len(encoding), options.keep_last) for encoding in encodings), options.max_tokens
-        if limit is not None and num_tokens > limit:
-            raise InvalidRequest("", f"the text has more than {limit} tokens: send less, or ask for less about it")
+        if options.max_tokens is not None:
+            _check_num_tokens(encodings, options.keep_last, options.max_tokens)
         return [_packed(text, encoding, options) for text, encoding in zip(texts, encodings, strict=True)]
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
@@ -161,6 +164,11 @@ class Tokenizer:
 def reply_too_large(max_bytes: int) -> InvalidRequest:
     """The error for texts whose tokens do not fit into a reply."""
     return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
+
+
+def _check_num_tokens(encodings: Sequence[tokenizers.Encoding], keep_last: int, limit: int) -> None:
+    if sum(min(len(encoding), keep_last) for encoding in encodings) > limit:
+        raise InvalidRequest("", f"the text has more than {limit} tokens: send less, or ask for less about it")
 
 
 def _packed(text: str, encoding: tokenizers.Encoding, options: EncodeOptions) -> Encoding:

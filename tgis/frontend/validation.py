@@ -183,7 +183,7 @@ def _rules(params: Params, limits: RequestLimits) -> tuple[_Rule, ...]:
     penalty = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
     max_top_n_tokens = limits.max_top_n_tokens if constraints.max_top_n_tokens is None else constraints.max_top_n_tokens
     wrong_length = [s for s in params.stop_sequences if not s or len(s.encode()) > constraints.max_stop_sequence_bytes]
-    num_words, size = len(params.bad_words), sum(len(word.encode()) for word in params.bad_words)
+    num_words, size = len(params.bad_words), len("".join(params.bad_words).encode())
     penalties = {name: getattr(p, name) for name in ("frequency_penalty", "presence_penalty")}
     floats = {name: getattr(p, name) for name in ("temperature", "top_p", "typical_p", "repetition_penalty")}
     return (

@@ -32,7 +32,8 @@ def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
     Empty for an anonymous caller. KV blocks are shared only between calls of the same identity.
     """
     token = token_of(context) if bearer_auth else ""  # an unchecked token proves nothing
-    return identity_of(token, context.peer_identities() or ())
+    names = context.peer_identities()
+    return identity_of(token, names or ()) if token or names else b""
 
 
 def identity_of(token: str, certificate_names: Iterable[bytes]) -> bytes:

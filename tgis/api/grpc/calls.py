@@ -19,7 +19,6 @@ from tgis.config import Config
 from tgis.errors import ClientTimeout, InvalidRequest
 from tgis.frontend.admission import Admission
 from tgis.security.bearer import TokenFile, caller_identity, token_of
-from tgis.tracing import Headers
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +39,13 @@ def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
 class GrpcCall:
     """One call, for its handler."""
 
-    __slots__ = ("_timeout", "client", "context", "identity")
+    __slots__ = ("_timeout", "client", "context", "identity", "metadata")
 
     def __init__(self, context: Context, client: bytes, identity: bytes, timeout: float) -> None:
         """`client` is the key in quotas, `identity` what the caller has proven; reads and writes have a timeout."""
-        self.context = context
+        self.context, self.metadata = context, context.invocation_metadata() or ()
         self.client, self.identity = client, identity
         self._timeout = timeout
-
-    @property
-    def metadata(self) -> Headers:
-        """The request metadata."""
-        return self.context.invocation_metadata() or ()
 
     async def read(self, max_bytes: int | None = None) -> bytes | None:
         """Return the next message, None after the last; ClientTimeout, or InvalidRequest above `max_bytes`."""
@@ -64,12 +58,6 @@ class GrpcCall:
             return None
         if max_bytes is not None and len(data) > max_bytes:
             raise InvalidRequest("", f"the message has {len(data)} bytes, at most {max_bytes} allowed")
-        return data
-
-    async def read_only_message(self, max_bytes: int | None = None) -> bytes:
-        """Return the message of a call that has exactly one."""
-        if (data := await self.read(max_bytes)) is None:
-            raise InvalidRequest("", "the call has no message")
         return data
 
     async def write(self, message: bytes) -> None:
@@ -119,8 +107,9 @@ class GrpcCalls:
         status = grpc.StatusCode.CANCELLED.name
         try:
             async with error_boundary(context):
-                if not public:
-                    await self._authenticate(context)
+                if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
+                    self._on_rejected()
+                    await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
                 identity = caller_identity(context, bearer_auth=self._tokens is not None)
                 client = self.admission.client(identity, context.peer().rpartition(":")[0])  # each call has a port
                 yield GrpcCall(context, client, identity, self._config.client_timeout_seconds)
@@ -137,13 +126,9 @@ class GrpcCalls:
         async def handle(_requests: object, context: Context) -> None:
             async with self.open(context, name) as call:
                 with self.admission.calls.hold(call.client, 1):
-                    data = await call.read_only_message()
+                    if (data := await call.read()) is None:
+                        raise InvalidRequest("", "the call has no message")
                     async with self.admission.running(call.client, len(data)):
                         await method(data, call)
 
         return grpc.stream_stream_rpc_method_handler(handle)
-
-    async def _authenticate(self, context: Context) -> None:
-        if self._tokens is not None and not self._tokens.accepts(token_of(context)):
-            self._on_rejected()
-            await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")

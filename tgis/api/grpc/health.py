@@ -88,5 +88,5 @@ class HealthServicer:
             raise Overloaded(f"more than {MAX_OPEN_CALLS} health calls are open") from None
 
     async def _asks_for_known_service(self, call: GrpcCall) -> bool:
-        data = await call.read_only_message(MAX_REQUEST_BYTES)
+        data = await call.read(MAX_REQUEST_BYTES) or b""
         return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)

@@ -14,7 +14,6 @@ from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.status import Context
 from tgis.config import Config
 from tgis.errors import Unavailable
-from tgis.frontend.calls import GenerateCall
 from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
 from tgis.pb import generation_pb2 as pb
 
@@ -44,13 +43,13 @@ class GenerationServicer:
     async def _generate(self, data: bytes, grpc_call: GrpcCall) -> None:
         generator = self._require_generator()
         message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
-        call = convert.generate_call(
-            message, grpc_call.client, grpc_call.identity, grpc_call.metadata, self._answer_deadline(grpc_call.context)
-        )
+        deadline = self._answer_deadline(grpc_call.context)
+        call = convert.generate_call(message, grpc_call.client, grpc_call.identity, grpc_call.metadata, deadline)
         outputs = await generator.generate(call)
-        num_details, is_special = sum(output.num_details for output in outputs), _is_special(call, generator)
+        is_special = generator.is_special if call.params.token_ids else None
         response = await generator.pool.run(
-            num_details, lambda: convert.generate_response(outputs, is_special).SerializeToString()
+            sum(output.num_details for output in outputs),
+            lambda: convert.generate_response(outputs, is_special).SerializeToString(),
         )
         await grpc_call.write(response)
 
@@ -58,7 +57,7 @@ class GenerationServicer:
         generator = self._require_generator()
         message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
         call = convert.generate_call(message, grpc_call.client, grpc_call.identity, grpc_call.metadata)
-        is_special = _is_special(call, generator)
+        is_special = generator.is_special if call.params.token_ids else None
         async with aclosing(generator.stream(call)) as outputs:
             async for output in outputs:
                 fill = functools.partial(convert.fill_response, pb.GenerationResponse(), output, is_special)
@@ -89,7 +88,3 @@ class GenerationServicer:
         if not self._generator.done():
             raise Unavailable("the model is still loading")
         return self._generator.result()
-
-
-def _is_special(call: GenerateCall, generator: Generator) -> convert.IsSpecial | None:
-    return generator.token_decoder.tokenizer.is_special if call.params.token_ids else None
