@@ -39,9 +39,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "node": "api/http config errors frontend ipc limits utils",
     "prepare": "config frontend ipc limits models security",
     "apis": "api/grpc api/http api/openai api/tgi frontend prepare prompts",
-    "server": (
-        "api/http api/openai apis config errors frontend ipc limits node prepare startup_log tracing utils"
-    ),
+    "server": ("api/http api/openai apis config errors frontend ipc limits node prepare startup_log tracing utils"),
     # the engine process
     "speculation": "",
     "batcher": "errors ipc speculation",

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,8 +14,10 @@ from tgis import server as server_module
 from tgis.errors import StartError
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import EngineWatchdog
+from tgis.frontend.metrics import Metrics
 from tgis.ipc.messages import EngineInfo, Ready
-from tgis.server import Server, prepare
+from tgis.prepare import Preparation, prepare
+from tgis.server import Server
 
 INFO = EngineInfo("x", "X", "cpu", "float32", 257, False, False, 4, 1000, 64, lora_targets={"q_proj": (8, 8)})
 
@@ -33,7 +34,7 @@ class Waits:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+def preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preparation:
     monkeypatch.setattr(server_module, "ADAPTER_TIMEOUT", 1e6)
     model, adapter = make_fake_model(tmp_path / "model"), tmp_path / "adapter"
     adapter.mkdir()
@@ -42,38 +43,40 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return prepare(read(**options, LORA_MODULES=f"x={adapter}"))
 
 
-async def waiting(server: Server, stop: asyncio.Future[None]) -> tuple[EngineClient, "asyncio.Task[Any]"]:
+async def waiting(preparation: Preparation, stop: asyncio.Future[None]) -> tuple[Server, "asyncio.Task[bool]"]:
     """A start that has asked the engine for the adapter."""
-    client, transport = EngineClient(), Waits()
-    client._transport = transport  # type: ignore[assignment]
-    client.handle(Ready(INFO))
-    start = asyncio.create_task(server._wait_until_ready(client, stop))
+    server, transport = Server(preparation), Waits()
+    server._process._transport = transport  # type: ignore[assignment]
+    server._process.handle(Ready(INFO))
+    start = asyncio.create_task(server._until_ready(stop))
     await transport.asked
-    return client, start
+    return server, start
 
 
 @run_async
-async def test_a_signal_does(server: Server) -> None:
+async def test_a_signal_does(preparation: Preparation) -> None:
     stop = asyncio.get_running_loop().create_future()
-    _, start = await waiting(server, stop)
+    _, start = await waiting(preparation, stop)
     stop.set_result(None)
-    assert await start is None
+    assert not await start
 
 
 @run_async
-async def test_the_end_of_the_engine_does_and_is_the_reason(server: Server) -> None:
-    client, start = await waiting(server, asyncio.get_running_loop().create_future())
-    client._process = mock.Mock(wait=mock.AsyncMock(return_value=-9))
-    client.connection_lost(None)
+async def test_the_end_of_the_engine_does_and_is_the_reason(preparation: Preparation) -> None:
+    stop = asyncio.get_running_loop().create_future()
+    server, start = await waiting(preparation, stop)
+    server._process._process = mock.Mock(wait=mock.AsyncMock(return_value=-9))
+    server._process.connection_lost(None)
     with pytest.raises(StartError, match="signal 9"):
-        await start or server._exit_code(client, asyncio.get_running_loop().create_future())
+        await start or server._exit_code(stop)
 
 
 @run_async
-async def test_a_long_start_is_no_pause(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    client, loop = EngineClient(), asyncio.get_running_loop()
-    client.watchdog = EngineWatchdog(time.monotonic() - 100)
+async def test_a_long_start_is_no_pause(preparation: Preparation, caplog: pytest.LogCaptureFixture) -> None:
+    server, loop = Server(preparation), asyncio.get_running_loop()
+    server._process.watchdog = EngineWatchdog(time.monotonic() - 100)
+    server._client.set_result(EngineClient(server._process, Metrics(preparation.limits, INFO)))
     stop = loop.create_future()
     loop.call_soon(stop.set_result, None)
-    await server._monitor(mock.Mock(), client, stop)
+    await server._monitor(stop)
     assert not any("did not run" in message for message in caplog.messages)

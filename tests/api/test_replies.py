@@ -5,8 +5,8 @@ import math
 from array import array
 
 import pytest
-
 from tgis.api.clients import Account, Clients
+
 from tgis.api.grpc import convert
 from tgis.api.http.responses import best_first
 from tgis.config import Config

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
-from engine_clients import connected_client, outputs
+from engine_clients import connected_client, engine_outputs
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
@@ -67,7 +67,7 @@ class ScriptedChannel:
 
     def send(self, message: object) -> None:
         if isinstance(message, Step) and message.stats:
-            self._metrics.step_succeeded(message.stats, sum(map(len, message.tokens)), 0.0, {})
+            self._metrics.step_succeeded(message.stats, message.tokens, 0.0, {})
             now = [value(self._metrics, name, **labels) for name, labels in SAMPLES]
             self.stats.append(message.stats)
             self.seen.append(After(*now[:3], *(new - old for new, old in zip(now[3:], self._sums[3:], strict=True))))
@@ -242,19 +242,20 @@ def test_admission_counters() -> None:
 
 @run_async
 async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
-    client, _ = connected_client()
-    client.metrics = metrics = make_metrics()
-    metrics.num_queued = lambda: len(client.queued())
+    metrics = make_metrics()
+    client, _ = connected_client(metrics)
 
     def queue() -> tuple[float, int]:
+        metrics.set_num_queued(len(client.queued()))
         return value(metrics, "tgi_queue_size"), sum(len(one.tokens) for one in client.queued())
 
     def step(ids: list[int], ends: list[StopReason], stats: StepStats | None) -> Step:
         return Step(ids, [[7]] * len(ids), [*ends], [], stats)
 
-    with client.submit(outputs([request(n, 10 + n) for n in range(5)]), eager=True) as inbox:
+    outputs = engine_outputs([request(n, 10 + n) for n in range(5)])
+    with client.submit(outputs):
         assert queue() == (5, 10 + 11 + 12 + 13 + 14)
-        client.cancel(inbox.outputs[4])
+        client.cancel(outputs[4])
         assert queue() == (4, 46)
         client.handle(step([0, 1], [StopReason.NOT_FINISHED] * 2, joined([0, 1])))
         assert queue() == (2, 25)
@@ -267,8 +268,8 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
 
 @run_async
 async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
-    client, _ = connected_client()
-    client.metrics = metrics = make_metrics()
+    metrics = make_metrics()
+    client, _ = connected_client(metrics)
 
     def counts() -> list[float]:
         names = (
@@ -282,17 +283,18 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
         return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], joined([]))
 
     arrived = time.monotonic() - 500
-    with client.submit(outputs([request(n) for n in range(3)], arrived), eager=True) as inbox:
+    outputs = engine_outputs([request(n) for n in range(3)], arrived)
+    with client.submit(outputs):
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [2, 0, 0, 2]
         client.handle(step({0: [7, 7], 1: [7]}))  # two tokens in one step have no time between them
         assert counts() == [5, 0, 2, 2]
-        client.cancel(inbox.outputs[0])
+        client.cancel(outputs[0])
         client.handle(step({0: [7], 1: [7]}))
         assert counts() == [7, 1, 3, 2]
         client.handle(step({2: []}, StopReason.TIME_LIMIT))  # expired in the queue
         assert counts() == [7, 1, 3, 2]
-        assert [output.num_tokens for output in inbox.outputs] == [3, 3, 0]
+        assert [output.num_tokens for output in outputs] == [3, 3, 0]
     assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import msgspec
 import pytest
 from batches import EOS, limits, request
-from engine_clients import connected_client, outputs
+from engine_clients import connected_client, engine_outputs
 from harness import run_async
 
 from tgis.batcher.batcher import Batcher
@@ -15,13 +15,10 @@ from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.lookups import LookedUp, LookUp
-from tgis.ipc.messages import BatchState, Cancel, EngineInfo, Fatal, FromEngine, GetBatchState, Ready
+from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
 BUSY = msgspec.structs.replace(EMPTY, num_running=3)
-
-
-INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
 
 
 async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
@@ -32,19 +29,15 @@ async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
 
 
 @run_async
-async def test_the_state_of_the_batch_needs_an_engine_that_is_ready_and_alive() -> None:
+async def test_the_state_of_the_batch_needs_an_engine_that_is_alive() -> None:
     client, transport = connected_client()
-    with pytest.raises(Unavailable, match="still loading"):
-        await client.batch_state()
-    assert transport.sent == []  # EngineOptions must come first
-    client.handle(Ready(INFO))
     pending = await ask(client)
     assert transport.sent == [GetBatchState()]
     (received,) = FrameReader(FromEngine).feed(encode_frame(BUSY))
     client.handle(received)
     assert await pending == BUSY
-    client.handle(Fatal("the device is lost"))
-    client.connection_lost(None)
+    client.process.handle(Fatal("the device is lost"))
+    client.process.connection_lost(None)
     with pytest.raises(Unavailable, match="the device is lost"):
         await client.batch_state()
 
@@ -52,7 +45,6 @@ async def test_the_state_of_the_batch_needs_an_engine_that_is_ready_and_alive() 
 @run_async
 async def test_concurrent_questions_share_one_message() -> None:
     client, transport = connected_client()
-    client.handle(Ready(INFO))
     questions = [await ask(client) for _ in range(100)]
     assert transport.sent == [GetBatchState()]
     client.handle(EMPTY)
@@ -66,7 +58,6 @@ async def test_concurrent_questions_share_one_message() -> None:
 async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "BATCH_STATE_TIMEOUT", 0.0)
     client, transport = connected_client()
-    client.handle(Ready(INFO))
     for _ in range(3):
         with pytest.raises(Unavailable, match="in a step that has taken 0 s by now, or it hangs"):
             await client.batch_state()
@@ -77,7 +68,6 @@ async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.Mo
 @run_async
 async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
     client, _ = connected_client()
-    client.handle(Ready(INFO))
     question = await ask(client)
 
     async def look_up() -> None:
@@ -85,25 +75,24 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
             await client.look_up("x", 1e6, kept)
 
     lookup = asyncio.create_task(look_up())
-    with client.submit(outputs([request(1)]), eager=True) as inbox:
+    (output,) = engine_outputs([request(1)])
+    with client.submit([output]):
         await asyncio.sleep(0)
-        client.connection_lost(None)
+        client.process.connection_lost(None)
         for waiting in (question, lookup, look_up()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
                 await waiting
-        queue = await inbox.get()
-        assert isinstance(queue.error, Unavailable)
-        assert "the engine process has ended" in str(queue.error)
-    assert await client.died == "the engine process was ended by signal 11"
+        assert isinstance(output.error, Unavailable)
+        assert "the engine process has ended" in str(output.error)
+    assert await client.process.died == "the engine process was ended by signal 11"
 
 
 @run_async
 async def test_answers_to_questions_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads."""
     client, _ = connected_client()
-    client.handle(Ready(INFO))
-    with client.submit(outputs([request(1)]), eager=True):
-        client.watchdog._last_progress -= 500
+    with client.submit(engine_outputs([request(1)])):
+        client.process.watchdog._last_progress -= 500
         pending = await ask(client)
         client.handle(EMPTY)
         await pending

@@ -11,11 +11,11 @@ from engine_clients import outputs
 from scraped_metrics import Series, make_metrics, samples, value
 
 from tgis.frontend.calls import CallKind, GenerateCall
+from tgis.frontend.engine_output import RequestTimings
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.output import RequestTimings
 from tgis.frontend.params import Params
-from tgis.frontend.request_log import RequestLog
+from tgis.frontend.recorder import CallRecorder
 from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
 from tgis.ipc.request import StopReason
 
@@ -124,13 +124,13 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     """Record a stream of 90 input tokens with an output of so many."""
     now = time.monotonic()
     (output,) = outputs([request(1, length=90)])
-    output.timings = RequestTimings(now - 4.0, now - 3.5, now - 3.0, now - 2.0, now)
-    output.num_tokens = output.num_generated = num_tokens
+    output.engine_output.timings = RequestTimings(now - 4.0, now - 3.5, now - 3.0, now - 2.0, now)
+    output.engine_output.num_tokens = output.num_generated = num_tokens
     output.stop_reason = StopReason.EOS_TOKEN
     call = GenerateCall(CallKind.STREAM, ["text"], ["text"], Params(), b"")
-    with RequestLog(call, metrics, log_text=False) as log:
-        log.submitted([output])
-        log.finish(output)
+    with CallRecorder(call, metrics, log_text=False) as recorder:
+        recorder.submitted([output])
+        recorder.finish(output)
 
 
 def test_a_request_that_succeeds(metrics: Metrics) -> None:
@@ -187,8 +187,8 @@ DECODE = msgspec.structs.replace(
 
 
 def test_a_prefill(metrics: Metrics) -> None:
-    metrics.num_queued = lambda: 2
-    metrics.step_succeeded(PREFILL, 2, 0.125, {})
+    metrics.set_num_queued(2)
+    metrics.step_succeeded(PREFILL, [[7], [7]], 0.125, {})
     assert changed(metrics) == {
         "tgi_batch_inference_count prefill": 1,
         "tgi_batch_inference_success prefill": 1,
@@ -220,15 +220,15 @@ def gauges(metrics: Metrics) -> list[float]:
 
 
 def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
-    metrics.step_succeeded(DECODE, 3, 0.0, {})
+    metrics.step_succeeded(DECODE, [[7]] * 3, 0.0, {})
     assert gauges(metrics) == [3, 250, 27, 0.25, 0]
     assert value(metrics, "tgi_batch_inference_success", method="next_token") == 1
     metrics.step_succeeded(
-        msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), 3, 0.0, {}
+        msgspec.structs.replace(DECODE, num_running=0, context_tokens=0, remaining_tokens=0), [[7]] * 3, 0.0, {}
     )
     assert gauges(metrics) == [0, 0, 0, 0, 0]
-    metrics.step_succeeded(PREFILL, 3, 0.0, {})
-    metrics.last_step = None
+    metrics.step_succeeded(PREFILL, [[7]] * 3, 0.0, {})
+    metrics.no_step_left()
     assert gauges(metrics) == [0, 0, 0, 0, 0]
 
 
@@ -238,7 +238,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
         stats = msgspec.structs.replace(
             PREFILL, counters=BatcherCounters(1, 2, 3, 4, 5, 6, 7, 8, 3, 5, 4), token_capacity=900
         )
-        metrics.step_succeeded(stats, 3, 0.0, {})
+        metrics.step_succeeded(stats, [], 0.0, {})
     assert value(metrics, "tgi_batch_context_limit") == 900
     names = ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
     names += ["prefill_padding_limit_exceeded", "batch_preemption"]

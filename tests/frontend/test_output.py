@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from batches import request
-from engine_clients import outputs
+from engine_clients import engine_outputs
 from harness import run_async
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
-from tgis.frontend.output import Inbox, Output, RequestOutput, RequestTimings
+from tgis.frontend.engine_output import EngineOutput, ReadyOutputs, RequestTimings
+from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
@@ -47,10 +48,9 @@ def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> Params:
 
 def builder(decoder: TokenDecoder, wanted: Params) -> Output:
     request = Request(1, [5, 6], 99, False, wanted.sampling, wanted.logprob_options)
-    output = Output(request, 0, "prompt", wanted, decoder, arrived=0.0, separator="")
-    Inbox([output], eager=True)
-    output.timings = RequestTimings(arrived=0.0, submitted=0.0)
-    return output
+    engine_output = EngineOutput(request, 0, ReadyOutputs(eager=True), 0.0)
+    engine_output.timings = RequestTimings(arrived=0.0, submitted=0.0)
+    return Output(engine_output, "prompt", wanted, decoder, "")
 
 
 def ids(decoder: TokenDecoder, text: str) -> list[int]:
@@ -62,7 +62,7 @@ def deliver(output: Output, steps: Steps) -> Iterator[None]:
     logprobs = output.params.logprob_options.logprobs
     for number, tokens in enumerate(steps, 1):
         reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
-        output.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason, 0.0)
+        output.engine_output.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason, 0.0)
         if not output.stop_reason:
             yield
 
@@ -155,11 +155,11 @@ def test_messages(
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, late: bool) -> None:
     output, chunks = builder(decoder, params([], tokens=True)), list[RequestOutput]()
-    output.put(ids(decoder, "ab"), [], StopReason.NOT_FINISHED, 0.0)
+    output.engine_output.put(ids(decoder, "ab"), [], StopReason.NOT_FINISHED, 0.0)
     if not late:
         chunks += output.chunks()
-        output.put(ids(decoder, "c"), [], StopReason.NOT_FINISHED, 0.0)
-    output.fail(Unavailable("it is gone"))
+        output.engine_output.put(ids(decoder, "c"), [], StopReason.NOT_FINISHED, 0.0)
+    output.engine_output.fail(Unavailable("it is gone"))
     with pytest.raises(Unavailable, match="it is gone"):
         chunks.extend(output.chunks())
     assert [chunk.tokens[0].text for chunk in chunks] == list("ab" if late else "abc")
@@ -168,9 +168,9 @@ def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, la
 
 def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: TokenDecoder) -> None:
     output = builder(decoder, params([], tokens=True))
-    output.put([], [], StopReason.TIME_LIMIT, 0.0)
+    output.engine_output.put([], [], StopReason.TIME_LIMIT, 0.0)
     (chunk,) = output.chunks()
-    assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT, tokens=[])
+    assert chunk == RequestOutput(stop_reason=StopReason.TIME_LIMIT)
     assert output.final() == RequestOutput(stop_reason=StopReason.TIME_LIMIT, input_token_count=2)
 
 
@@ -183,13 +183,14 @@ def test_an_end_without_a_token_gives_what_is_held_back(decoder: TokenDecoder, l
     assert unary(decoder, params(["bc"], tokens=False), steps).text == "xab"
 
 
-def make_inbox(num_outputs: int, *, eager: bool = True) -> Inbox:
-    return Inbox(outputs(request(n) for n in range(num_outputs)), eager=eager)
+def ready_outputs(num_outputs: int, *, eager: bool = True) -> tuple[ReadyOutputs, list[EngineOutput]]:
+    outputs = engine_outputs((request(n) for n in range(num_outputs)), eager=eager)
+    return outputs[0]._ready, outputs
 
 
-async def pending(inbox: Inbox) -> "asyncio.Task[Output]":
+async def pending(ready: ReadyOutputs) -> "asyncio.Task[int]":
     """A call that already waits."""
-    task = asyncio.create_task(inbox.get())
+    task = asyncio.create_task(ready.get())
     await asyncio.sleep(0)
     assert not task.done()
     return task
@@ -197,38 +198,26 @@ async def pending(inbox: Inbox) -> "asyncio.Task[Output]":
 
 @run_async
 async def test_an_eager_call_wakes_at_every_step_of_any_output() -> None:
-    inbox = make_inbox(3)
+    ready, outputs = ready_outputs(3)
     for index in (1, 1, 0):
-        call = await pending(inbox)
-        inbox.outputs[index].put([1, 2], [], NOT_FINISHED, 0.0)
-        assert await call is inbox.outputs[index]
+        call = await pending(ready)
+        outputs[index].put([1, 2], [], NOT_FINISHED, 0.0)
+        assert await call == index
     for index in (2, 0, 2, 1):  # while it does not wait
-        inbox.outputs[index].put([1], [], NOT_FINISHED, 0.0)
-    assert [(await inbox.get()).index for _ in range(3)] == [2, 0, 1]
-    await pending(inbox)
+        outputs[index].put([1], [], NOT_FINISHED, 0.0)
+    assert [await ready.get() for _ in range(3)] == [2, 0, 1]
+    await pending(ready)
 
 
 @run_async
 async def test_any_other_call_wakes_at_the_ends() -> None:
-    inbox = make_inbox(2, eager=False)
-    call = await pending(inbox)
-    for output in inbox.outputs:
+    ready, outputs = ready_outputs(2, eager=False)
+    call = await pending(ready)
+    for output in outputs:
         output.put([1], [], NOT_FINISHED, 0.0)
     await asyncio.sleep(0)
     assert not call.done()
-    inbox.outputs[1].put([2], [], MAX_TOKENS, 0.0)
-    assert await call is inbox.outputs[1]
-    assert inbox.outputs[1].new_tokens == [1, 2]
-    await pending(inbox)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_end_is_told_once_the_engine_is_done_with_all_outputs(fails: bool) -> None:
-    inbox, ends = make_inbox(2), list[list[bool]]()
-    inbox.on_end = lambda _unread: ends.append([output.ended for output in inbox.outputs])
-    first, second = inbox.outputs
-    first.put([1], [], NOT_FINISHED, 0.0)
-    first.put([2], [], MAX_TOKENS, 0.0)
-    assert ends == []
-    second.fail(Unavailable("it is gone")) if fails else second.put([], [], MAX_TOKENS, 0.0)
-    assert ends == [[True, True]]
+    outputs[1].put([2], [], MAX_TOKENS, 0.0)
+    assert await call == 1
+    assert outputs[1].new_tokens == [1, 2]
+    await pending(ready)

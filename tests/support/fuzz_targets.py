@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import torch
 from batches import engine_options
+from tgis.api.clients import Account, Clients
 from transformers import PreTrainedConfig
 
 from tgis import config
-from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
 from tgis.api.grpc.parsing import parse
 from tgis.engines.quantization.config import resolve_quantization

@@ -96,7 +96,7 @@ class EngineClient:
         """Queue the requests of one call; whatever is still open on leaving the block is cancelled."""
         self.process.check_alive()
         if not self._open:
-            self.process.watchdog.progress()
+            self.process.watchdog.progress(time.monotonic())
         self._open |= {output.request.id: output for output in outputs}
         self.process.send(messages.Submit([output.request for output in outputs], time.monotonic()))
         try:
@@ -114,14 +114,14 @@ class EngineClient:
         """Handle one message from the engine process."""
         match message:  # an engine that hangs in a step may still send what is not in the first three
             case messages.Step():
-                self.process.watchdog.progress()
+                self.process.watchdog.progress(time.monotonic())
                 self._deliver(message)
             case messages.PromptLogprobs():
-                self.process.watchdog.progress()
+                self.process.watchdog.progress(time.monotonic())
                 if output := self._open.get(message.id):
                     output.prompt_logprobs.append(message)
             case messages.Failed():
-                self.process.watchdog.progress()
+                self.process.watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
             case LookedUp():
                 _answer(self._lookups.get(message.lookup_id), message)

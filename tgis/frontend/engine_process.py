@@ -34,27 +34,25 @@ class EngineWatchdog:
     def __init__(self, now: float) -> None:
         self._ticked_at = now
         self._awake = 0.0  # seconds counted until then; so are the times below
-        self._last_progress, self._has_progressed = 0.0, False
+        self._last_progress = 0.0
         self._last_heartbeats = {0: 0.0}  # by rank; those of the others start while the model loads
 
     def tick(self, now: float) -> float:
         """Return by how many seconds this tick is late."""
         elapsed = now - self._ticked_at
         self._awake, self._ticked_at = self._time(now), now
-        if self._has_progressed:
-            self._last_progress, self._has_progressed = self._awake, False
         return max(elapsed - TICK_SECONDS, 0.0)
 
     def heartbeat(self, rank: int, now: float) -> None:
         self._last_heartbeats[rank] = self._time(now)
 
-    def progress(self) -> None:
-        """The engine has finished a step, or has got its first request; the next tick takes the time."""
-        self._has_progressed = True
+    def progress(self, now: float) -> None:
+        """The engine has finished a step, or has got its first request."""
+        self._last_progress = self._awake + min(now - self._ticked_at, TICK_SECONDS)  # inline: called for every step
 
     def seconds_stalled(self, now: float) -> float:
-        """Time since the tick after the last progress."""
-        return 0.0 if self._has_progressed else self._time(now) - self._last_progress
+        """Time since the last progress."""
+        return self._time(now) - self._last_progress
 
     def silence(self, now: float) -> str | None:
         """Which process of the engine has stopped sending heartbeats, and for how long."""
