@@ -49,8 +49,8 @@ class Encoding:
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
         """Spans in UTF-8 bytes of the text, end exclusive; (0, 0) for added special tokens."""
-        numbers = iter(self.packed_offsets)
-        return zip(numbers, numbers, strict=True)
+        bounds = iter(self.packed_offsets)
+        return zip(bounds, bounds, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
