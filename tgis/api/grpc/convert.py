@@ -1,6 +1,6 @@
 """Converts between proto messages and the values of the front end."""
 
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -169,12 +169,16 @@ def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
 
 
 def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
-    """Names and values of the fields that are set; the beginning of a list, as a tuple. Zero is not set, even -0.0,
-    unless the field is optional.
+    """Names and values of the fields that are set; of a list, the beginning. Zero is unset, even -0.0, unless the field
+    is optional.
     """
     for field, value in message.ListFields():
-        if value or field.has_presence:
-            yield field.name, tuple(value[:_MOST_ENTRIES]) if isinstance(value, MutableSequence) else value
+        if isinstance(value, MutableSequence):
+            yield field.name, tuple(value[:_MOST_ENTRIES])
+        elif isinstance(value, MutableMapping):
+            yield field.name, dict(value)
+        elif value or field.has_presence:
+            yield field.name, value
 
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:
