@@ -24,7 +24,6 @@ MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0  # to write answers that have begun
-BACKLOG = 128  # connections that wait to be accepted
 
 log = logging.getLogger(__name__)
 
@@ -43,33 +42,22 @@ class Connection(web.RequestHandler):
             keepalive_timeout=KEEPALIVE_SECONDS,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
-            max_line_size=MAX_HEAD_BYTES,
-            max_field_size=MAX_HEAD_BYTES,
         )
         self._server, self._read_seconds = server, read_seconds
-        self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if len(self._server.connections) > MAX_CONNECTIONS:
             cast("asyncio.Transport", transport).abort()
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self.transport is not None:
-            self._read_timer = asyncio.get_running_loop().call_later(self._read_seconds, self.transport.abort)
+        assert self.transport is not None
+        self._read_timer = asyncio.get_running_loop().call_later(self._read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stop_timer()
+        self._read_timer.cancel()
         super().resume_writing()
-
-    def _stop_timer(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
 
     def handle_error(
         self,
@@ -122,10 +110,8 @@ class HttpServer:
         self._listener = await asyncio.get_running_loop().create_server(
             lambda: Connection(server, self._config.client_timeout_seconds),
             sock=listener,
-            backlog=BACKLOG,
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_SECONDS if context else None,
-            ssl_shutdown_timeout=SHUTDOWN_SECONDS if context else None,
         )
         port: int = listener.getsockname()[1]
         return port
