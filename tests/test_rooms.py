@@ -31,12 +31,12 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "frontend": "errors ipc models tracing utils",
     "api": "config errors",
     "api/grpc": "api config errors frontend ipc pb security tracing utils",
-    "api/http": "api config errors frontend ipc security utils",
+    "api/http": "config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc models prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
-    "node": "api api/http config errors frontend ipc utils",
+    "node": "api/http config errors frontend ipc limits utils",
     "server": (
         "api api/grpc api/http api/openai api/tgi config errors frontend ipc limits models node prompts security "
         "startup_log tracing utils"

@@ -9,14 +9,14 @@ import time
 
 import msgspec
 
-from tgis.api.clients import Clients
+from tgis.api.http.app import HttpServer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.probes import Probes
-from tgis.api.http.server import HttpServer
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.frontend.engine_process import TICK_SECONDS, EngineProcess, wait_first
 from tgis.ipc.messages import EngineOptions
+from tgis.limits import admission
 from tgis.utils import stop_signals
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class Node:
     async def serve(self) -> int:
         started = time.monotonic()
         stop, hurry = stop_signals.futures()
-        probes = Probes(lambda: self._unhealthy_reason, tuple, HttpAuth(None, None, lambda: None))
-        http = HttpServer(self._config, self._config.port, probes.health_routes(), Clients(self._config))
+        probes = Probes(lambda: self._unhealthy_reason, bytes, HttpAuth(None, None, lambda: None))
+        http = HttpServer(self._config, self._config.port, probes.health_routes(), admission(self._config))
         try:
             port = await http.start()
             log.info("node %d of %d, probes on port %d", self._config.node_rank, self._config.nnodes, port)

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.calls import HttpApi
+from tgis.api.http.operations import HttpApi
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
@@ -43,7 +42,7 @@ from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
+from tgis.limits import adapter_store_options, admission, engine_options, placeholder_id, request_limits
 from tgis.models.convert.fast_tokenizer import ensure_tokenizer
 from tgis.models.convert.gguf import ensure_directory
 from tgis.models.convert.weights import ensure_weights, needs_conversion
@@ -136,6 +135,7 @@ class Server:
         self._adapter_store = adapter_store_options(config, self._limits)
         self._structured_output = False  # until it is known whether the tokenizer supports it
         self._clients = Clients(config)
+        self._admission = admission(config)
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         count = self._service_metrics.call_ended
         on_rejected = self._service_metrics.authentication_failure.inc
@@ -146,7 +146,6 @@ class Server:
         self._metrics: Metrics | None = None  # created when the engine reports its limits
         api_key = config.api_key.text if config.api_key else None
         self._http_auth = HttpAuth(self._tokens, api_key, on_rejected)
-        self._http_api = HttpApi(config, self._http_auth, self._clients, count)
         self._openai_api = OpenAIApi(config, AdapterCatalog(self._adapter_store), model.generation_config)
         self._chat_template: ChatTemplate | None = None
         self._tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.shown_model)
@@ -167,7 +166,8 @@ class Server:
         stop, hurry = stop_signals.futures()
         grpc_server = GrpcServer([self._servicer.handler()], self._config, self._calls, self._certificates)
         client = EngineClient()
-        http_ports = self._make_http_ports(client)
+        generator: asyncio.Future[Generator] = asyncio.get_running_loop().create_future()
+        http_ports = self._make_http_ports(client, generator)
         loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop(self._clients.awake))
         sweep = asyncio.create_task(self._clients.sweep_forever())
         try:
@@ -175,7 +175,7 @@ class Server:
             await grpc_server.start()
             self._service_metrics.engine_started(await client.start(self.engine_options()))
             if info := await self._wait_until_ready(client, stop):
-                self._start_serving(grpc_server, client, info, ports)
+                generator.set_result(self._start_serving(grpc_server, client, info, ports))
                 await self._monitor(grpc_server, client, stop)
             await self._drain(grpc_server, client, hurry)
             return self._exit_code(client, stop)
@@ -225,7 +225,7 @@ class Server:
 
     def _start_serving(
         self, grpc_server: GrpcServer, client: EngineClient, info: EngineInfo, ports: tuple[int, int, int | None]
-    ) -> None:
+    ) -> Generator:
         config = self._config
         server_info = ServerInfo(
             engine=info,
@@ -251,8 +251,10 @@ class Server:
             why_no_adapters=self._why_no_adapters(info),
             why_no_grammars=self._why_no_grammars(info),
         )
-        generator = Generator(server_info, client, self._decoder, lookups, self._metrics, self._tracer)
-        self._servicer.generator = self._http_api.generator = generator
+        generator = Generator(
+            server_info, client, self._decoder, lookups, self._metrics, self._tracer, admission=self._admission
+        )
+        self._servicer.generator = generator
         self._service_metrics.engine_ready(info, time.monotonic() - self._started)
         self._service_metrics.set_state(ServiceState.SERVING)
         self._unhealthy_reason = None
@@ -266,6 +268,7 @@ class Server:
         facts = {"engine": info.engine, "model_class": info.model_class, "device": info.device, "dtype": info.dtype}
         facts |= {"max_batch_size": str(info.max_batch_size), "token_capacity": str(info.token_capacity)}
         log.info("serving %s after %.1f s", config.shown_model, time.monotonic() - self._started, extra=facts)
+        return generator
 
     def _compare_vocabularies(self, info: EngineInfo) -> None:
         largest = self._tokenizer.max_token_id
@@ -302,7 +305,7 @@ class Server:
         """
         self._unhealthy_reason = client.died.result() if client.died.done() else "the server is shutting down"
         self._service_metrics.set_state(ServiceState.DRAINING)
-        self._clients.draining = True
+        self._clients.draining = self._admission.draining = True
         if client.died.done():
             self._service_metrics.engine_up.set(0)
         if (generator := self._servicer.generator) is None:
@@ -311,22 +314,25 @@ class Server:
         num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(grpc_server.refuse_calls())
-        await wait_first([asyncio.create_task(self._clients.wait_until_idle()), hurry], timeout=grace)
-        await self._clients.end_calls()
+        idle = asyncio.gather(self._clients.wait_until_idle(), self._admission.wait_until_idle())
+        await wait_first([idle, hurry], timeout=grace)
+        await asyncio.gather(self._clients.end_calls(), self._admission.end_calls())
         await grpc_server.stop()
         await stopped
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
         log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
 
-    def _make_http_ports(self, client: EngineClient) -> HttpPorts:
+    def _make_http_ports(self, client: EngineClient, generator: "asyncio.Future[Generator]") -> HttpPorts:
         batch_state = client.batch_state if self._config.debug_batch else None
         scrape = functools.partial(self._scrape, client)
         probes = Probes(lambda: self._unhealthy_reason, scrape, self._http_auth, batch_state)
+        count = self._service_metrics.call_ended
+        api = HttpApi(self._config, self._http_auth, self._admission, count, generator)
         openai = self._openai_api
         operations = [*TgiApi(self._config, openai.chat, openai.completions).operations(), *openai.operations()]
-        api_routes = [self._http_api.route(operation) for operation in operations]
+        api_routes = [api.route(operation) for operation in operations]
         pages = page_routes(operations, self._config.shown_model, needs_token=self._http_auth.needed)
-        return HttpPorts(self._config, probes, [*api_routes, *pages], self._clients, self._certificates)
+        return HttpPorts(self._config, probes, [*api_routes, *pages], self._admission, self._certificates)
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
         """Why adapters are unavailable, None if they are available."""
@@ -342,15 +348,13 @@ class Server:
         no_end = "structured output is not supported with this model: it has no token that ends an output"
         return None if info.has_end(self._eos_ids) else no_end
 
-    def _scrape(self, client: EngineClient) -> Iterator[bytes]:
+    def _scrape(self, client: EngineClient) -> bytes:
         self._service_metrics.set_lora_adapters(*client.lora_adapters())
         self._service_metrics.set_log_lines_dropped(logs.num_dropped_lines() + client.num_dropped_log_lines)
         self._service_metrics.resident_cache.set(client.resident_cache_bytes)
         if self._certificates:
             self._service_metrics.set_certificate_expiry(self._certificates.expiry)
-        yield from self._service_metrics.scrape()
-        if self._metrics:
-            yield from self._metrics.scrape()
+        return self._service_metrics.scrape() + (self._metrics.scrape() if self._metrics else b"")
 
     def _exit_code(self, client: EngineClient, stop: asyncio.Future[None]) -> int:
         if stop.done() and not client.died.done():

@@ -17,12 +17,12 @@ from http_port import NO_AUTH
 from mounted_secret import Clock, Secret
 
 from benchmarks.certificates import make_pair
-from tgis.api.clients import Clients
 from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState
+from tgis.limits import admission
 from tgis.security.bearer import caller_identity
 from tgis.security.tls import Certificates
 
@@ -38,8 +38,8 @@ async def serving(certificates: Certificates | None = None, **options: Any) -> A
     async def batch_state() -> BatchState:
         raise Unavailable("no engine")
 
-    probes, routes = Probes(lambda: None, list, NO_AUTH, batch_state), [web.get("/identity", identity)]
-    ports = HttpPorts(config, probes, routes, Clients(config), certificates)
+    probes, routes = Probes(lambda: None, bytes, NO_AUTH, batch_state), [web.get("/identity", identity)]
+    ports = HttpPorts(config, probes, routes, admission(config), certificates)
     numbers = await ports.start()
     try:
         yield numbers

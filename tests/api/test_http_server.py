@@ -1,29 +1,30 @@
-"""What the routes of all HTTP APIs share: tokens, bodies, errors, streams, origins, TLS, and clients that misbehave."""
+"""What the calls of all HTTP APIs share: tokens, bodies, errors, streams, origins, limits, and the end of a server."""
 
 import asyncio
 import gzip
-from collections import Counter
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import http_port
 import pytest
-from aiohttp import StreamReader, web
+from aiohttp import web
 from harness import run_async
 
-from tgis.api import clients
-from tgis.api.clients import Clients
-from tgis.api.http import event_stream
+from tgis.api.http import app, sse
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.calls import HttpApi, HttpCall, receive
-from tgis.api.http.event_stream import EventStream
-from tgis.api.http.operations import ErrorFormat, HttpError, Operation
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.errors import ErrorFormat, HttpError
+from tgis.api.http.operations import HttpApi, Operation
 from tgis.config import Config
 from tgis.errors import RequestError
+from tgis.limits import admission
 from tgis.security.bearer import TokenFile
+from tgis.utils.options import Secret
 
 
 def plain(error: RequestError) -> tuple[int, str]:
@@ -34,48 +35,112 @@ def plain(error: RequestError) -> tuple[int, str]:
 ERRORS = ErrorFormat("plain", str, plain, b"[DONE]")
 
 
+class Api:
+    """A server of operations, and what it counts."""
+
+    def __init__(self, *operations: Operation, loaded: bool = True, **options: Any) -> None:
+        self.config = Config(model_name="m", **options)
+        self.limits = admission(self.config)
+        self.counted: list[tuple[str, str, str]] = []
+        self.refused: list[str] = []
+        self.generator: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        metrics = SimpleNamespace(
+            request_started=lambda kind, number: self.refused.append(f"{kind} {number}"),
+            request_failed=self.refused.append,
+        )
+        if loaded:
+            self.generator.set_result(SimpleNamespace(metrics=metrics))
+        tokens = TokenFile(self.config.auth_token_path) if self.config.auth_token_path else None
+        auth = HttpAuth(tokens, self.config.api_key.text if self.config.api_key else None, lambda: None)
+        api = HttpApi(self.config, auth, self.limits, lambda *call: self.counted.append(call), self.generator)
+        self.routes = [api.route(operation) for operation in operations]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[aiohttp.ClientSession]:
+        options = {"payload_limit": self.config.payload_limit, "cors_allow_origin": self.config.cors_allow_origin}
+        options["client_timeout_seconds"] = self.config.client_timeout_seconds
+        async with (
+            http_port.serving(self.routes, self.limits, **options) as port,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+        ):
+            yield client
+
+
 @asynccontextmanager
-async def serving(routes: list[web.RouteDef], **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of a server with these routes."""
-    async with (
-        http_port.serving(routes, **options) as port,
-        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
-    ):
+async def serving(*operations: Operation, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+    async with Api(*operations, **options).serving() as client:
         yield client
 
 
-async def echo_body(request: web.Request) -> web.Response:
-    try:
-        return web.Response(body=await receive(request))
-    except RequestError as error:
-        return ERRORS.response(error)
+async def echo_body(call: HttpCall) -> web.Response:
+    return web.Response(body=call.data)
 
 
-BODY = web.post("/body", echo_body)
+ECHO = Operation("POST", "/body", echo_body, ERRORS, "body", "Echo", (str,))
+JSON = {"Content-Type": "application/json"}
+
+
+def events(
+    number: int = 3, content: bytes = b"{}", pause: float = 0.0, ended: "asyncio.Future[int] | None" = None
+) -> Operation:
+    """A stream; `ended` gets how many events could be sent."""
+
+    async def handle(call: HttpCall) -> web.StreamResponse:
+        stream, sent = call.event_stream({"x-extra": "1"}), 0
+        try:
+            while sent < number:
+                await stream.send(content)
+                sent += 1
+                await asyncio.sleep(pause)
+        finally:
+            if ended is not None:
+                ended.set_result(sent)
+        return stream.response
+
+    return Operation("GET", "/events", handle, ERRORS, "events", "Stream")
+
+
+def answering(*outcomes: Any) -> Operation:
+    """An operation that raises an error, awaits a future or returns a response."""
+
+    async def handle(call: HttpCall) -> web.StreamResponse:
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            if isinstance(outcome, asyncio.Future):
+                await outcome
+        return web.Response(text="done")
+
+    return Operation("GET", "/thing", handle, ERRORS, "thing", "A thing")
+
+
+# --- bodies ---
 
 
 @run_async
 async def test_a_body_of_the_largest_size_is_read() -> None:
-    async with serving([BODY], payload_limit=100) as client:
+    async with serving(ECHO, payload_limit=100) as client:
         for content in (b"", b"x" * 100):
-            async with client.post("/body", data=content, headers={"Content-Type": "application/json"}) as answer:
+            async with client.post("/body", data=content, headers=JSON) as answer:
                 assert (answer.status, await answer.read()) == (200, content)
 
 
-async def parts(*contents: bytes, pause: float = 0.0) -> AsyncIterator[bytes]:
+async def parts(*contents: bytes) -> AsyncIterator[bytes]:
     for content in contents:
         yield content
-        await asyncio.sleep(pause)
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 @run_async
 async def test_a_larger_one_is_413(chunked: bool) -> None:
-    async with serving([BODY], payload_limit=100) as client:
+    api = Api(ECHO, payload_limit=100)
+    async with api.serving() as client:
         data: Any = parts(b"x" * 60, b"x" * 41) if chunked else b"x" * 101
-        async with client.post("/body", data=data, headers={"Content-Type": "application/json"}) as answer:
+        async with client.post("/body", data=data, headers=JSON) as answer:
             assert answer.status == 413
             assert "PAYLOAD_LIMIT" in await answer.json()
+    assert api.refused == ["single 1", "validation"]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +157,17 @@ async def test_a_larger_one_is_413(chunked: bool) -> None:
 @run_async
 async def test_only_json_is_read(content_type: str, status: int) -> None:
     headers = {"Content-Type": content_type}
-    async with serving([BODY]) as client, client.post("/body", data=b"{}", headers=headers) as answer:
+    async with serving(ECHO) as client, client.post("/body", data=b"{}", headers=headers) as answer:
         assert answer.status == status
+
+
+@run_async
+async def test_compressed_bodies_are_415() -> None:
+    headers = {**JSON, "Content-Encoding": "gzip"}
+    data = gzip.compress(b"{}")
+    async with serving(ECHO) as client, client.post("/body", data=data, headers=headers) as answer:
+        assert answer.status == 415
+        assert "Content-Encoding" in await answer.json()
 
 
 JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -104,89 +178,42 @@ async def connect(client: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, 
     return await asyncio.open_connection(client._base_url.host, client._base_url.port)
 
 
-async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+async def exchange(client: aiohttp.ClientSession, sent: bytes) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    reader, writer = await connect(client)
+    writer.write(sent)
     try:
         return await reader.read()
     except ConnectionResetError:
         return b""
-
-
-@run_async
-async def test_compressed_bodies_are_415() -> None:
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    data = gzip.compress(b"{}")
-    async with serving([BODY]) as client, client.post("/body", data=data, headers=headers) as answer:
-        assert answer.status == 415
-        assert "Content-Encoding" in await answer.json()
-
-
-SMALL_CHUNKS = b"1\r\nx\r\n" * 150_000
-
-
-@pytest.mark.parametrize(
-    ("path", "payload_limit", "status"),
-    [("/body", 2_000_000, 200), ("/body", 160_000, 413), ("/events", 2_000_000, 200)],
-)
-@run_async
-async def test_small_chunks_do_not_hold_the_event_loop(
-    path: str, payload_limit: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parser calls Python for each chunk; whether anybody reads them or not."""
-    received, most, end_of_chunk = 0, 0, StreamReader.end_http_chunk_receiving
-
-    def count(self: StreamReader) -> None:
-        nonlocal received
-        received += 1
-        end_of_chunk(self)
-
-    async def watch() -> None:
-        nonlocal most, received
-        while True:
-            most, received = max(most, received), 0
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(StreamReader, "end_http_chunk_receiving", count)
-    async with serving([BODY, events_route(1)], payload_limit=payload_limit) as client:
-        watching = asyncio.create_task(watch())
-        reader, writer = await connect(client)
-        method = b"GET" if path == "/events" else b"POST"
-        head = JSON_HEAD.replace(b"POST /body", method + b" " + path.encode())
-        writer.write(head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + SMALL_CHUNKS + b"0\r\n\r\n")
-        answer = await read_to_end(reader)
-        watching.cancel()
-        writer.close()
-    assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert 0 < most < 10_000
-
-
-@run_async
-async def test_a_body_that_does_not_arrive_ends_the_call() -> None:
-    async with serving([BODY], client_timeout_seconds=0.1) as client:
-        reader, writer = await connect(client)
-        writer.write(JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
-        answer = await reader.readuntil(b"has not arrived within 0.1 s")
-        assert answer.startswith(b"HTTP/1.1 503 ")  # this API's status for it
+    finally:
         writer.close()
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.1])
 @run_async
-async def test_a_body_that_is_framed_wrongly_is_400(pause: float) -> None:
-    async with serving([BODY]) as client:
-        reader, writer = await connect(client)
-        async for part in parts(JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"zz secret\r\n", pause=pause):
-            writer.write(part)
-        answer = await reader.read()
-        assert answer.split()[1] == b"400"
-        assert b"\r\nConnection: close\r\n" in answer
-        assert b"secret" not in answer
-        writer.close()
+async def test_a_late_body_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "LINGER_SECONDS", 0.1)
+    api = Api(ECHO, client_timeout_seconds=0.1)
+    async with api.serving() as client:
+        answer = await exchange(client, JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
+    assert answer.startswith(b"HTTP/1.1 503 ")  # this API's status for it
+    assert b"\r\nConnection: close\r\n" in answer
+    assert answer.endswith(b'"the message has not arrived within 0.1 s"')
+    assert api.counted == [("plain", "/body", "503")]
+
+
+@run_async
+async def test_a_malformed_body_is_400() -> None:
+    async with serving(ECHO) as client:
+        answer = await exchange(client, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz secret\r\n")
+    assert answer.split()[1] == b"400"
+    assert b"secret" not in answer
 
 
 @run_async
 async def test_a_large_body_right_behind_its_head_is_read() -> None:
     content = b"x" * (4 << 20)
-    async with serving([BODY], payload_limit=len(content)) as client:
+    async with serving(ECHO, payload_limit=len(content)) as client:
         reader, writer = await connect(client)
         for _ in range(2):  # the second request over the same connection
             writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
@@ -196,54 +223,29 @@ async def test_a_large_body_right_behind_its_head_is_read() -> None:
         writer.close()
 
 
-@run_async
-async def test_only_so_many_bodies_may_arrive_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_RECEIVING_BYTES", 2 << 20)
-    async with serving([BODY], grpc_max_message_bytes=1 << 20) as client:
-        slow = []
-        for _ in range(4):
-            slow.append(await connect(client))
-            slow[-1][1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
-        gone = [asyncio.create_task(read_to_end(reader)) for reader, _ in slow]
-        await asyncio.wait(gone[:2])  # two may go on
-        assert not any(task.done() for task in gone[2:])
-        for _, writer in slow[2:]:
-            writer.write(b"x" * 10)
-            writer.write_eof()
-        answers = await asyncio.gather(*gone)
-        assert [answer.split(b"\r\n")[0] for answer in answers] == [b"", b"", *[b"HTTP/1.1 200 OK"] * 2]
-        for _, writer in slow:
-            writer.close()
-
-
-def events_route(
-    number: int = 3, content: bytes = b"{}", pause: float = 0.0, ended: "asyncio.Future[int] | None" = None
-) -> web.RouteDef:
-    """A stream; `ended` gets how many events could be sent."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        events, sent = EventStream(request, {"x-extra": "1"}), 0
-        try:
-            while sent < number:
-                await events.send(content)
-                sent += 1
-                await asyncio.sleep(pause)
-        finally:
-            events.close()
-            if ended is not None:
-                ended.set_result(sent)
-        return events.response
-
-    return web.get("/events", handle)
+# --- streams and readers ---
 
 
 @run_async
 async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.02)
-    async with serving([events_route(number=1, pause=0.2)]) as client, client.get("/events") as answer:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
+    async with serving(events(number=1, pause=0.2)) as client, client.get("/events") as answer:
+        assert answer.headers["x-request-id"]
         content = await answer.read()
     assert content.startswith(b"data: {}\n\n:\n\n:\n\n")
     assert content.count(b":\n\n") <= 10
+
+
+@run_async
+async def test_a_stream_that_fails_after_it_has_begun_says_so_in_an_event() -> None:
+    async def handle(call: HttpCall) -> web.StreamResponse:
+        await call.event_stream({}).send(b"{}")
+        raise HttpError(418, "it broke")
+
+    api = Api(Operation("GET", "/events", handle, ERRORS, "events", "Stream"))
+    async with api.serving() as client, client.get("/events") as answer:
+        assert (answer.status, await answer.read()) == (200, b'data: {}\n\ndata: "it broke"\n\ndata: [DONE]\n\n')
+    assert api.counted == [("plain", "/events", "418")]
 
 
 @run_async
@@ -251,96 +253,53 @@ async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> N
     """What the sockets take is the kernel's."""
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     content = b"x" * 1000
-    async with serving([events_route(10**6, content, 0.0, ended)], client_timeout_seconds=0.1) as client:
+    api = Api(events(10**6, content, 0.0, ended), client_timeout_seconds=0.1)
+    async with api.serving() as client:
         reader, writer = await connect(client)
         writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readline()
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         assert await ended * len(content) < 32 << 20
         writer.close()
+    assert api.counted == [("plain", "/events", "499")]
+
+
+# --- connections ---
 
 
 @run_async
-async def test_a_connection_that_has_been_slow_to_read_waits_again_afterwards() -> None:
-    async def large(_request: web.Request) -> web.Response:
-        return web.Response(body=b"x" * (32 << 20))
-
-    async with serving([web.get("/large", large)], client_timeout_seconds=0.5) as client:
-        reader, writer = await connect(client)
-        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(32 << 20)
-        writer.write(b"GET /large HTT")  # and no more
-        assert await read_to_end(reader) == b""
-        writer.close()
+async def test_a_late_head_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "KEEPALIVE_SECONDS", 0.1)
+    async with serving(ECHO) as client:
+        assert await exchange(client, b"POST /body HTT") == b""
+        answer = await exchange(client, JSON_HEAD + b"Content-Length: 2\r\n\r\n{}" + b"POST /body HTT")
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @run_async
-async def test_connections_take_turns() -> None:
-    """However many ask at once, whoever else uses the event loop goes on between them."""
-    iteration, begun = 0, Counter[int]()
-
-    async def handle(_request: web.Request) -> web.Response:
-        begun[iteration] += 1
-        return web.Response()
-
-    async def watch() -> None:
-        nonlocal iteration
-        while True:
-            iteration += 1
-            await asyncio.sleep(0)
-
-    async with serving([web.get("/thing", handle)]) as client:
-        connections = [await connect(client) for _ in range(20)]
-        watching = asyncio.create_task(watch())
-        for _, writer in connections:
-            writer.write(b"GET /thing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        answers = await asyncio.gather(*(read_to_end(reader) for reader, _ in connections))
-        watching.cancel()
-        for _, writer in connections:
-            writer.close()
-    assert {answer.split(b" ", 2)[1] for answer in answers} == {b"200"}
-    assert begun.total() == 20
-    assert max(begun.values()) == 2
-
-
-@run_async
-async def test_at_the_limit_the_oldest_connection_that_waits_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_CONNECTIONS", 3)
-    async with serving([events_route(number=10**6, pause=0.001), BODY]) as client:
-        busy, half, idle = [await connect(client) for _ in range(3)]
-        busy[1].write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await busy[0].readuntil(b"data: ")
-        half[1].write(JSON_HEAD + b"Content-Length: 50\r\n\r\n" + b"x" * 40)
-        for _ in range(5):  # after some iterations of the event loop, its body is read
-            await busy[0].readuntil(b"data: ")
-        more = await connect(client)
-        assert await read_to_end(half[0]) == b""
-        last = await connect(client)
-        assert await read_to_end(idle[0]) == b""
-        await busy[0].readuntil(b"data: ")  # its client reads
-        for _, writer in (busy, half, idle, more, last):
+async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", 3)
+    async with serving(answering()) as client:
+        held = [await connect(client) for _ in range(3)]
+        assert await exchange(client, b"") == b""
+        held[0][1].close()
+        await held[0][1].wait_closed()
+        async with client.get("/thing") as answer:
+            assert answer.status == 200
+        for _, writer in held:
             writer.close()
 
 
-def api_route(**options: Any) -> web.RouteDef:
-    """A route of an API that has no model yet."""
-    tokens = TokenFile(options["auth_token_path"]) if "auth_token_path" in options else None
-
-    async def handle(_call: HttpCall) -> web.StreamResponse:
-        raise AssertionError
-
-    config = Config(model_name="m")
-    api = HttpApi(config, HttpAuth(tokens, options.get("api_key"), lambda: None), Clients(config), lambda *_: None)
-    return api.route(Operation("GET", "/thing", handle, ERRORS, "thing", "A thing"))
+# --- calls ---
 
 
 @run_async
 async def test_without_a_model_calls_fail_and_have_an_id() -> None:
-    async with serving([api_route()]) as client:
+    async with serving(answering(), loaded=False) as client:
         async with client.get("/thing", headers={"X-Request-Id": "my id"}) as answer:
             assert (answer.status, await answer.json()) == (503, "the model is still loading")
             assert answer.headers["x-request-id"] == "my id"
+            assert answer.headers["Retry-After"] == "1"
         async with client.get("/thing", headers={"X-Correlation-Id": "other"}) as answer:
             assert answer.headers["x-request-id"] == "other"
         async with client.get("/thing") as one, client.get("/thing") as other:
@@ -348,11 +307,44 @@ async def test_without_a_model_calls_fail_and_have_an_id() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (RecursionError(), 400, "the body is nested too deeply"),
+        (ZeroDivisionError(), 500, "internal error: ZeroDivisionError"),
+        (TimeoutError(), 500, "internal error: TimeoutError"),
+    ],
+)
+@run_async
+async def test_errors_of_handlers(error: Exception, status: int, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(answering(error)) as client, client.get("/thing") as answer:
+        assert (answer.status, await answer.json()) == (status, text)
+    assert len(caplog.records) == (status == 500)
+
+
+@run_async
+async def test_further_calls_and_bytes_are_refused() -> None:
+    api = Api(ECHO, max_concurrent_requests=1, max_call_memory_mb=1)
+    async with api.serving() as client:
+        api.limits.calls.limit = 1
+        reader, writer = await connect(client)
+        writer.write(JSON_HEAD + b"Content-Length: 2\r\n\r\n{")
+        await asyncio.sleep(0.05)
+        async with client.post("/body", data=b"{}", headers=JSON) as answer:
+            assert await answer.json() == "Model is overloaded"
+            assert answer.headers["Retry-After"] == "1"
+        writer.write(b"}")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+        async with client.post("/body", data=io.BytesIO(b"x" * ((1 << 20) + 1)), headers=JSON) as answer:
+            assert await answer.json() == "Model is overloaded"
+
+
+@pytest.mark.parametrize(
     ("authorization", "status"),
     [
-        ("Bearer of-file", 503),
-        ("bearer of-file", 503),
-        ("Bearer key", 503),
+        ("Bearer of-file", 200),
+        ("bearer of-file", 200),
+        ("Bearer key", 200),
         ("Bearer Key", 401),
         ("Bearer ", 401),
         ("key", 401),
@@ -363,9 +355,9 @@ async def test_without_a_model_calls_fail_and_have_an_id() -> None:
 @run_async
 async def test_tokens(authorization: str | None, status: int, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("of-file\n")
-    route = api_route(auth_token_path=tmp_path / "tokens", api_key="key")
     headers = {} if authorization is None else {"Authorization": authorization}
-    async with serving([route]) as client, client.get("/thing", headers=headers) as answer:
+    options = {"auth_token_path": tmp_path / "tokens", "api_key": Secret("key")}
+    async with serving(answering(), **options) as client, client.get("/thing", headers=headers) as answer:
         assert answer.status == status
         assert answer.headers.get("WWW-Authenticate") == ("Bearer" if status == 401 else None)
 
@@ -379,7 +371,7 @@ PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}
 )
 @run_async
 async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
-    async with serving([api_route(), events_route()], cors_allow_origin=origins) as client:
+    async with serving(answering(), events(), cors_allow_origin=origins) as client:
         async with client.options("/thing", headers=PREFLIGHT) as answer:
             assert answer.status == (200 if origins else 405)
             assert answer.headers.get("Access-Control-Allow-Origin") == allowed
@@ -387,3 +379,60 @@ async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
         for path in ("/thing", "/events"):
             async with client.get(path, headers={"Origin": "https://a"}) as answer:
                 assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+
+
+# --- the end of a server ---
+
+
+@run_async
+async def test_a_drain_waits_for_running_calls_but_not_for_bodies() -> None:
+    finish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    api = Api(ECHO, answering(finish))
+    async with api.serving() as client:
+        _, late = await connect(client)
+        late.write(JSON_HEAD + b"Content-Length: 2\r\n\r\n{")
+        running = asyncio.create_task(client.get("/thing"))
+        await asyncio.sleep(0.05)
+        api.limits.draining = True
+        idle = asyncio.create_task(api.limits.wait_until_idle())
+        async with client.post("/body", data=b"{}", headers=JSON) as answer:
+            assert (answer.status, await answer.json()) == (503, "the server is shutting down")
+            assert answer.headers["Connection"] == "close"
+        assert not idle.done()
+        finish.set_result(None)
+        await asyncio.wait_for(idle, 5)
+        assert (await (await running).text()) == "done"
+        late.close()
+
+
+@run_async
+async def test_the_end_of_a_drain_ends_calls_and_their_clients_read_it() -> None:
+    api = Api(answering(asyncio.get_running_loop().create_future()), events(10**6, pause=0.01))
+    async with api.serving() as client:
+        running = asyncio.create_task(client.get("/thing"))
+        stream = await client.get("/events")
+        await stream.content.readline()
+        await asyncio.sleep(0.05)
+        api.limits.draining = True
+        await api.limits.end_calls()
+        answer = await running
+        assert (answer.status, await answer.json()) == (503, "the server is shutting down")
+        assert (await stream.read()).endswith(b'data: "the server is shutting down"\n\ndata: [DONE]\n\n')
+
+
+@run_async
+async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
+    async def handle(_call: HttpCall) -> web.Response:
+        return web.Response(body=b"x" * (32 << 20))
+
+    api = Api(Operation("GET", "/large", handle, ERRORS, "large", "Large"))
+    async with api.serving() as client:
+        reader, writer = await connect(client)
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        idle = asyncio.create_task(api.limits.wait_until_idle())
+        await asyncio.sleep(0.1)
+        assert not idle.done()
+        await reader.readexactly(32 << 20)
+        await asyncio.wait_for(idle, 5)
+        writer.close()

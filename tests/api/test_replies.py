@@ -8,7 +8,7 @@ import pytest
 
 from tgis.api.clients import Account, Clients
 from tgis.api.grpc import convert
-from tgis.api.http.calls import best_first
+from tgis.api.http.responses import best_first
 from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput, TokenInfo

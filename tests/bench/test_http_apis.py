@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 counter.inc(count)
             self.answers.ahead.step_tokens.observe(4)
             self.answers.ahead.step_tokens.observe(3)
-            return self._answer(200, b"".join(self.answers.families.scrape()))
+            return self._answer(200, self.answers.families.scrape())
         models = {"/info": {"model_id": "m"}, "/v1/models": {"data": [{"id": "m"}]}}
         return self._answer(200, models[self.path])
 

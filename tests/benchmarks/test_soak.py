@@ -81,10 +81,10 @@ def make_calls(server: Metrics, log: ClientLog) -> None:
 def discrepancies_after(change: Callable[[Metrics, ClientLog], object]) -> list[str]:
     """The discrepancies after these calls and one change."""
     server, log = make_metrics(), ClientLog()
-    before = reconcile.parse_metrics(b"".join(server.scrape()).decode())
+    before = reconcile.parse_metrics(server.scrape().decode())
     make_calls(server, log)
     change(server, log)
-    return list(reconcile.discrepancies(before, reconcile.parse_metrics(b"".join(server.scrape()).decode()), log))
+    return list(reconcile.discrepancies(before, reconcile.parse_metrics(server.scrape().decode()), log))
 
 
 def test_matching_counters_reconcile() -> None:

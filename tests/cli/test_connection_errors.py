@@ -16,9 +16,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from benchmarks.certificates import make_pair
 from tgis.__main__ import run
-from tgis.api.clients import Clients
-from tgis.api.http.server import HttpServer
+from tgis.api.http.app import HttpServer
 from tgis.config import Config
+from tgis.limits import admission
 from tgis.security.tls import Certificates, TlsFiles
 
 CA = ("--ca-cert", "ca.crt")
@@ -76,7 +76,7 @@ def serving_http(certificates: Certificates | None, *routes: web.RouteDef) -> It
 
     async def start() -> tuple[HttpServer, int]:
         config = Config(model_name="m", bind_address="127.0.0.1")
-        server = HttpServer(config, 0, routes, Clients(config), certificates)
+        server = HttpServer(config, 0, routes, admission(config), certificates)
         return server, await server.start()
 
     server, port = run(start())

@@ -3,7 +3,6 @@
 import itertools
 import re
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -99,7 +98,7 @@ def test_buckets(metrics: Metrics) -> None:
 
 
 def test_every_family_has_help_and_type_once_and_nothing_is_created(metrics: Metrics) -> None:
-    text = b"".join(metrics.scrape()).decode()
+    text = metrics.scrape().decode()
     helped = re.findall(r"^# HELP (\S+) \S", text, re.MULTILINE)
     typed = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert helped == typed
@@ -128,8 +127,7 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     output.timings = RequestTimings(now - 4.0, now - 3.5, now - 3.0, now - 2.0, now)
     output.num_tokens = output.num_generated = num_tokens
     output.stop_reason = StopReason.EOS_TOKEN
-    account: Any = None
-    call = GenerateCall(CallKind.STREAM, ["text"], ["text"], RawParams(), account)
+    call = GenerateCall(CallKind.STREAM, ["text"], ["text"], RawParams(), b"")
     with RequestLog(call, metrics, log_text=False) as log:
         log.submitted([output])
         log.finish(output)

@@ -45,7 +45,7 @@ def test_an_engine_process_that_is_gone_has_no_memory(metrics: ServiceMetrics) -
 async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
     model = make_fake_model(tmp_path / "model")
     server = prepare(read(MODEL_NAME=str(model), DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=str(tmp_path)))
-    scrape = b"".join(server._scrape(EngineClient())).decode()
+    scrape = server._scrape(EngineClient()).decode()
     for line in ('tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"):
         assert line in scrape.splitlines()
 

@@ -7,31 +7,31 @@ from typing import Any
 
 from aiohttp import web
 
-from tgis.api.clients import Clients
+from tgis.api.http.app import HttpServer
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.calls import HttpApi
+from tgis.api.http.operations import HttpApi
 from tgis.api.http.pages.routes import page_routes
-from tgis.api.http.server import HttpServer
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
+from tgis.frontend.admission import Admission
+from tgis.limits import admission
 from tgis.prompts.catalog import AdapterCatalog
 
 NO_AUTH = HttpAuth(None, None, lambda: None)
 
 
 @asynccontextmanager
-async def serving(routes: Sequence[web.RouteDef], **options: Any) -> AsyncIterator[int]:
-    """A port with these routes, and what ends clients that are too slow."""
+async def serving(
+    routes: Sequence[web.RouteDef], limits: Admission | None = None, **options: Any
+) -> AsyncIterator[int]:
+    """A port with these routes."""
     config = Config(model_name="m", **{"bind_address": "127.0.0.1", **options})
-    clients = Clients(config)
-    server = HttpServer(config, 0, routes, clients)
+    server = HttpServer(config, 0, routes, limits or admission(config))
     port = await server.start()
-    sweep = asyncio.create_task(clients.sweep_forever())
     try:
         yield port
     finally:
-        sweep.cancel()
         await server.stop()
 
 
@@ -41,7 +41,7 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     config = Config(model_name="m")
     openai = OpenAIApi(config, AdapterCatalog(None), {})
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
-    api = HttpApi(config, NO_AUTH, Clients(config), lambda *_: None)
+    api = HttpApi(config, NO_AUTH, admission(config), lambda *_: None, asyncio.Future())
     async with serving(
         [*map(api.route, operations), *page_routes(operations, "m", needs_token=False)], **options
     ) as port:

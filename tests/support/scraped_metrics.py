@@ -22,13 +22,13 @@ def full_scrape() -> str:
     service.call_ended("grpc", "Generate", "OK")
     service.set_certificate_expiry({"server": 1.0})
     service.set_lora_adapters({"a"}, {"b"})
-    return b"".join([*service.scrape(), *make_metrics().scrape()]).decode()
+    return (service.scrape() + make_metrics().scrape()).decode()
 
 
 def samples(metrics: Metrics | ServiceMetrics) -> dict[str, dict[Series, float]]:
     """Every sample of a scrape: name as in the text, labels, value."""
     found: dict[str, dict[Series, float]] = {}
-    for line in b"".join(metrics.scrape()).decode().splitlines():
+    for line in metrics.scrape().decode().splitlines():
         if not line.startswith("#"):
             head, value = line.rsplit(" ", 1)
             name, _, labels = head.partition("{")

@@ -2,7 +2,6 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tgis.frontend.sampling_params import RawParams
 from tgis.tracing import Headers
@@ -14,28 +13,6 @@ class CallKind(enum.StrEnum):
     SINGLE = "single"
     BATCH = "batch"
     STREAM = "stream"
-
-
-class Account(Protocol):
-    """What a call holds of what its client may hold, and all clients together."""
-
-    client: bytes  # empty: nobody knows which
-
-    @property
-    def max_inputs(self) -> int:
-        """How many inputs a call of this client can have at any time."""
-
-    def charge(self, num_bytes: int) -> None:
-        """Hold more memory until the call ends; RequestError if there is not so much."""
-
-    def take_places(self, num_inputs: int) -> None:
-        """Hold places for inputs in flight; Overloaded if there are too few, Unavailable at the end of the server."""
-
-    def output_complete(self, unread_bytes: int) -> None:
-        """Give the places back although the client has yet to read so much, if that is not too much."""
-
-    def give_back_places(self) -> None:
-        """Hold no places any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +27,7 @@ class GenerateCall:
     texts: list[str]  # empty ones for inputs that are token ids
     fields: list[str]  # longer than `texts` where an input is missing
     params: RawParams
-    account: Account
+    client: bytes  # the key in quotas, empty if unknown
     token_ids: list[list[int]] | None = None  # the inputs, where they come tokenized
     api: str = "grpc"  # through which it came
     identity: bytes = b""  # of the caller
@@ -70,7 +47,7 @@ class TokenizeCall:
 
     texts: list[str]
     num_bytes: int  # of the message
-    account: Account
+    client: bytes
     truncate_input_tokens: int  # keep the last so many; 0 keeps all
     return_tokens: bool
     return_offsets: bool

@@ -42,13 +42,13 @@ class EngineClient(EngineProcess):
 
     def queued(self) -> list[Request]:
         """The open requests that have never been scheduled."""
-        return [output.request for output in self._open.values() if not output.timings.scheduled]
+        return [output.request for output in list(self._open.values()) if not output.timings.scheduled]
 
     def lora_adapters(self) -> tuple[set[str], set[str]]:
         """Ids of the LoRA adapters of running requests, and of those that only queued requests use."""
         running: set[str] = set()
         waiting: set[str] = set()
-        for output in self._open.values():
+        for output in list(self._open.values()):
             if (adapter := output.request.adapter) and not adapter.length:
                 (running if output.timings.scheduled else waiting).add(adapter.id)
         return running, waiting - running

@@ -12,6 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, QueueFull
+from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_client import EngineClient
@@ -28,11 +29,6 @@ from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
 MAX_TOKENIZE_INPUTS = 10_000  # texts of a call to Tokenize
-# What calls hold in the memory of this process, in bytes, as measured.
-_INPUT_BYTES = 2048  # of an input: its message, request, queue and output, without the text
-_DETAIL_BYTES = 32  # of an input token or a candidate for it: as the engine sends it, and in the reply
-_TOKENS_PER_BYTE = 16  # ids and strings for a byte of a text in Tokenize, those in the reply included
-_OFFSETS_PER_BYTE = 24
 _TOKENS_PER_MICROSECOND = 16  # of inputs, to make requests of them
 _MICROSECONDS_PER_TOKEN = 10  # of an output, to make text of it
 
@@ -59,8 +55,11 @@ class Generator:
         lookups: Lookups,
         metrics: Metrics,
         tracer: Tracer | None = None,
+        *,
+        admission: Admission,
     ) -> None:
         self.server_info = server_info
+        self._quotas = admission
         self._tracer = tracer
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
@@ -101,7 +100,6 @@ class Generator:
         Of several outputs, whichever has something new comes next; `RequestOutput.index` tells them apart.
         """
         async with self._running(call) as (inbox, _):
-            inbox.on_end = call.account.output_complete
             for output in inbox.outputs:
                 yield output.first_chunk()
             num_open = len(inbox.outputs)
@@ -121,8 +119,6 @@ class Generator:
         self.metrics.tokenize.count.inc()
         self.metrics.tokenize.input_count.inc(len(call.texts))
         _check_num_inputs(len(call.texts), MAX_TOKENIZE_INPUTS)
-        per_byte = _TOKENS_PER_BYTE * call.return_tokens + _OFFSETS_PER_BYTE * call.return_offsets
-        call.account.charge(_INPUT_BYTES * len(call.texts) + per_byte * call.num_bytes)
         if call.adapter:
             with ExitStack() as kept:
                 await self._lookups.adapter(call.adapter, kept)
@@ -163,18 +159,17 @@ class Generator:
     def _admission(self, call: GenerateCall) -> Iterator[None]:
         """Count the inputs of the call as in flight; reject instead of waiting."""
         num_inputs = call.num_outputs
-        _check_num_inputs(num_inputs, call.account.max_inputs)
-        call.account.charge(_INPUT_BYTES * num_inputs)
-        call.account.take_places(num_inputs)
+        inputs = self._quotas.inputs
+        _check_num_inputs(num_inputs, inputs.per_client if call.client else inputs.limit)
         self.num_inputs += num_inputs
         try:
-            yield
+            with inputs.hold(call.client, num_inputs):
+                yield
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += num_inputs
             raise
         finally:
             self.num_inputs -= num_inputs
-            call.account.give_back_places()
 
     async def _prepare(
         self, call: GenerateCall, params: RawParams, adapter: AdapterRef | None, grammar: int | None, *, arrived: float
@@ -201,13 +196,12 @@ class Generator:
                 identity=call.identity,
                 answer_deadline=call.answer_deadline,
                 grammar=grammar,
-                client=call.account.client,
+                client=call.client,
             )
             for field, encoding, tokens in zip(call.fields, encodings, inputs, strict=True)
             for number in range(call.n)
         ]
-        options, num_tokens = params.logprob_options, sum(len(request.tokens) for request in requests)
-        call.account.charge(_DETAIL_BYTES * num_tokens * options.details_per_token if options.input_tokens else 0)
+        num_tokens = sum(len(request.tokens) for request in requests)
         if max_queued := self.server_info.max_queued_tokens:
             queued = sum(len(request.tokens) for request in self._client.queued())
             if queued and queued + num_tokens > max_queued:  # all inputs or none

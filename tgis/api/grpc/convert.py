@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from tgis.frontend.calls import Account, CallKind, GenerateCall, TokenizeCall
+from tgis.api.clients import Account
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.sampling_params import RawParams
@@ -62,7 +63,7 @@ def generate_call(
         texts=texts,
         fields=fields,
         params=raw_params(message.params),
-        account=account,
+        client=account.client,
         identity=identity,
         adapter=_adapter(message),
         answer_deadline=answer_deadline,
@@ -136,7 +137,7 @@ def tokenize_call(
     return TokenizeCall(
         texts=[request.text for request in message.requests],
         num_bytes=num_bytes,
-        account=account,
+        client=account.client,
         truncate_input_tokens=message.truncate_input_tokens,
         return_tokens=message.return_tokens,
         return_offsets=message.return_offsets,

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tgis.api.http.operations import HttpError
+from tgis.api.http.errors import HttpError
 from tgis.security.bearer import TokenFile, bearer_token, digest, identity_of
 
 _NAMES = ("DNS", "URI", "email")  # of the subject's alternative names

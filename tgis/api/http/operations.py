@@ -1,73 +1,38 @@
-"""What an HTTP API is made of: operations, with the types of their bodies, and how it tells about errors."""
+"""The operations of an HTTP API, and the path that all of their calls take.
 
+A call needs a token, then a place among the open calls; its body is read in full before it counts as running.
+"""
+
+import asyncio
+import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from tgis.errors import (
-    RETRY_SECONDS,
-    ClientTimeout,
-    EngineFailure,
-    InvalidRequest,
-    OutOfMemory,
-    Overloaded,
-    RequestError,
-    Unavailable,
-)
+from tgis.api.http.auth import HttpAuth
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.errors import ErrorFormat, HttpError, http_status
+from tgis.config import Config
+from tgis.errors import ClientTimeout, RequestError, Unavailable
+from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind
+from tgis.frontend.generation import Generator
+from tgis.frontend.metric_families import FailureReason
+from tgis.utils import logs
 
-if TYPE_CHECKING:
-    from tgis.api.http.calls import HttpCall
+Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
+CountCall = Callable[[str, str, str], object]  # called at the end of each call with its API, method and status
 
-Handle = Callable[["HttpCall"], Awaitable[web.StreamResponse]]
+REQUEST_ID = web.RequestKey("request_id", str)
+_FAILED = web.RequestKey("failed", int)  # the status of a stream that failed after it had begun
+_REFUSALS = (400, 413, 415, 422)
+_CLIENT_CLOSED = 499  # of a call whose client has gone, as in nginx
+_ID_HEADERS = ("x-request-id", "x-correlation-id")
 
-_STATUSES: dict[type[RequestError], int] = {
-    InvalidRequest: 422,
-    OutOfMemory: 424,
-    EngineFailure: 424,
-    Overloaded: 429,
-    ClientTimeout: 408,
-    Unavailable: 503,
-}
-
-
-class HttpError(RequestError):
-    """Ends a call with this status in every API."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def http_status(error: RequestError) -> int:
-    """The status as in TGI."""
-    if isinstance(error, HttpError):
-        return error.status
-    return next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorFormat:
-    """How an API tells its clients about errors."""
-
-    api: str  # in metrics and logs
-    type: Any  # of the bodies
-    convert: Callable[[RequestError], tuple[int, Any]]  # to a status and a body
-    last_event: bytes = b""  # of every stream
-
-    def response(self, error: RequestError) -> web.Response:
-        """The answer of a call that fails before it has any other."""
-        status, body = self.convert(error)
-        response = web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
-        match error:
-            case Overloaded():
-                response.headers["Retry-After"] = str(RETRY_SECONDS)
-            case HttpError(status=401):
-                response.headers["WWW-Authenticate"] = "Bearer"
-        return response
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +49,120 @@ class Operation:
     response: Any = None
     event: Any = None  # of the stream that the answer may be
     kind: CallKind | None = CallKind.SINGLE  # what metrics count if its body is refused; None: it generates nothing
+
+
+class HttpApi:
+    """Runs the calls of all APIs; Unavailable until `generator` is done."""
+
+    def __init__(
+        self,
+        config: Config,
+        auth: HttpAuth,
+        admission: Admission,
+        count: CountCall,
+        generator: asyncio.Future[Generator],
+    ) -> None:
+        self._config = config
+        self._auth = auth
+        self._admission = admission
+        self._count = count
+        self._generator = generator
+
+    def route(self, operation: Operation) -> web.RouteDef:
+        """The route of an operation; whatever its handler raises, the call ends as its API says."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            status = _CLIENT_CLOSED
+            request[REQUEST_ID] = request_id = _request_id(request)
+            try:
+                with logs.correlation_scope(request_id):
+                    response = await self._respond(request, operation)
+                status = request.get(_FAILED, response.status)
+                return response
+            finally:
+                self._count(operation.errors.api, operation.path, str(status))
+
+        add = {"GET": web.get, "POST": web.post}[operation.method]  # with HEAD where there is GET
+        return add(operation.path, respond)
+
+    async def _respond(self, request: web.Request, operation: Operation) -> web.StreamResponse:
+        call: HttpCall | None = None
+        try:
+            call = self._open(request, operation)
+            with self._admission.calls.hold(call.client, 1):
+                if operation.requests:
+                    call.data = await _read_body(request, self._config.client_timeout_seconds)
+                async with self._admission.running(call.client, len(call.data)):
+                    return await _run(operation.handle, call)
+        except RequestError as error:
+            _count_refusal(call, error)
+            if call is None or call.events is None or not call.events.response.prepared:
+                return operation.errors.response(error)
+            request[_FAILED], _ = operation.errors.convert(error)
+            return await call.events.fail(error, operation.errors)
+        finally:
+            if call is not None and call.events is not None:
+                call.events.close()
+
+    def _open(self, request: web.Request, operation: Operation) -> HttpCall:
+        self._auth.check(request)
+        if not self._generator.done():
+            raise Unavailable("the model is still loading")
+        identity, inputs = self._auth.identity(request), self._admission.inputs
+        client = self._admission.client(identity, request.remote or "")
+        return HttpCall(
+            request=request,
+            config=self._config,
+            generator=self._generator.result(),
+            client=client,
+            max_inputs=inputs.per_client if client else inputs.limit,
+            identity=identity,
+            api=operation.errors.api,
+            kind=operation.kind,
+        )
+
+
+async def _read_body(request: web.Request, seconds: float) -> bytes:
+    """The whole body; HttpError if it is not JSON or too large, ClientTimeout if it has not arrived in time."""
+    if "json" not in request.content_type.split("/")[-1].split("+"):
+        raise HttpError(415, "Content-Type must be application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise HttpError(415, "Content-Encoding must be identity: compressed bodies are not read")
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise ClientTimeout(f"the message has not arrived within {seconds:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise HttpError(413, f"the body has more than {request.client_max_size} bytes, PAYLOAD_LIMIT") from None
+    except web.RequestPayloadError:
+        raise HttpError(400, "malformed request body") from None
+
+
+async def _run(handle: Handle, call: HttpCall) -> web.StreamResponse:
+    """Handle a call and write its whole answer."""
+    try:
+        response = await handle(call)
+        await response.prepare(call.request)
+        await response.write_eof()
+    except (RequestError, ConnectionError):  # the latter if the client has gone
+        raise
+    except RecursionError:  # some depths can be read, but not written again
+        raise HttpError(400, "the body is nested too deeply") from None
+    except Exception as error:
+        log.exception("internal error in a call")
+        raise HttpError(500, f"internal error: {type(error).__name__}") from error
+    return response
+
+
+def _count_refusal(call: HttpCall | None, error: RequestError) -> None:
+    """Count a call to generate that is refused before the generator counts it."""
+    if call is not None and call.kind is not None and http_status(error) in _REFUSALS:
+        call.generator.metrics.request_started(call.kind, 1)
+        call.generator.metrics.request_failed(FailureReason.VALIDATION)
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's, or a new one."""
+    given = next((request.headers[name] for name in _ID_HEADERS if name in request.headers), "")
+    return given if given.isascii() and given.isprintable() and given else uuid.uuid4().hex

@@ -4,10 +4,10 @@ import logging
 
 from aiohttp import web
 
-from tgis.api.clients import Clients
+from tgis.api.http.app import HttpServer
 from tgis.api.http.probes import Probes
-from tgis.api.http.server import HttpServer
 from tgis.config import Config
+from tgis.frontend.admission import Admission
 from tgis.security.tls import Certificates
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class HttpPorts:
         config: Config,
         probes: Probes,
         api_routes: list[web.RouteDef],
-        clients: Clients,
+        admission: Admission,
         certificates: Certificates | None,
     ) -> None:
         api_port = config.http_api_port
@@ -36,10 +36,10 @@ class HttpPorts:
         debug, secured = (probes.debug_routes(), []) if certificates is None else ([], probes.debug_routes())
         if secured and not self._has_api:
             log.warning("/debug/batch is off: with TLS it is on HTTP_API_PORT, beside the HTTP APIs")
-        self._servers = [HttpServer(config, config.port, [*probes.routes(), *debug, *beside], clients)]
+        self._servers = [HttpServer(config, config.port, [*probes.routes(), *debug, *beside], admission)]
         if self._has_api and api_port is not None:
             api_routes = [*probes.health_routes(), *secured, *api_routes]
-            self._servers.append(HttpServer(config, api_port, api_routes, clients, certificates))
+            self._servers.append(HttpServer(config, api_port, api_routes, admission, certificates))
 
     async def start(self) -> tuple[int, int | None]:
         """Serve, and return the ports of probes and of the APIs; StartError if one is taken."""

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from tgis import __version__
-from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.headers import timing_headers
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.responses import json_response, timing_headers
 from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
 from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.params import only_prompt

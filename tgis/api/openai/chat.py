@@ -56,9 +56,9 @@ class ChatCompletions:
         self.template: ChatTemplate | None = None  # of the model, which is known once it has loaded
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = await self._reader.read(call, ChatCompletionRequest)
+        body = self._reader.read(call, ChatCompletionRequest)
         choice, n = ToolChoice.of(body), num_choices(body)
-        check_at_most("n", n, min(MAX_CHOICES, call.account.max_inputs))
+        check_at_most("n", n, min(MAX_CHOICES, call.max_inputs))
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
         form, decoder = self._tool_format(choice), call.generator.token_decoder
         params = chat_params(body, call, parses_tools=form is not None)

@@ -4,7 +4,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall, best_first
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.responses import best_first
 from tgis.api.openai.answers import Answer, check_at_most, finish_reason
 from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
@@ -24,11 +25,11 @@ class Completions:
         self._max_prompts = max_prompts
 
     async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = await self._reader.read(call, CompletionRequest)
+        body = self._reader.read(call, CompletionRequest)
         max_tokens = call.generator.server_info.limits.max_sequence_length
         texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
         n, candidates = num_choices(body), num_candidates(body)
-        most = min(MAX_CHOICES, max(1, call.account.max_inputs // len(texts)))
+        most = min(MAX_CHOICES, max(1, call.max_inputs // len(texts)))
         check_at_most("n" if body.best_of is None else "best_of", candidates, most)
         check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)

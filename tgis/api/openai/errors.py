@@ -1,6 +1,6 @@
 """Errors in OpenAI's shape, with TGI's name of the kind of error beside it."""
 
-from tgis.api.http.operations import ErrorFormat, http_status
+from tgis.api.http.errors import ErrorFormat, http_status
 from tgis.api.openai.bodies import ErrorBody, ErrorDetail
 from tgis.api.openai.params import FIELDS
 from tgis.errors import InvalidRequest, RequestError, TooLong

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from tgis.api.http.calls import HttpCall, json_response
-from tgis.api.http.operations import HttpError
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.errors import HttpError
+from tgis.api.http.responses import json_response
 from tgis.api.openai.bodies import Model, ModelList
 from tgis.prompts.catalog import AdapterCatalog
 

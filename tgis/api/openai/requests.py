@@ -42,11 +42,10 @@ class RequestReader:
         self._defaults = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
         self._logged: set[str] = set()
 
-    async def read(self, call: HttpCall, type_: type[B]) -> B:
-        """The request of a call; HttpError as `HttpCall.parse`."""
-        data = await call.receive()
-        body = call.parse(data, type_, strict=False)
-        fields = islice(msgspec.json.decode(data, type=dict[str, Raw]), _MAX_FIELDS)
+    def read(self, call: HttpCall, type_: type[B]) -> B:
+        """The request of a call; HttpError as `HttpCall.body`."""
+        body = call.body(type_, strict=False)
+        fields = islice(msgspec.json.decode(call.data, type=dict[str, Raw]), _MAX_FIELDS)
         if unknown := set(fields) - set(type_.__struct_fields__):
             call.generator.metrics.requests.unknown_fields.inc(len(unknown))
             self._log(unknown)

@@ -1,6 +1,6 @@
 """How TGI says that a call has failed."""
 
-from tgis.api.http.operations import ErrorFormat, http_status
+from tgis.api.http.errors import ErrorFormat, http_status
 from tgis.api.openai.chat_template import TemplateError
 from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import OutOfMemory, Overloaded, RequestError

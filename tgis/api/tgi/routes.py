@@ -9,9 +9,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from tgis import __version__
-from tgis.api.http.calls import HttpCall, best_first, json_response
-from tgis.api.http.headers import timing_headers
-from tgis.api.http.operations import Handle, HttpError, Operation
+from tgis.api.http.calls import HttpCall
+from tgis.api.http.errors import HttpError
+from tgis.api.http.operations import Handle, Operation
+from tgis.api.http.responses import best_first, json_response, timing_headers
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.chat import ChatCompletions
 from tgis.api.tgi import convert
@@ -70,7 +71,7 @@ class TgiApi:
 
     async def _compat_generate(self, call: HttpCall) -> web.StreamResponse:
         """POST / of the client libraries: an array of one; the text begins with the prompt unless told otherwise."""
-        request = await call.body(GenerateRequest)
+        request = call.body(GenerateRequest)
         if request.parameters.return_full_text is None:
             request.parameters.return_full_text = True
         if request.stream:
@@ -79,10 +80,10 @@ class TgiApi:
         return json_response(b"[" + data + b"]", headers)
 
     async def _generate(self, call: HttpCall) -> web.StreamResponse:
-        return json_response(*await self._answer(call, await call.body(GenerateRequest)))
+        return json_response(*await self._answer(call, call.body(GenerateRequest)))
 
     async def _generate_stream(self, call: HttpCall) -> web.StreamResponse:
-        return await self._stream(call, await call.body(GenerateRequest))
+        return await self._stream(call, call.body(GenerateRequest))
 
     async def _answer(self, call: HttpCall, request: GenerateRequest) -> tuple[bytes, Headers]:
         given = request.parameters
@@ -138,7 +139,7 @@ class TgiApi:
         )
 
     async def _invocations(self, call: HttpCall) -> web.StreamResponse:
-        body = await call.body(Invocation)
+        body = call.body(Invocation)
         if body.inputs is not UNSET:
             return await self._compat_generate(call)
         if body.messages is not UNSET:
@@ -148,12 +149,12 @@ class TgiApi:
         raise HttpError(422, "the body must have `inputs`, `messages` or `prompt`")
 
     async def _tokenize(self, call: HttpCall) -> web.StreamResponse:
-        request = await call.body(TokenizeRequest)
+        request = call.body(TokenizeRequest)
         return json_response(await self._tokens(call, request.inputs, add_special_tokens=True))
 
     async def _chat_tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Tokenize the rendered chat; no special tokens are added, since the template has them."""
-        text = await self._chat.prompt(call, await call.body(ChatCompletionRequest))
+        text = await self._chat.prompt(call, call.body(ChatCompletionRequest))
         tokens = await self._tokens(call, text, add_special_tokens=False)
         shown = msgspec.json.encode(text)
         return json_response(b'{"tokenize_response":' + tokens + b',"templated_text":' + shown + b"}")
@@ -164,7 +165,7 @@ class TgiApi:
         tokenize_call = TokenizeCall(
             texts=[text],
             num_bytes=len(data),
-            account=call.account,
+            client=call.client,
             truncate_input_tokens=0,
             return_tokens=True,
             return_offsets=True,

@@ -8,8 +8,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.connections import Connection
-from tgis.api.http.operations import ErrorFormat
+from tgis.api.http.errors import ErrorFormat
 from tgis.errors import RequestError
 
 KEEP_ALIVE_SECONDS = 15.0  # without an event, before a comment says that the stream goes on
@@ -42,16 +41,12 @@ class EventStream:
         return self.response
 
     def close(self) -> None:
-        """Write nothing any more."""
+        """Write no more comments."""
         self._comments.cancel()
-        del self._comments  # it keeps the CancelledError, whose frames have this stream
 
     async def _write(self, data: bytes) -> None:
         self._written_at = time.monotonic()
-        if not self.response.prepared:
-            if Connection.of(self._request).clients.draining:
-                self.response.force_close()
-            await self.response.prepare(self._request)
+        await self.response.prepare(self._request)
         await self.response.write(data)
 
     async def _keep_alive(self) -> None:

@@ -1,0 +1,181 @@
+"""An HTTP port: aiohttp's runner around the routes that it is given, with limits, TLS and one middleware."""
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from typing import Any, cast
+
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from tgis.api.http.cors import HostCheck, allow_origin, preflight_response
+from tgis.api.http.operations import REQUEST_ID
+from tgis.config import Config
+from tgis.errors import RETRY_SECONDS, StartError
+from tgis.frontend.admission import Admission
+from tgis.security.tls import Certificates
+
+MAX_CONNECTIONS = 4096  # of a port
+KEEPALIVE_SECONDS = 75.0  # without a complete head, after which a connection is closed
+MAX_HEAD_BYTES = 1 << 15  # of a request's headers
+LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
+HANDSHAKE_SECONDS = 5.0  # of TLS
+SHUTDOWN_SECONDS = 1.0  # to write answers that have begun
+
+log = logging.getLogger(__name__)
+
+
+class Connection(web.RequestHandler):
+    """A connection of a port with at most MAX_CONNECTIONS, aborted if its client stops reading for `read_seconds`."""
+
+    __slots__ = ("_read_seconds", "_read_timer", "_server")
+
+    def __init__(self, server: web.Server, read_seconds: float) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            logger=log,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+        )
+        self._server, self._read_seconds = server, read_seconds
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if len(self._server.connections) > MAX_CONNECTIONS:
+            cast("asyncio.Transport", transport).abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        assert self.transport is not None
+        self._read_timer = asyncio.get_running_loop().call_later(self._read_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read_timer.cancel()
+        super().resume_writing()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """aiohttp's answer, but for a malformed request one that does not quote it."""
+        if status != 400:
+            return super().handle_error(request, status, exc, message)
+        response = web.json_response({"error": "malformed HTTP request", "error_type": "bad_request"}, status=400)
+        response.force_close()
+        return response
+
+
+class HttpServer:
+    """Owns one port; create it inside the event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        port: int,
+        routes: Sequence[web.RouteDef],
+        admission: Admission,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._config, self._port = config, port
+        self._admission = admission
+        self._certificates = certificates
+        self._hosts = HostCheck(config)
+        application = web.Application(middlewares=[self._answer], client_max_size=config.payload_limit)
+        application.on_response_prepare.append(self._add_headers)
+        application.add_routes(routes)
+        application.add_routes(
+            web.route(route.method, f"{route.path}/", route.handler, **route.kwargs)
+            for route in routes
+            if not route.path.endswith("/")
+        )
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> int:
+        """Serve, and return the port; StartError if it is taken."""
+        listener = self._bind()
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        context = self._certificates.server_context() if self._certificates else None
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(server, self._config.client_timeout_seconds),
+            sock=listener,
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS if context else None,
+        )
+        port: int = listener.getsockname()[1]
+        return port
+
+    def _bind(self) -> socket.socket:
+        host = self._config.bind_address
+        try:
+            listener = socket.create_server(
+                (host, self._port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+        except OSError as error:
+            reason = str(error.strerror).partition(" (")[0]  # without the address
+            raise StartError(f"cannot listen for HTTP on {host}:{self._port}: {reason}") from error
+        # Accepted connections inherit it: the system ends those whose clients do not read, also while they close.
+        milliseconds = math.ceil(self._config.client_timeout_seconds * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        return listener
+
+    async def stop(self) -> None:
+        """Close the port and every connection; answers that have begun are written first."""
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check head and host and answer preflights, before the handler; errors of aiohttp become JSON."""
+        try:
+            if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEAD_BYTES:
+                raise web.HTTPRequestHeaderFieldsTooLarge
+            if not self._hosts.allows(request):
+                raise web.HTTPForbidden(text="403: Host must be localhost, an address or one of ALLOWED_HOSTS")
+            if self._config.cors_allow_origin and (response := preflight_response(request)):
+                return response
+            return await handler(request)
+        except web.HTTPException as error:
+            return _json_error(request, error)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if request_id := request.get(REQUEST_ID):
+            response.headers["x-request-id"] = request_id
+        if response.status in (429, 503):
+            response.headers.setdefault("Retry-After", str(RETRY_SECONDS))
+        if self._config.cors_allow_origin:
+            allow_origin(request, response, self._config.cors_allow_origin)
+        if self._admission.draining or not request.content.is_eof():
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"
+
+
+def _json_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    error.headers.pop(hdrs.CONTENT_TYPE, None)
+    kind = error.reason.lower().replace(" ", "_")
+    body: dict[str, Any] = {"error": error.text, "error_type": kind}
+    if request.path.startswith("/v1/"):  # OpenAI's clients show the message of an object
+        message = f"{error.text}: {request.method} {request.path:.100}"
+        body["error"] = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
+    return web.json_response(body, status=error.status, headers=error.headers)
+
+
+def _is_server_error(record: logging.LogRecord) -> bool:
+    """False for malformed requests, whose bytes must stay out of the log, and for clients that vanish."""
+    error = record.exc_info and record.exc_info[1]
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
+log.addFilter(_is_server_error)
