@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.models.files import ModelFiles, find_model
-from tgis.utils import log_queue, logs
+from tgis.utils import logs, queued_stream
 
 # As the server sets it: threads that spin for ever make tests ten times slower on a busy machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -65,13 +65,13 @@ def _process_state() -> Iterator[None]:
 def logging_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that configure the logging of this process."""
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    monkeypatch.setattr(log_queue, "EXIT_SECONDS", 60.0)  # pytest's file for the output may be on a slow disk
+    monkeypatch.setattr(queued_stream, "STOP_SECONDS", 60.0)  # pytest's file for the output may be on a slow disk
     loggers = [logging.getLogger(name) for name in (None, "tgis", "__main__")]
     levels, handlers = [logger.level for logger in loggers], loggers[0].handlers
     loggers[0].handlers = []
     yield
-    for lines in logs._queues:  # whose threads would write into the output of a later test
-        lines.close()
+    for stream in logs._streams:  # their threads would write into the output of a later test
+        stream.stop()
     loggers[0].handlers = handlers
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)

@@ -15,13 +15,19 @@ from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
 from tgis.frontend.tokenizer import EncodeOptions
 from tgis.prepare import prepare
-from tgis.utils.options import declared_options
+from tgis.utils.options import Option, declared_options, flag_name
 
 ADAPTER = "python -m vllm_tgis_adapter"
 
 
 def read_as_adapter(*argv: str, **environ: str) -> Config:
     return parse(list(argv), environ, ADAPTER, as_adapter=True)
+
+
+def refusal_as_adapter(*argv: str, **environ: str) -> str:
+    with pytest.raises(OptionError) as caught:
+        read_as_adapter("--model", "m", *argv, **environ)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +80,25 @@ def read_as_adapter(*argv: str, **environ: str) -> Config:
         ("--load-format safetensors --quantization awq", "quantize", "awq"),
     ],
 )
-def test_flags_of_vllm_are_flags_of_ours(flags: str, field: str, value: object) -> None:
-    for got in (read(*flags.split()), read_as_adapter(*flags.split(), MODEL_NAME="m")):
-        found = getattr(got, field)
-        assert (str(found) if field == "hub_cache" else found) == value
-        assert got.warnings == ()
+def test_flags_of_vllm_are_flags_of_the_adapter(flags: str, field: str, value: object) -> None:
+    got = read_as_adapter(*flags.split(), **({} if "--model " in flags else {"MODEL_NAME": "m"}))
+    found = getattr(got, field)
+    assert (str(found) if field == "hub_cache" else found) == value
+    assert got.warnings == ()
+
+
+@pytest.mark.parametrize("option", [option for option in declared_options(Config) if option.vllm_names])
+def test_elsewhere_the_error_for_a_flag_of_vllm_names_ours(option: Option) -> None:
+    for name in option.vllm_names:
+        text = re.escape(f"unrecognized flag {flag_name(name)}: here it is {flag_name(option.name)}")
+        assert re.match(text, refusal(flag_name(name), "1"))
+    assert refusal("--disable-log-requests").startswith(
+        "unrecognized flag --disable-log-requests: here it is --log-requests false ("
+    )
+
+
+def test_flags_of_vllm_without_a_counterpart_are_unknown_elsewhere() -> None:
+    assert refusal("--swap-space", "4") == "unrecognized arguments: --swap-space 4 (see tgis serve --help)"
 
 
 def test_lora_modules() -> None:
@@ -104,13 +124,13 @@ def test_a_name_of_two_lora_modules() -> None:
 
 
 def test_tls_flags_of_vllm() -> None:
-    got = read("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "a")
+    got = read_as_adapter("--model", "m", "--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "a")
     assert [str(got.tls_cert_path), str(got.tls_key_path), str(got.tls_client_ca_cert_path)] == ["c", "k", "a"]
 
 
 def test_what_is_always_on_is_accepted_without_a_word() -> None:
     flags = "--enable-lora --enable-chunked-prefill --no-trust-remote-code --port 1"
-    assert read(*flags.split()) == read("--port", "1")
+    assert read_as_adapter("--model", "m", *flags.split()) == read_as_adapter("--model", "m", "--port", "1")
 
 
 def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
@@ -127,13 +147,13 @@ def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
 
 
 def test_names_of_one_option_must_agree() -> None:
-    assert refusal("--max-num-seqs", "8", "--max-batch-size", "9") == (
+    assert refusal_as_adapter("--max-num-seqs", "8", "--max-batch-size", "9") == (
         "--max-batch-size='9' and --max-num-seqs='8' must be the same"
     )
     with pytest.raises(OptionError, match="MAX_SEQUENCE_LENGTH='9' and MAX_MODEL_LEN='8' must be the same"):
         read_as_adapter(MODEL="m", MAX_MODEL_LEN="8", MAX_SEQUENCE_LENGTH="9")
     refused = "--enable-prefix-caching='true' and --no-enable-prefix-caching='true' must be the same"
-    assert refusal("--enable-prefix-caching", "--no-enable-prefix-caching") == refused
+    assert refusal_as_adapter("--enable-prefix-caching", "--no-enable-prefix-caching") == refused
 
 
 def test_defaults_of_the_adapter() -> None:
@@ -160,7 +180,7 @@ def test_special_tokens_are_added_unless_told_otherwise(
 
 def test_other_flags_of_vllm_are_named_in_one_warning() -> None:
     flags = "--block-size 16 --enforce-eager --cuda-graph-sizes 1 2 4 --no-async-scheduling --swap_space=4 -O3"
-    got = read(*flags.split(), "--compilation-config.level=3", "--port", "1")
+    got = read_as_adapter("--model", "m", *flags.split(), "--compilation-config.level=3", "--port", "1")
     assert got.port == 1
     (warning,) = got.warnings
     assert warning.startswith("ignored options: ")
@@ -181,22 +201,31 @@ def test_variables_of_other_programs_are_not_taken_for_misspelt_names_of_vllm() 
     assert read_as_adapter(MODEL="m", SSL_CERT_FILE="/etc/ssl/cert.pem", HOSTNAME="pod").warnings == ()
 
 
-def test_a_misspelt_flag_of_vllm_gets_a_suggestion() -> None:
-    end = "(see tgis serve --help)"
-    assert refusal("--modle", "m") == f"unrecognized arguments: --modle m, did you mean --model? {end}"
-    assert (
-        refusal("--max-num-seq", "2") == f"unrecognized arguments: --max-num-seq 2, did you mean --max-num-seqs? {end}"
-    )
-
-
 def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
     section = (
         (REPOSITORY / "docs/compatibility.md").read_text().split("## Command lines of vllm-tgis-adapter and vLLM\n")[1]
     )
     documented = set(re.findall(r"`--([a-z-]+)`", section.split("\n## ")[0]))
-    foreign = [each.option for each in foreign_options(as_adapter=False) if each.treatment in ("refused", "always_on")]
-    known = {name.replace("_", "-") for opt in (*declared_options(Config), *foreign) for name in opt.vllm_names}
+    foreign = [row.option for row in foreign_options(()) if row.verdict != "warned"]
+    names = [name for opt in declared_options(Config) for name in opt.vllm_names] + [opt.name for opt in foreign]
+    known = {name.replace("_", "-") for name in names}
     assert {name for name in known - documented if not name.startswith("no-")} == set()
+
+
+def test_every_foreign_option_gets_its_verdict() -> None:
+    rows = list(foreign_options(()))
+    assert len({row.option.name for row in rows}) == len(rows)
+    assert {row.verdict for row in rows} == {"honoured", "warned", "refused"}
+    for row in rows:
+        flag = flag_name(row.option.name)
+        if row.verdict == "refused":
+            assert refusal_as_adapter(flag, "x") == f"{flag}='x' is not supported: {row.reason}"
+        else:
+            said = f"{flag}='x' has no effect: {row.reason}" if row.reason else f"ignored options: {flag}"
+            expected = () if row.verdict == "honoured" else (said,)
+            assert read_as_adapter("--model", "m", flag, "x").warnings == expected
+        for text in row.harmless:
+            assert read_as_adapter("--model", "m", flag, text).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -205,20 +234,20 @@ def test_the_docs_name_every_flag_of_vllm_that_is_not_ignored() -> None:
         ("--task embed", "--task='embed' is not supported: only text generation is supported"),
         ("--runner pooling", "--runner='pooling' is not supported: only text generation is supported"),
         ("--tokenizer other", "--tokenizer='other' is not supported: the tokenizer must be in the model's directory"),
-        ("--config c.yaml", "--config='c.yaml' is not supported: the options must be flags or variables"),
+        ("--config c.yaml", "--config='c.yaml' is not supported: set the options as flags or variables"),
         (
             "--pipeline-parallel-size 2",
             "--pipeline-parallel-size='2' is not supported: a model is split by --tensor-parallel-size only",
         ),
-        ("--data-parallel-size 2", "--data-parallel-size='2' is not supported: replicas are servers of their own"),
-        ("--hf-overrides {\"a\":1}", "is not supported: a model is served as its directory describes it"),
+        ("--data-parallel-size 2", "--data-parallel-size='2' is not supported: start one server per replica"),
+        ("--hf-overrides {\"a\":1}", "is not supported: the configuration is read from the model's directory"),
     ],
 )  # fmt: skip
 def test_what_would_serve_something_else_is_refused(flags: str, reason: str) -> None:
-    assert refusal(*flags.split()).endswith(reason)
+    assert refusal_as_adapter(*flags.split()).endswith(reason)
 
 
 def test_what_changes_nothing_is_not_refused() -> None:
     flags = "--task generate --runner auto --convert none --tokenizer m --hf-overrides {}"
     flags += " --pipeline-parallel-size 1 --data-parallel-size 1 --nnodes 1"
-    assert read(*flags.split()) == read()
+    assert read_as_adapter("--model", "m", *flags.split()) == read_as_adapter("--model", "m")

@@ -7,49 +7,37 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
+from types import ModuleType
+from typing import TypeAlias
 
 import tgis
 from tgis.errors import OptionError, StartError
 from tgis.utils import stop_signals
 
+Commands: TypeAlias = Mapping[str, tuple[str, str]]
+
+# By name: the function in `tgis.cli` and the help.
 COMMANDS = {
-    "serve": "serve a model over gRPC",
-    "chat": "chat with the model in the terminal",
-    "generate": "stream the continuation of a prompt",
-    "tokenize": "tokenize a text",
-    "model-info": "show the model's kind and limits",
-    "health": "check a server's health (exit code 0: ready)",
-    "bench": "load test a running server",
-    "prompts": "check a store of soft prompts and LoRA adapters",
-    "simulate": "simulate the batcher on a trace, without a model",
-    "download-weights": "download a model from the hub into the local cache",
-    "convert-to-safetensors": "convert .bin weights to safetensors",
-    "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
-    "convert-to-onnx": "export a model to ONNX for hf_optimum_ort",
-    "quantize": "quantize the weights of a model with auto-round",
+    "serve": ("serve.main", "serve a model over gRPC"),
+    "chat": ("chat.main", "chat with the model in the terminal"),
+    "generate": ("generate.main", "stream the continuation of a prompt"),
+    "tokenize": ("calls.tokenize", "tokenize a text"),
+    "model-info": ("calls.model_info", "show the model's kind and limits"),
+    "health": ("calls.health", "check a server's health (exit code 0: ready)"),
+    "bench": ("bench.main", "load test a running server"),
+    "prompts": ("prompts.main", "check a store of soft prompts and LoRA adapters"),
+    "simulate": ("simulate.main", "simulate the batcher on a trace, without a model"),
 }
-FUNCTIONS = {  # of commands that are not `main` of the module of their name
-    "vllm_tgis_adapter": "serve.main_as_adapter",
-    "tokenize": "calls.tokenize",
-    "model-info": "calls.model_info",
-    "health": "calls.health",
-    "grpc_healthcheck": "calls.grpc_healthcheck",
-    "convert-to-safetensors": "convert.safetensors",
-    "convert-to-fast-tokenizer": "convert.fast_tokenizer",
-    "convert-to-onnx": "convert.onnx",
+MODEL_FILE_COMMANDS = {
+    "download-weights": ("download_weights.main", "download a model from the hub into the local cache"),
+    "convert-to-safetensors": ("convert.safetensors", "convert .bin weights to safetensors"),
+    "convert-to-fast-tokenizer": ("convert.fast_tokenizer", "convert a slow tokenizer to tokenizer.json"),
+    "convert-to-onnx": ("convert.onnx", "export a model to ONNX for hf_optimum_ort"),
+    "quantize": ("quantize.main", "quantize the weights of a model with auto-round"),
 }
-SERVERS = ("serve", "vllm_tgis_adapter")
-MODEL_FILE_COMMANDS = (
-    "download-weights",
-    "convert-to-safetensors",
-    "convert-to-fast-tokenizer",
-    "convert-to-onnx",
-    "quantize",
-)
-NOT_IN_CLIENT = (*SERVERS, *MODEL_FILE_COMMANDS, "prompts", "simulate")  # need more than tgis-client installs
+COMMANDS |= MODEL_FILE_COMMANDS
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 
@@ -60,7 +48,7 @@ def main() -> int:
 
 def launcher() -> int:
     """Entry point of `text-generation-launcher`, TGIS's name for `tgis serve`."""
-    return run_command("serve", sys.argv[1:], "text-generation-launcher")
+    return run_command("serve.main", sys.argv[1:], "text-generation-launcher")
 
 
 def model_files() -> int:
@@ -70,7 +58,7 @@ def model_files() -> int:
 
 def grpc_healthcheck() -> int:
     """Entry point of `grpc_healthcheck`, the probe of vllm-tgis-adapter."""
-    return run_command("grpc_healthcheck", sys.argv[1:], "grpc_healthcheck")
+    return run_command("calls.grpc_healthcheck", sys.argv[1:], "grpc_healthcheck")
 
 
 @contextmanager
@@ -94,43 +82,39 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 @_reader_may_leave()
-def run(argv: list[str], prog: str = "tgis", commands: Collection[str] = COMMANDS) -> int:
+def run(argv: list[str], prog: str = "tgis", commands: Commands = COMMANDS) -> int:
     """Run the command that `argv` starts with; it must be one of `commands`."""
     match argv:
-        case []:
-            print(_usage(prog, commands), file=sys.stderr)
-            return OptionError.exit_code
+        case [command, *rest] if command in commands:
+            return run_command(commands[command][0], rest, f"{prog} {command}")
         case ["-h" | "--help", *_]:
             print(_usage(prog, commands))
             return 0
         case ["--version", *_]:
             print(f"tgis {tgis.__version__}")
             return 0
-        case [command, *rest] if command in commands:
-            return run_command(command, rest, f"{prog} {command}")
         case [command, *_]:
-            from tgis.utils.options import closest  # noqa: PLC0415 - commands that exist need not pay for it
+            from tgis.utils.options import closest  # noqa: PLC0415 - slow
 
             meant = closest(command, commands)
             suggestion = f", did you mean {meant}?" if meant else ""
             print(f"tgis: there is no command {command!r:.80}{suggestion} (see {prog} --help)", file=sys.stderr)
-            return OptionError.exit_code
-    raise AssertionError
+        case _:
+            print(_usage(prog, commands), file=sys.stderr)
+    return OptionError.exit_code
 
 
 @_reader_may_leave()
-def run_command(command: str, argv: list[str], prog: str) -> int:
-    """Run a command and return its exit code; expected errors are one line on stderr."""
-    if command in SERVERS:
+def run_command(function: str, argv: list[str], prog: str) -> int:
+    """Run a function of `tgis.cli` and return its exit code; expected errors are one line on stderr."""
+    module_name, _, function_name = function.partition(".")
+    if module_name == "serve":
         stop_signals.handle_by_exit()
-    from tgis.environment import prepare_command  # noqa: PLC0415 - `tgis --help` and --version need no options
+    from tgis.environment import prepare_command  # noqa: PLC0415 - slow
 
     try:
-        if command in NOT_IN_CLIENT and not find_spec("tgis.engines"):
-            raise StartError(f"{prog} needs the server: pip install . in a checkout")
         prepare_command()
-        module, _, function = FUNCTIONS.get(command, f"{command.replace('-', '_')}.main").partition(".")
-        code: int = getattr(importlib.import_module(f"tgis.cli.{module}"), function)(argv, prog)
+        code: int = getattr(_import(f"tgis.cli.{module_name}", prog), function_name)(argv, prog)
         return code
     except StartError as error:
         print(f"tgis: {' '.join(str(error).split())}", file=sys.stderr)
@@ -139,8 +123,16 @@ def run_command(command: str, argv: list[str], prog: str) -> int:
         return EXIT_INTERRUPTED
 
 
-def _usage(prog: str, commands: Collection[str]) -> str:
-    lines = [f"  {name:<27}{COMMANDS[name]}" for name in commands]
+def _import(module: str, prog: str) -> ModuleType:
+    """Import the module; StartError if the package tgis-client does not install what it needs."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise StartError(f"{prog} needs {error.name}: pip install . in a checkout installs the server") from error
+
+
+def _usage(prog: str, commands: Commands) -> str:
+    lines = [f"  {name:<27}{help_text}" for name, (_, help_text) in commands.items()]
     head = [f"usage: {prog} COMMAND [options]", "", "Text generation over gRPC. Commands:", ""]
     return "\n".join([*head, *lines, "", f"See {prog} COMMAND --help for options; {prog} --version for the version."])
 

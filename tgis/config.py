@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.errors import OptionError
-from tgis.foreign_options import ADAPTER_DEFAULTS, as_declared, as_in_adapter, foreign_options, foreign_warnings
+from tgis.foreign_options import foreign_options, foreign_warnings, plain_flag
 from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, named_by
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
@@ -42,6 +42,7 @@ from tgis.utils.options import (
     find_raw_values,
     flag_name,
     integer,
+    is_negation,
     make_parser,
     option,
     parse_option,
@@ -66,6 +67,7 @@ SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lo
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
+ADAPTER_DEFAULTS: dict[str, Any] = {"port": 8000, "default_max_new_tokens": 0}
 MASTER_PORT = 29500  # of torch.distributed
 MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
@@ -97,12 +99,11 @@ class Config:
 
     # fmt: off
     model_name: str = option(
-        MODEL, TEXT, "model directory, or name of a model in the local hub cache", "", required=True,
+        MODEL, TEXT, "model directory, or name of a model in the local Hub cache", "", required=True,
         aliases=("model_id",), vllm_names=("model",))
     served_model_name: str | None = option(
-        MODEL, FIRST_WORD, "name of the model in metrics and logs; the first of several", None,
-        shown_default="MODEL_NAME")
-    revision: str | None = option(MODEL, TEXT, "revision of the model in the hub cache", None, shown_default="main")
+        MODEL, FIRST_WORD, "model name in metrics and logs; the first of several", None, shown_default="MODEL_NAME")
+    revision: str | None = option(MODEL, TEXT, "revision of the model in the Hub cache", None, shown_default="main")
     deployment_framework: str = option(
         MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
         nearest_values={
@@ -113,7 +114,7 @@ class Config:
     pt2_compile: bool | None = option(
         MODEL, BOOLEAN, "use torch.compile in tgis_native", None, shown_default="on a GPU")
     num_shard: int = option(
-        MODEL, integer(1, 64), "tensor-parallel ranks of tgis_native, one GPU each, of all machines together", 1,
+        MODEL, integer(1, 64), "number of tensor-parallel ranks of tgis_native on all machines, one GPU each", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
@@ -122,13 +123,13 @@ class Config:
             "float64": "float32", "double": "float32",
             **dict.fromkeys(("int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     quantize: str = option(
-        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading, on CPUs; or the format of the files",
+        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading (CPU); or the format of a quantized model",
         "none", vllm_names=("quantization",), short="-q")
-    quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: the weight of the logits, too, to int8", False)
+    quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: also quantize the logits layer to int8", False)
     quantize_activations: str = option(
-        MODEL, choice("auto", "none", "int8"), "with QUANTIZE: int8 or none; auto: int8", "auto")
+        MODEL, choice("auto", "none", "int8"), "with QUANTIZE: dtype of activations, int8 or none; auto: int8", "auto")
     hf_hub_cache: Path | None = option(
-        MODEL, PATH, "hub cache directory", None,
+        MODEL, PATH, "Hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
         shown_default="HF_HOME/hub")
     hf_home: Path = option(
@@ -140,60 +141,59 @@ class Config:
     max_input_tokens: int | None = option(
         LIMITS, integer(1), "maximum number of input tokens", None,
         aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
-    max_new_tokens: int = option(LIMITS, integer(1), "maximum number of new tokens that a request may ask for", 1024)
+    max_new_tokens: int = option(LIMITS, integer(1), "largest max_new_tokens of a request", 1024)
     default_max_new_tokens: int = option(
-        LIMITS, integer(0), "max_new_tokens where a request has none; 0: all that fits", 20)
+        LIMITS, integer(0), "max_new_tokens of requests without one; 0: the remaining context", 20)
     max_top_n_tokens: int = option(
-        LIMITS, integer(0, 1024), "maximum top_n_tokens that a request may ask for", 10,
-        vllm_names=("max_logprobs",))
+        LIMITS, integer(0, 1024), "largest top_n_tokens of a request", 10, vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
-        LIMITS, integer(1), "maximum number of inputs in flight; more are rejected", 512)
+        LIMITS, integer(1), "most inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
     max_concurrent_requests_per_client: int | None = option(
-        LIMITS, integer(1), "maximum inputs in flight of one client: a token or a certificate", None,
+        LIMITS, integer(1), "most inputs in flight of one client, identified by its token or certificate", None,
         shown_default="MAX_CONCURRENT_REQUESTS")
     max_call_memory_mb: int = option(
-        LIMITS, integer(1), "MiB that all calls may take in memory, those of one client half of it", 512)
+        LIMITS, integer(1), "total size of the messages of open calls in MiB; further calls fail with "
+        "RESOURCE_EXHAUSTED (each client: half of it)", 512)
     limit_by_address: bool = option(
-        LIMITS, BOOLEAN, "tell clients without credentials apart by address; not behind proxies", False)
+        LIMITS, BOOLEAN, "identify anonymous clients by IP address (not behind a proxy)", False)
     max_queued_tokens: int = option(
-        LIMITS, integer(0), "maximum number of queued input tokens; 0 is no limit", 0)
+        LIMITS, integer(0), "most queued input tokens; further calls fail with RESOURCE_EXHAUSTED; 0: no limit", 0)
     deadline_partial: bool = option(
-        LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline, with the text so far", False)
+        LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline and return the text so far", False)
     step_timeout_seconds: float = option(
-        LIMITS, SECONDS, "seconds without a step after which a busy engine counts as hung", 120.0)
+        LIMITS, SECONDS, "seconds without a step until a busy engine is unhealthy", 120.0)
 
     max_batch_size: int | None = option(
-        BATCHES, integer(1, 65536), "maximum batch size", None,
+        BATCHES, integer(1, 65536), "maximum number of sequences in a batch", None,
         vllm_names=("max_num_seqs",), shown_default="64 on CPU, 256 on CUDA")
     max_batch_prefill_tokens: int | None = option(
-        BATCHES, with_unit(integer(1)), "maximum input tokens of one step", None,
+        BATCHES, with_unit(integer(1)), "maximum number of input tokens in one step", None,
         vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
     max_prefill_gap_ms: int | None = option(
-        BATCHES, integer(1, 60_000), "ms that prompts of others may take between two tokens of a stream on tgis_native",
+        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms (tgis_native)",
         None, shown_default="250 on CPU, 150 on CUDA")
     max_prefill_padding: float = option(
-        BATCHES, decimal(0, 1), "maximum share of padding tokens in a prefill", 0.2)
+        BATCHES, decimal(0, 1), "maximum fraction of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(
-        BATCHES, integer(0), "maximum decode steps before waiting requests get a prefill", 24)
+        BATCHES, integer(0), "most decode steps before waiting requests get a prefill", 24)
     estimate_memory: str = option(
-        BATCHES, choice("auto", "manual", "off"), "auto: profile; off: KV cache only; manual: trust the limits", "auto")
-    verify_start: bool = option(
-        BATCHES, BOOLEAN, "measure what an earlier start of this kind has measured", False)
+        BATCHES, choice("auto", "manual", "off"),
+        "memory estimate: auto (profile at start), off (KV cache only), manual (trust the limits)", "auto")
+    verify_start: bool = option(BATCHES, BOOLEAN, "profile memory again, ignoring cached results", False)
     batch_safety_margin: int | None = option(
         BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
     cuda_process_memory_fraction: float = option(
-        BATCHES, FRACTION, "fraction of the GPU's memory to use", 1.0,
+        BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
         vllm_names=("gpu_memory_utilization",), short="-c")
     kv_cache_size_mb: int | None = option(
-        BATCHES, integer(1), "size of tgis_native's KV cache in MiB", None,
+        BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "int8 or fp8: keys and values in 8 bits, tgis_native on CPUs; auto: in DTYPE", "auto")
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: same as DTYPE", "auto")
     kv_cache_idle_seconds: float = option(
-        BATCHES, decimal(0, 86400), "seconds without requests until the memory of the KV cache is given back; 0: never",
-        300.0)
+        BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(
-        BATCHES, BOOLEAN, "let tgis_native reuse the KV cache of common prompt prefixes", True,
+        BATCHES, BOOLEAN, "reuse the KV cache of common prompt prefixes (tgis_native)", True,
         vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))
     num_threads: int = option(
         BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
@@ -203,86 +203,85 @@ class Config:
         shown_default="the CPU's best")
 
     speculation: str = option(
-        BATCHES, SPECULATION, "lookup or, where it can, auto: guess tokens from the text so far, on CPUs", "auto")
-    speculation_max_tokens: int = option(BATCHES, integer(0, 63), "tokens that are guessed for a sequence at most", 15,
+        BATCHES, SPECULATION, "prompt lookup decoding: lookup, off, or auto (on CPUs, if the engine supports it)",
+        "auto")
+    speculation_max_tokens: int = option(
+        BATCHES, integer(0, 63), "maximum number of speculative tokens per sequence and step", 15,
         aliases=("speculate",), vllm_names=("num_speculative_tokens",))
     speculator_name: str | None = option(
-        BATCHES, MODEL_OR_NONE, "model that drafts tokens, with the same vocabulary, or MLP speculator", None,
+        BATCHES, MODEL_OR_NONE, "draft model with the same vocabulary, or MLP speculator", None,
         vllm_names=("speculative_model",))
     speculator_revision: str | None = option(
-        BATCHES, TEXT, "revision of SPECULATOR_NAME in the hub cache", None, shown_default="main")
+        BATCHES, TEXT, "revision of SPECULATOR_NAME in the Hub cache", None, shown_default="main")
     speculator_max_batch_size: int | None = option(
-        BATCHES, integer(1, 65536), "sequences for which SPECULATOR_NAME drafts tokens at most", None,
+        BATCHES, integer(1, 65536), "largest batch for which SPECULATOR_NAME drafts tokens", None,
         shown_default="MAX_BATCH_SIZE")
-    speculative_config: SpeculativeConfig | None = option(BATCHES, SPECULATIVE_CONFIG, "these as vLLM's JSON", None)
+    speculative_config: SpeculativeConfig | None = option(
+        BATCHES, SPECULATIVE_CONFIG, "speculative decoding as a JSON object of vLLM, in place of the options above",
+        None)
 
     prefix_store_path: Path | None = option(
-        ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None,
-        aliases=("adapter_cache",))
+        ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None, aliases=("adapter_cache",))
     lora_modules: Mapping[str, str] | None = option(
-        ADAPTERS, NAMED_PATHS, "LoRA adapters by name, loaded at start: name=path ... or vLLM's JSON", None)
+        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at start: name=path ... or the JSON of vLLM", None)
     prompt_cache_size_mb: int = option(
-        ADAPTERS, integer(1), "size of the adapter cache in MiB; also limits the size of a file", 512)
+        ADAPTERS, integer(1), "size of the adapter cache in MiB; also the largest adapter file", 512)
     max_prompt_prefix_length: int | None = option(
         ADAPTERS, integer(1), "maximum length of a soft prompt", None, shown_default="half of MAX_SEQUENCE_LENGTH")
 
     default_include_stop_seqs: bool = option(
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
-    output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in the output", False)
-    add_special_tokens: bool = option(
-        TEXTS, BOOLEAN, "let the tokenizer add special tokens to inputs, such as BOS", True)
+    output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in outputs", False)
+    add_special_tokens: bool = option(TEXTS, BOOLEAN, "add special tokens such as BOS to inputs", True)
     random_seed: int | None = option(
-        TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without one reproducible", None,
+        TEXTS, integer(0, 2**64 - 1), "seed of the generator of seeds for requests without one", None,
         vllm_names=("seed",), shown_default="different in every run")
     tokenization_workers: int = option(
-        TEXTS, integer(1, 256), "tokenizer threads", _tokenization_workers, aliases=("validation_workers",),
-        shown_default="usable CPUs - 1, 1 to 8")
+        TEXTS, integer(1, 256), "texts tokenized at the same time", _tokenization_workers,
+        aliases=("validation_workers",), shown_default="usable CPUs - 1, 1 to 8")
 
     bind_address: str = option(
         NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server
-        vllm_names=("host", "hostname"))
+        aliases=("hostname",), vllm_names=("host",))
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(
         NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
-    debug_batch: bool = option(
-        NETWORK, BOOLEAN, "serve /debug/batch beside /metrics: the batch and the queue", False)
+    debug_batch: bool = option(NETWORK, BOOLEAN, "serve /debug/batch on PORT: the batch and the queue", False)
     tls_cert_path: Path | None = option(
-        NETWORK, PATH, "PEM certificate of the gRPC port", None,
-        vllm_names=("ssl_certfile",))
+        NETWORK, PATH, "PEM certificate of the gRPC port", None, vllm_names=("ssl_certfile",))
     tls_key_path: Path | None = option(
-        NETWORK, PATH, "PEM private key of the certificate", None,
-        vllm_names=("ssl_keyfile",))
+        NETWORK, PATH, "PEM private key of TLS_CERT_PATH", None, vllm_names=("ssl_keyfile",))
     tls_client_ca_cert_path: Path | None = option(
-        NETWORK, PATH, "PEM CA certificates that clients must be signed by (mTLS)", None,
-        vllm_names=("ssl_ca_certs",))
+        NETWORK, PATH, "PEM CA certificates for client certificates (mTLS)", None, vllm_names=("ssl_ca_certs",))
     auth_token_path: Path | None = option(
-        NETWORK, PATH, "file of bearer tokens, one per line, that calls must carry", None)
+        NETWORK, PATH, "file of accepted bearer tokens, one per line", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
     client_timeout_seconds: float = option(
-        NETWORK, SECONDS, "seconds for a client to send a request, or to read its answer", 30.0)
+        NETWORK, SECONDS, "seconds a client may take to send a request or to read an answer", 30.0)
     grpc_max_connection_age_seconds: int | None = option(
-        NETWORK, integer(1, 31536000), "seconds until clients must reconnect, so that new replicas get load",
+        NETWORK, integer(1, 31536000), "seconds until clients must reconnect, which spreads load to new replicas",
         None, shown_default="no limit")
 
-    http_api: bool = option(HTTP, BOOLEAN, "serve the HTTP APIs of TGI and OpenAI", True)
+    http_api: bool = option(HTTP, BOOLEAN, "serve the TGI and OpenAI HTTP APIs", True)
     http_api_port: int | None = option(
-        HTTP, PORT, "port for the HTTP APIs, with the TLS of the gRPC port", None, shown_default="PORT, without TLS")
+        HTTP, PORT, "separate port for the HTTP APIs (required with TLS)", None, shown_default="PORT, without TLS")
     generation_config: str = option(
         HTTP, choice("auto", "none", aliases={"vllm": "none"}),
-        "auto: OpenAI's API takes sampling defaults from the model's generation_config.json", "auto")
-    api_key: Secret | None = option(HTTP, SECRET, "bearer token of the HTTP APIs, beside AUTH_TOKEN_PATH", None)
+        "sampling defaults of the OpenAI API: auto reads the generation_config.json of the model", "auto")
+    api_key: Secret | None = option(
+        HTTP, SECRET, "bearer token of the HTTP APIs, in addition to AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
     allowed_hosts: tuple[str, ...] = option(
-        HTTP, WORDS, "host names under which the HTTP ports may be reached; *: all", (),
+        HTTP, WORDS, "accepted host names of the HTTP ports; *: all", (),
         shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
-    max_best_of: int = option(HTTP, integer(1), "maximum best_of that a request to TGI's API may ask for", 2)
+    max_best_of: int = option(HTTP, integer(1), "largest best_of of a TGI request", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
-    payload_limit: int = option(HTTP, integer(1024), "maximum size of the body of a request in bytes", 2_000_000)
+    payload_limit: int = option(HTTP, integer(1024), "maximum size of a request body in bytes", 2_000_000)
 
     nnodes: int = option(
-        CLUSTER, integer(1, 64), "machines that the ranks of NUM_SHARD are on, as many on each", 1,
+        CLUSTER, integer(1, 64), "number of machines; each runs NUM_SHARD / NNODES ranks", 1,
         aliases=("group_world_size", "lws_group_size"))
     node_rank: int = option(
         CLUSTER, integer(0, 63), "number of this machine; 0 serves, the others only answer probes", 0,
@@ -290,37 +289,38 @@ class Config:
     master_addr: str | None = option(
         CLUSTER, TEXT, "address of node 0 for the other nodes", None, aliases=("lws_leader_address",))
     master_port: int = option(
-        CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; under torchrun, which takes it, the next one",
+        CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; torchrun takes it: then the next one is used",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
-        CLUSTER, PATH, "file with the secret that nodes know each other by, at least 16 bytes", None)
+        CLUSTER, PATH, "file with the shared secret of the nodes, at least 16 bytes", None)
     cluster_interface: str | None = option(
-        CLUSTER, TEXT, "network interface for what ranks compute together", None,
+        CLUSTER, TEXT, "network interface for collectives (gloo, NCCL)", None,
         shown_default="that of the connection to node 0")
     cluster_timeout_seconds: float = option(
-        CLUSTER, decimal(2, 3600), "seconds without an answer after which another node counts as gone", 10.0)
+        CLUSTER, decimal(2, 3600), "seconds without an answer until another node is considered lost", 10.0)
 
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
     shutdown_grace_seconds: float = option(
-        PROCESS, decimal(0, 86400), "seconds for calls in flight to finish after SIGTERM", 30.0)
+        PROCESS, decimal(0, 86400), "seconds that calls in flight get to finish after SIGTERM", 30.0)
     cache_dir: Path = option(
-        PROCESS, PATH, "the only directory that is written to", _cache_dir, shown_default="tgis-<uid> in /tmp")
+        PROCESS, PATH, "directory for all files that the server writes", _cache_dir,
+        shown_default="tgis-<uid> in /tmp")
     termination_log: Path = option(
-        PROCESS, PATH, "existing file that the cause of a fatal error is written to", Path("/dev/termination-log"),
+        PROCESS, PATH, "existing file that receives the cause of a fatal error", Path("/dev/termination-log"),
         aliases=("termination_log_dir",))
 
     otlp_endpoint: str | None = option(
-        LOGS, ENDPOINT, "OpenTelemetry collector (OTLP over gRPC) that the spans of requests are sent to", None,
+        LOGS, ENDPOINT, "OpenTelemetry collector (OTLP over gRPC) for the spans of requests", None,
         aliases=("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint"),
         vllm_names=("otlp_traces_endpoint",))
     otlp_service_name: str | None = option(
-        LOGS, TEXT, "name of this service in spans", None, aliases=("otel_service_name",), shown_default="tgis")
+        LOGS, TEXT, "service name in spans", None, aliases=("otel_service_name",), shown_default="tgis")
     git_commit_hash: str | None = option(LOGS, TEXT, "commit of the build, for the metric tgi_info", None)
     log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
     log_requests: bool = option(
-        LOGS, BOOLEAN, "log a line for each input at its end, not only for failures", True,
+        LOGS, BOOLEAN, "log a line for every finished input; false: for failures only", True,
         vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     # fmt: on
@@ -346,22 +346,47 @@ class Config:
         return self.hf_hub_cache or self.hf_home / "hub"
 
 
+OPTIONS = declared_options(Config)
+# By the flag of vLLM: ours.
+VLLM_FLAGS = {
+    flag_name(name): flag_name(opt.name) + " false" * is_negation(name) for opt in OPTIONS for name in opt.vllm_names
+}
 _RawValues = list[tuple[Option, list[RawValue]]]
 
 
 def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
     """The configuration given by flags and environment; OptionError if it is invalid. --help exits.
 
-    `as_adapter`: with the variables and defaults of vllm-tgis-adapter.
+    `as_adapter`: with the names, variables and defaults of vllm-tgis-adapter.
     """
-    foreign, options = foreign_options(as_adapter=as_adapter), declared_options(Config)
-    if as_adapter:
-        options = tuple(map(as_in_adapter, options))
-    others = [each.option for each in foreign]
-    flags = vars(make_parser(prog, options, others).parse_args(list(map(as_declared, argv))))
+    foreign = list(foreign_options(environ if as_adapter else None))
+    options = [_as_in_adapter(opt) for opt in OPTIONS] if as_adapter else OPTIONS
+    known = [*options, *(foreign_option.option for foreign_option in foreign)]
+    parser = make_parser(prog, known, {} if as_adapter else VLLM_FLAGS)
+    flags = vars(parser.parse_args(list(map(plain_flag, argv)) if as_adapter else argv))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
-    sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
+    _apply_other_spellings(values, flags, environ)
+    sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
+    config = Config(**values, sources=sources, check=flags["check"])
+    _validate(config)
+    warnings = list(_warnings(config, raw_values))
+    warnings += foreign_warnings(foreign, flags, environ, config.model_name)
+    variables = {name for opt in known for name in opt.variables}
+    warnings += _near_misses([name for name, text in environ.items() if name not in variables and text.strip()])
+    if warnings and config.strict_options:
+        raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
+    return replace(config, warnings=tuple(warnings))
+
+
+def _as_in_adapter(opt: Option) -> Option:
+    """The option with the names of vLLM and the default of vllm-tgis-adapter."""
+    shown = str(ADAPTER_DEFAULTS.get(opt.name, opt.shown_default))
+    return replace(opt, aliases=(*opt.aliases, *opt.vllm_names), shown_default=shown)
+
+
+def _apply_other_spellings(values: dict[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Set the options that values of others stand for."""
     if (load_format := " ".join(flags.get("load_format", ""))) in FORMATS:
         values.setdefault("quantize", load_format)
     if values.get("dtype") == "int8":
@@ -371,15 +396,6 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     values |= named_by(values.get("speculative_config"), values)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         values["master_port"] = values.get("master_port", MASTER_PORT) + 1
-    config = Config(**values, sources=sources, check=bool(flags.get("check")))
-    _validate(config)
-    warnings = list(_warnings(config, raw_values))
-    warnings += foreign_warnings(foreign, flags, environ, config.model_name, as_adapter=as_adapter)
-    known = {name.upper() for opt in (*options, *others) for name in opt.names}
-    warnings += _near_misses([name for name, text in environ.items() if name not in known and text.strip()])
-    if warnings and config.strict_options:
-        raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
-    return replace(config, warnings=tuple(warnings))
 
 
 def _parse_options(raw_values: _RawValues) -> dict[str, Any]:
@@ -419,7 +435,7 @@ def _warnings(config: Config, raw_values: _RawValues) -> Iterator[str]:
 
 def _near_misses(unknown: list[str]) -> list[str]:
     """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
-    ours = [name.upper() for opt in declared_options(Config) for name in opt.names]
+    ours = [name for opt in OPTIONS for name in opt.variables]
     meant = {name: closest(name, ours, MISSPELT) for name in unknown}
     return [
         f"{name} is no option: did you mean {option}?"
@@ -435,10 +451,7 @@ def from_command_line(argv: list[str], prog: str, *, as_adapter: bool = False) -
 
 def json_output_requested() -> bool:
     """JSON_OUTPUT of this environment, whatever is wrong with the other options."""
-    try:
-        return parse(["--model-name", "any"], {"JSON_OUTPUT": os.environ.get("JSON_OUTPUT", "")}, "tgis").json_output
-    except OptionError:
-        return False
+    return os.environ.get("JSON_OUTPUT", "").strip().lower() in ("true", "1")
 
 
 def cache_config() -> Config:

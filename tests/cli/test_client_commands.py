@@ -288,11 +288,6 @@ def test_grpc_healthcheck(served: Served, grpc_healthcheck: Tgis) -> None:
     assert grpc_healthcheck(url, "--insecure", "--timeout", "3") == (0, "SERVING\n", "")
     assert grpc_healthcheck(url, "--service-name", "") == (0, "SERVING\n", "")
     assert grpc_healthcheck(url, "--service-name", "other")[0] == 1
-    code, _, error = grpc_healthcheck(url, "--secure", "--insecure")
-    assert (code, error) == (
-        2,
-        "tgis: argument --insecure: not allowed with argument --secure (see grpc_healthcheck --help)\n",
-    )
 
 
 def test_grpc_healthcheck_with_tls(tmp_path: Path) -> None:

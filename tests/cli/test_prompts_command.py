@@ -66,10 +66,10 @@ def test_every_problem_is_reported(store: Path, tmp_path: Path, capsys: pytest.C
     bad_id = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
     for name, problem in {
         ".": "files directly in the store cannot be named",
-        "ia3": "an adapter of type IA3, which is not supported",
+        "ia3": "adapter type IA3 is not supported",
         "dora": "adapter_config.json has use_dora, which is not supported",
-        "other": "no soft prompt or adapter in it",
-        "nothing": "no soft prompt or adapter in it",
+        "other": "invalid adapter: no adapter_config.json found",
+        "nothing": "invalid adapter: no adapter_config.json found",
         "dotted.name": bad_id,
         r"strange\x1b[2J": bad_id,
         "out": "the id leads out of the store",

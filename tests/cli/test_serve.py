@@ -1,13 +1,13 @@
 """`tgis serve` around the server: what becomes of an error that nobody expects."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from tgis.cli import serve
 from tgis.config import Config
+from tgis.utils import logs
 
 
 @pytest.mark.usefixtures("logging_as_before")
@@ -21,7 +21,7 @@ def test_an_unexpected_error_is_in_both_logs(
     (tmp_path / "termination").touch()
     paths = "--termination-log", str(tmp_path / "termination"), "--cache-dir", str(tmp_path)
     assert serve.main(["--model-name", "m", "--json-output", *paths], "tgis serve") == 1
-    logging.root.handlers[0].close()
+    logs._streams[0].stop()
     (line,) = map(json.loads, capfd.readouterr().out.splitlines())
     assert line["level"] == "ERROR"
     assert "ValueError: a bug" in line["exception"]

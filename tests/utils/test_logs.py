@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from harness import wait_until
 
-from tgis.utils import log_queue, logs
-from tgis.utils.log_queue import QueuedStream
+from tgis.utils import logs
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -28,8 +27,8 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
     """Ends the logging, and returns all lines since the last time."""
 
     def read() -> list[str]:
-        for handler in logging.getLogger().handlers:
-            handler.close()
+        for stream in logs._streams:
+            stream.stop()
         return capfd.readouterr().out.splitlines()
 
     return read
@@ -152,49 +151,12 @@ def test_libraries_log_from_warning_up(lines: Lines) -> None:
     assert "noticed" in second
 
 
-def test_repeated_warnings_are_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs.configure(level="info", json_output=True)
-    logger = logging.getLogger("asyncio")
-
-    def fail(number: int) -> None:
-        try:
-            raise OSError(24, "Too many open files")
-        except OSError:
-            logger.exception("no descriptor for %d", number)
-
-    for number in (1, 1, 2, 1):
-        fail(number)
-    for tokens in (1, 1):
-        logging.getLogger("tgis").info("request", extra={"tokens": tokens})  # of two calls
-        logging.getLogger("tgis").warning("cancelled", extra={"request_id": tokens})
-        logging.getLogger("tgis").warning("request", extra={"tokens": tokens, "id": logger})
-    with logs.correlation_scope("a"):
-        logger.error("no descriptor for %s", 2)
-    monkeypatch.setattr(log_queue, "REPEAT_SECONDS", 0.0)
-    fail(1)
-    fail(2)
-    found = [json.loads(line) for line in lines()]
-    assert [(line["message"], line.get("repeated"), line.get("correlation_id")) for line in found] == [
-        ("no descriptor for 1", None, None),
-        ("no descriptor for 2", None, None),
-        ("request", None, None),
-        ("cancelled", None, None),
-        ("request", None, None),
-        ("request", None, None),
-        ("cancelled", None, None),
-        ("no descriptor for 2", None, "a"),
-        ("no descriptor for 1", 2, None),
-        ("no descriptor for 2", None, None),
-    ]
-
-
 def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure(level="info", json_output=False)
     print("one", "\ud800", file=sys.stderr, flush=True)
     print("two", file=sys.stderr)
-    stream = sys.stderr.buffer
-    assert isinstance(stream, QueuedStream)
-    stream.lines.close()
+    for stream in logs._streams:
+        stream.stop()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
 
 

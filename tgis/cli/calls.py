@@ -8,9 +8,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tgis.cli import client
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.utils.options import TEXT, Parser, decimal
+from tgis.utils.options import TEXT, Parser
 
 SERVICE = "fmaas.GenerationService"
+_FLAGS_OF_PROBE = {"--server-url": "--target", "--service-name": "--service", "--secure": "--tls"}
 
 
 def tokenize(argv: list[str], prog: str) -> int:
@@ -71,13 +72,8 @@ def model_info(argv: list[str], prog: str) -> int:
 def health(argv: list[str], prog: str) -> int:
     """The standard gRPC health check as a command, for probes: 0 if the service is SERVING, else 1."""
     parser = Parser(prog=prog, description="Check the server with grpc.health.v1: exit code 0 if it is ready, else 1.")
-    parser.add_argument(
-        "--service",
-        type=TEXT,
-        default=SERVICE,
-        metavar="NAME",
-        help=f"service to check; '' is the whole server (default: {SERVICE})",
-    )
+    help_text = f"service to check; '' is the whole server (default: {SERVICE})"
+    parser.add_argument("--service", type=TEXT, default=SERVICE, metavar="NAME", help=help_text)
     client.add_arguments(parser, timeout=5.0)
     options = parser.parse_args(argv)
     request = health_pb2.HealthCheckRequest(service=options.service)
@@ -89,28 +85,10 @@ def health(argv: list[str], prog: str) -> int:
 
 
 def grpc_healthcheck(argv: list[str], prog: str) -> int:
-    """The probe of vllm-tgis-adapter, with its flags."""
-    parser = Parser(prog=prog, description="Check a server with grpc.health.v1: exit code 0 if it is ready, else 1.")
-    parser.add_argument(
-        "--server-url",
-        type=client.ADDRESS,
-        default=client.GRPC_TARGET,
-        metavar="HOST:PORT",
-        help="gRPC address (default: localhost:8033)",
-    )
-    parser.add_argument(
-        "--timeout", type=decimal(0, 3600), default=1.0, metavar="X", help="seconds to wait (default: 1)"
-    )
-    parser.add_argument(
-        "--service-name", type=TEXT, default=SERVICE, metavar="NAME", help=f"service to check (default: {SERVICE})"
-    )
-    security = parser.add_mutually_exclusive_group()
-    security.add_argument("--insecure", action="store_true", help="use no TLS (the default)")
-    security.add_argument(
-        "--secure",
-        action="store_true",
-        help="use TLS and trust the CA certificates in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
-    )
-    options = parser.parse_args(argv)
-    service, timeout = f"--service={options.service_name}", f"--timeout={options.timeout}"
-    return health([f"--target={options.server_url}", service, timeout, *["--tls"] * options.secure], prog)
+    """The probe of vllm-tgis-adapter: `health` with other names of flags and a timeout of a second."""
+    renamed = ["--timeout=1"]
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        if flag != "--insecure":  # the default of `health`
+            renamed.append(_FLAGS_OF_PROBE.get(flag, flag) + equals + value)
+    return health(renamed, prog)

@@ -3,10 +3,11 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from tgis.cli import client
 from tgis.errors import OptionError
@@ -14,15 +15,15 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.utils.options import Parser, decimal, integer
 
-UINT32 = integer(0, 2**32 - 1)
-FLOAT = decimal(0, 1e9)
-MORE: dict[str, Any] = {"action": "append", "default": []}
-_PENALTIES = {"repetition": FLOAT, "frequency": decimal(-2, 2), "presence": decimal(-2, 2)}
-_GUIDED = {
-    "json_schema": "JSON that conforms to this schema",
-    "regex": "text that this matches as a whole",
-    "grammar": "text of this grammar, in EBNF or Lark",
-}
+Add: TypeAlias = Callable[..., argparse.Action]
+M = TypeVar("M", bound=Message)
+_UINT32 = integer(0, 2**32 - 1)
+_FLOAT = decimal(0, 1e9)
+_PENALTY = decimal(-2, 2)
+
+
+def _milliseconds(text: str) -> int:
+    return round(1000 * decimal(0, 4e6)(text))
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -48,71 +49,70 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--json", action="store_true", help="print every message of the stream as a line of JSON")
     client.add_arguments(parser, timeout=None)
     client.add_adapter_arguments(parser)
-    stopping = parser.add_argument_group("Stopping")
-    most = "maximum number of tokens (default: the server's, 20 if unset)"
-    stopping.add_argument("--max-new-tokens", type=UINT32, default=0, metavar="N", help=most)
-    stopping.add_argument("--min-new-tokens", type=UINT32, default=0, metavar="N", help="minimum number of tokens")
-    stopping.add_argument("--stop", **MORE, metavar="TEXT", help="stop sequence; may be repeated")
-    stopping.add_argument("--stop-token-id", type=UINT32, **MORE, metavar="N", help="token that ends the output, too")
-    stopping.add_argument("--time-limit", type=decimal(0, 4e6), default=0.0, metavar="X", help="time limit in seconds")
-    parser.add_argument("--bad-word", **MORE, metavar="TEXT", help="word that is not generated; may be repeated")
-    parser.add_argument("--allow-token-id", type=UINT32, **MORE, metavar="N", help="the only tokens; may be repeated")
-    _add_sampling(parser)
-    _add_decoding(parser)
+    _add_stopping(parser.add_argument_group("Stopping").add_argument)
+    _add_sampling(parser.add_argument_group("Sampling (default: greedy)").add_argument)
+    _add_decoding(parser.add_argument_group("Decoding").add_argument)
+    add = parser.add_argument_group("Structured output", "one of these").add_mutually_exclusive_group().add_argument
+    add("--choice", dest="choices", action="append", metavar="X", help="one of several texts; repeat it for each")
+    add("--json-schema", metavar="X", help="JSON that conforms to this schema")
+    add("--regex", metavar="X", help="text that matches this regular expression")
+    add("--grammar", metavar="X", help="text of this grammar, in EBNF or Lark")
     return parser
 
 
-def _add_sampling(parser: Parser) -> None:
-    sampling = parser.add_argument_group("Sampling (default: greedy)")
-    sampling.add_argument("--sample", action="store_true", help="sample tokens; implied by each option below")
-    sampling.add_argument("--temperature", type=FLOAT, metavar="X", help="below 1 sharpens, above 1 flattens")
-    sampling.add_argument("--top-k", type=UINT32, metavar="N", help="sample from the N most likely tokens")
-    sampling.add_argument("--top-p", type=FLOAT, metavar="X", help="sample from the most likely tokens that sum to X")
-    sampling.add_argument(
-        "--typical-p", type=FLOAT, metavar="X", help="sample from the most typical tokens that sum to X"
-    )
-    sampling.add_argument("--min-p", type=FLOAT, metavar="X", help="sample from tokens X times as likely as the best")
-    sampling.add_argument("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
+def _add_stopping(add: Add) -> None:
+    add("--max-new-tokens", type=_UINT32, metavar="N", help="maximum number of new tokens (default: the server's)")
+    add("--min-new-tokens", type=_UINT32, metavar="N", help="minimum number of new tokens")
+    add("--stop", dest="stop_sequences", action="append", metavar="TEXT", help="stop sequence; may be repeated")
+    help_text = "token that also ends the output; may be repeated"
+    add("--stop-token-id", dest="stop_token_ids", action="append", type=_UINT32, metavar="N", help=help_text)
+    add("--time-limit", dest="time_limit_millis", type=_milliseconds, metavar="X", help="time limit in seconds")
 
 
-def _add_decoding(parser: Parser) -> None:
-    penalties = parser.add_argument_group("Penalties")
-    for name, kind in _PENALTIES.items():
-        penalties.add_argument(f"--{name}-penalty", type=kind, metavar="X", help="of tokens that are there already")
-    guided = parser.add_argument_group("Structured output", "one of these").add_mutually_exclusive_group()
-    guided.add_argument("--choice", action="append", metavar="X", help="one of several texts; repeat it for each")
-    for name, text in _GUIDED.items():
-        guided.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=text)
+def _add_sampling(add: Add) -> None:
+    add("--sample", action="store_true", help="sample tokens; implied by each option below")
+    add("--temperature", type=_FLOAT, metavar="X", help="1 = off, <1 sharpens, >1 flattens the distribution")
+    add("--top-k", type=_UINT32, metavar="N", help="sample from the N most likely tokens")
+    add("--top-p", type=_FLOAT, metavar="X", help="sample from the most likely tokens that sum to X; 1 = off")
+    add("--typical-p", type=_FLOAT, metavar="X", help="sample from the most typical tokens that sum to X; 1 = off")
+    add("--min-p", type=_FLOAT, metavar="X", help="sample from tokens at least X times as likely as the best; 0 = off")
+    add("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
 
 
-def _decoding(options: argparse.Namespace) -> pb.DecodingParameters:
-    names = (*_GUIDED, *(f"{name}_penalty" for name in _PENALTIES))
-    given = {name: getattr(options, name) for name in names}  # None is absent
-    given |= {"bad_words": options.bad_word, "allowed_token_ids": options.allow_token_id}
-    return pb.DecodingParameters(**given, choice={"choices": options.choice} if options.choice else None)
+def _add_decoding(add: Add) -> None:
+    repetition = "penalty on tokens already in the text; 1 = off, >1 discourages repetition"
+    add("--repetition-penalty", type=_FLOAT, metavar="X", help=repetition)
+    frequency = "penalty on tokens for each time they are in the output; 0 = off, >0 discourages repetition"
+    add("--frequency-penalty", type=_PENALTY, metavar="X", help=frequency)
+    presence = "penalty on tokens already in the output; 0 = off, >0 discourages repetition"
+    add("--presence-penalty", type=_PENALTY, metavar="X", help=presence)
+    add("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="banned word; may be repeated")
+    allowed = "allowed token (default: all); may be repeated"
+    add("--allow-token-id", dest="allowed_token_ids", action="append", type=_UINT32, metavar="N", help=allowed)
 
 
 def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
-    names = ("temperature", "top_k", "top_p", "typical_p", "min_p", "seed")
-    drawing = {name: value for name in names if (value := getattr(options, name)) is not None}
-    params = pb.Parameters(
-        method=pb.SAMPLE if options.sample or drawing else pb.GREEDY,
-        sampling=pb.SamplingParameters(**drawing),
-        stopping=pb.StoppingCriteria(
-            max_new_tokens=options.max_new_tokens,
-            min_new_tokens=options.min_new_tokens,
-            stop_sequences=options.stop,
-            stop_token_ids=options.stop_token_id,
-            time_limit_millis=round(options.time_limit * 1000),
-        ),
-        decoding=_decoding(options),
-    )
+    sampling, decoding = _from_options(pb.SamplingParameters, options), _from_options(pb.DecodingParameters, options)
+    if options.choices:
+        decoding.choice.choices.extend(options.choices)
+    is_sampled = options.sample or sampling != pb.SamplingParameters()
     return pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
-        params=params,
+        params=pb.Parameters(
+            method=pb.SAMPLE if is_sampled else pb.GREEDY,
+            sampling=sampling,
+            stopping=_from_options(pb.StoppingCriteria, options),
+            decoding=decoding,
+        ),
         adapter_id=options.adapter_id,
         prefix_id=options.prefix_id,
     )
+
+
+def _from_options(kind: type[M], options: argparse.Namespace) -> M:
+    """The message whose fields are the options of the same names."""
+    given = {name: getattr(options, name, None) for name in kind.DESCRIPTOR.fields_by_name}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:

@@ -1,12 +1,12 @@
 """`tgis prompts`: loads the soft prompts and LoRA adapters of a store as the server would, and shows problems."""
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from tgis.errors import AdapterError, OptionError, file_errors
 from tgis.ipc.lookups import AdapterProblem
@@ -20,21 +20,16 @@ if TYPE_CHECKING:
     from tgis.prompts.store import AdapterStore  # needs torch
 
 _COLUMNS = ("ID", "ADAPTER", "RANK", "TOKENS", "STATE")
-_PROBLEMS = {  # that are told in other words than to a client
-    AdapterProblem.NOT_FOUND: "no soft prompt or adapter in it",
-    AdapterProblem.UNSUPPORTED: "an adapter of type {}, which is not supported",
-}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreEntry:
-    """One directory of the store; unknown properties are empty."""
+class StoreEntry(msgspec.Struct):
+    """One directory of the store: `size` in bytes of memory, `length` in virtual tokens."""
 
     id: str
-    kind: str = ""  # LoRA or soft prompt
-    rank: int = 0  # of LoRA
-    length: int = 0  # virtual tokens
-    size: int = 0  # bytes in memory
+    kind: str = ""
+    rank: int = 0
+    length: int = 0
+    size: int = 0
     problem: str = ""
 
 
@@ -46,7 +41,7 @@ def main(argv: list[str], prog: str) -> int:
     with file_errors(f"cannot read {options.path}", OptionError):
         entries = list(_check_store(options))
     if options.json:
-        print(*(json.dumps(asdict(entry)) for entry in entries), sep="\n")
+        print(*(msgspec.json.encode(entry).decode() for entry in entries), sep="\n")
     else:
         _print(entries)
     return int(any(entry.problem for entry in entries))
@@ -58,26 +53,18 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("action", choices=["check"], metavar="check", help="the only action")
     parser.add_argument("path", type=Path, metavar="PATH", help="the store: PREFIX_STORE_PATH of a server")
     parser.add_argument("--model", metavar="NAME", help="directory of the model that the adapters are for")
-    number, dtype = integer(1), choice("float32", "float16", "bfloat16")
-    parser.add_argument(
-        "--max-length",
-        type=number,
-        metavar="N",
-        help="virtual tokens allowed (default: half the model's length)",
-    )
-    parser.add_argument(
-        "--dtype", type=dtype, metavar="NAME", default="float32", help="of the model (default: float32)"
-    )
-    parser.add_argument("--cache-mb", type=number, metavar="N", default=512, help="PROMPT_CACHE_SIZE_MB (default: 512)")
+    help_text = "most virtual tokens (default: half of the model's length)"
+    parser.add_argument("--max-length", type=integer(1), metavar="N", help=help_text)
+    dtype, help_text = choice("float32", "float16", "bfloat16"), "dtype of the model (default: float32)"
+    parser.add_argument("--dtype", type=dtype, metavar="NAME", default="float32", help=help_text)
+    help_text = "size of the adapter cache: PROMPT_CACHE_SIZE_MB of a server (default: 512)"
+    parser.add_argument("--cache-mb", type=integer(1), metavar="N", default=512, help=help_text)
     parser.add_argument("--json", action="store_true", help="print one line of JSON per adapter")
     return parser
 
 
 def _check_store(options: Namespace) -> Iterator[StoreEntry]:
-    """Check every directory that may be meant as an adapter, sorted by id.
-
-    Without a model all that depends on it is accepted.
-    """
+    """Check every directory that may be meant as an adapter, sorted by id."""
     import torch  # noqa: PLC0415 - slow; not needed for --help
 
     from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - likewise
@@ -97,21 +84,23 @@ def _check_store(options: Namespace) -> Iterator[StoreEntry]:
         yield StoreEntry(".", problem="files directly in the store cannot be named")
     for adapter_id in sorted(stored_ids(root)):
         if not _is_parent(os.path.join(root, adapter_id)):
-            yield _entry(store, adapter_id)
+            yield _check(store, adapter_id)
 
 
 def _is_parent(path: str) -> bool:
-    """Whether there are only directories in it, which may be adapters."""
+    """True for a directory of directories, which may be adapters."""
     names = [name for name in os.listdir(path) if not name.startswith(".")]
     return bool(names) and all(os.path.isdir(os.path.join(path, name)) for name in names)
 
 
-def _entry(store: "AdapterStore", adapter_id: str) -> StoreEntry:
+def _check(store: "AdapterStore", adapter_id: str) -> StoreEntry:
     try:
         adapter = store.find(adapter_id).adapter
     except AdapterError as error:
-        text = _PROBLEMS.get(AdapterProblem(error.problem), "{}")
-        return StoreEntry(adapter_id, problem=text.format(error))
+        is_unsupported = error.problem == AdapterProblem.UNSUPPORTED
+        return StoreEntry(
+            adapter_id, problem=f"adapter type {error} is not supported" if is_unsupported else str(error)
+        )
     kind = "LoRA" if adapter.rank else "soft prompt"
     return StoreEntry(adapter_id, kind, adapter.rank, adapter.length, adapter.size)
 

@@ -1,7 +1,5 @@
 """`tgis serve`: parse the options, set up logging and the environment, then run the server or only check it."""
 
-import contextlib
-import ctypes
 import fcntl
 import logging
 import os
@@ -18,9 +16,6 @@ from tgis.utils.options import Option, declared_options, format_value
 
 MAX_OPEN_FILES = 1 << 16  # more than connections ever need; containers often have a hard limit of a billion
 FILE_TABLE_SIZE = 1 << 13
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # that glibc takes
-_KEPT_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +42,6 @@ def _serve(config: Config) -> int:
     try:
         raise_file_limit()
         enlarge_file_table()
-        reuse_large_blocks()  # those of messages
         prepare_environment(config)
         from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 
@@ -81,20 +75,6 @@ def enlarge_file_table() -> None:
     size = FILE_TABLE_SIZE if soft == resource.RLIM_INFINITY else min(soft, FILE_TABLE_SIZE)
     with open(os.devnull) as file:
         os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, size - 1))
-
-
-def reuse_large_blocks() -> None:
-    """Let malloc use blocks again for others, and return the end of the heap to the system only where it is large.
-
-    By default glibc gives the system nearly every block of a megabyte or more, and gets the next one from there: to
-    clear its pages takes several times as long as to copy a message into it. Beside 64 hostile clients with messages
-    of 4 MiB that doubles the time to the first token of others. What is kept after such a flood is about 100 MiB.
-    """
-    with contextlib.suppress(AttributeError):  # only glibc has it
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def _log_fatal(error: StartError) -> int:

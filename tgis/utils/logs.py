@@ -1,36 +1,32 @@
 """Logging of all processes: text or JSON on stdout, one line per record, with the correlation id.
 
-No line makes its process wait, whoever reads stdout. The text of requests and outputs must never be logged, unless
-LOG_TEXT is on.
+A process never waits for the reader of its stdout or stderr. The text of requests and outputs must never be logged,
+unless LOG_TEXT is on.
 """
 
+import atexit
 import contextlib
-import functools
-import io
 import json
 import logging
 import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tgis.utils.log_queue import FormatRecord, LineQueue, QueuedStream, RepeatedLines
+from tgis.utils.queued_stream import QueuedStream
 
 _NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().items()}
 LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
-MAX_ID_LENGTH = 128  # of a correlation id, which comes from the client
+MAX_ID_LENGTH = 128
 PROGRESS_SECONDS = 10.0
-_STDOUT, _STDERR = 1, 2
-_format_exception = logging.Formatter().formatException
 
 _log = logging.getLogger(__name__)
-_queues: list[LineQueue] = []  # of stdout and stderr
+_streams: list[QueuedStream] = []
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -39,22 +35,23 @@ _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 def configure(*, level: str, json_output: bool, process: str | None = None) -> None:
     """Log to stdout; `process` names the process in every line, unless it is the front end.
 
-    `level` applies to tgis, an unknown one means info; libraries log from WARNING up. What Python and libraries write
-    to stderr makes nobody wait either.
+    `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
     """
-    handler = _Handler(functools.partial(_as_json if json_output else _as_text, process))
+    stdout, stderr = _streams[:] = QueuedStream(1), QueuedStream(2)
+    for stream in _streams:
+        atexit.register(stream.stop)
+    sys.stderr = stderr
+    handler = logging.StreamHandler(stdout)
+    handler.setFormatter((JsonFormatter if json_output else TextFormatter)(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
-    stderr = QueuedStream(_STDERR)
-    _queues[:] = handler, stderr.lines
-    sys.stderr = io.TextIOWrapper(stderr, errors="backslashreplace", write_through=True)
-    for name in ("tgis", "__main__"):  # of a module run as a script
+    for name in ("tgis", "__main__"):
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
 
 
 def num_dropped_lines() -> int:
-    """Lines of this process that did not fit into the queue, because nobody read them, or that could not be written."""
-    return sum(lines.num_dropped for lines in _queues)
+    """Lines of this process that were dropped because they were not read in time or could not be written."""
+    return sum(stream.num_dropped for stream in _streams)
 
 
 @contextlib.contextmanager
@@ -97,48 +94,36 @@ def write_termination_message(path: Path, reason: str) -> None:
         file.write(reason + "\n")
 
 
-class _Handler(LineQueue):
-    """Queues the lines of records, those that repeat once in ten seconds."""
+class TextFormatter(logging.Formatter):
+    """Formats records for people: time, level, logger, message, fields."""
 
-    def __init__(self, format_record: FormatRecord) -> None:
-        super().__init__(_STDOUT, format_record)
-        self._repeated_lines = RepeatedLines()
+    def __init__(self, process: str | None) -> None:
+        super().__init__()
+        self._process = process
 
-    def prepare(self, record: logging.LogRecord) -> bytes:
-        """The line of a record, which says how often it was held back; nothing if it is held back now.
-
-        Records of single requests never are: thousands may be cancelled together, and all differ.
-        """
-        if record.levelno < logging.WARNING or hasattr(record, "request_id"):
-            return super().prepare(record)
-        error = record.exc_info[1] if record.exc_info else None
-        key = f"{record.levelno} {record.name} {record.getMessage()} {_fields(record, None)} {error!r}"
-        repeats = self._repeated_lines.repeats(key, time.monotonic())
-        if repeats:
-            vars(record)["repeated"] = repeats
-        return b"" if repeats is None else super().prepare(record)
+    def format(self, record: logging.LogRecord) -> str:
+        fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, self._process).items()]
+        message = " ".join([escape(record.getMessage()), *fields])
+        line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
+        if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
+            line += "".join(f"\n  {escape(row)}" for row in self.formatException(record.exc_info).splitlines())
+        return line
 
 
-def _as_text(process: str | None, record: logging.LogRecord) -> str:
-    fields = [f"{name}={_quote(str(value))}" for name, value in _fields(record, process).items()]
-    message = " ".join([escape(record.getMessage()), *fields])
-    line = f"{_timestamp(record)} {record.levelname:<7} {record.name}: {message}"
-    if record.exc_info:  # indented, so that its text cannot be mistaken for a log line
-        line += "".join(f"\n  {escape(row)}" for row in _format_exception(record.exc_info).splitlines())
-    return line
+class JsonFormatter(TextFormatter):
+    """Formats records as JSON objects."""
 
-
-def _as_json(process: str | None, record: logging.LogRecord) -> str:
-    line: dict[str, Any] = {
-        "time": _timestamp(record),
-        "level": record.levelname,
-        "logger": record.name,
-        "message": record.getMessage(),
-    }
-    if record.exc_info:
-        line["exception"] = _format_exception(record.exc_info)
-    fields = {name: _json_value(value) for name, value in _fields(record, process).items()}
-    return json.dumps(line | fields | line, default=str)
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _timestamp(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        fields = {name: _json_value(value) for name, value in _fields(record, self._process).items()}
+        return json.dumps(line | fields | line, default=str)
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -10,16 +10,15 @@ import difflib
 import functools
 import ipaddress
 import json
-import os
+import math
 import re
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,7 +28,9 @@ T = TypeVar("T")
 D = TypeVar("D")
 Words: TypeAlias = str | list[str] | None  # what follows a flag
 
-_METADATA_KEY = "option"  # in the metadata of a field
+_METADATA_KEY = "option"
+# Containers set HOSTNAME, and CONFIG is too common a name.
+_FLAGS_ONLY = ("hostname", "config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +55,27 @@ class Option:
     """A flag and the environment variable of the same name."""
 
     value_type: ValueType[Any]
-    name: str = ""  # of the field: lower case with underscores
+    name: str = ""
     group: str = ""
     help_text: str = ""
-    aliases: tuple[str, ...] = ()  # other flags and variables for it; those that are set must agree
-    vllm_names: tuple[str, ...] = ()  # other flags for it, which are no variables; no_* and disable_* negate it
+    aliases: tuple[str, ...] = ()
+    # Names in vLLM: further aliases under `python -m vllm_tgis_adapter`, unknown elsewhere.
+    vllm_names: tuple[str, ...] = ()
     short: str | None = None
-    nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for values of TGIS
-    shown_default: str | None = None  # the default, as shown in the help
+    # Values of TGIS that do not exist here, and the value that replaces each with a warning.
+    nearest_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shown_default: str | None = None
     required: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of variables, and of flags; the preferred one first."""
-        return (self.name, *self.aliases) if self.name else self.aliases
+        """Lower case with underscores; the preferred one first. Names that are set must agree."""
+        return (self.name, *self.aliases)
 
     @property
-    def flags(self) -> tuple[str, ...]:
-        """The names of flags."""
-        return (*self.names, *self.vllm_names)
+    def variables(self) -> tuple[str, ...]:
+        """The names that are environment variables."""
+        return tuple(name.upper() for name in self.names if name not in _FLAGS_ONLY and not name.startswith("no_"))
 
 
 def option(group: str, value_type: ValueType[T], help_text: str, default: D | Callable[[], T], **more: Any) -> T | D:
@@ -102,23 +105,20 @@ def declared_options(table: type) -> tuple[Option, ...]:
     return tuple(dataclasses.replace(opt, name=name) for name, opt in opts if opt is not None)
 
 
-def _text(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must be printable text")
-    return text
+def _parser(kind: Callable[[str], T], accepts: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+    """A parser of what msgspec converts to `kind`, for values that are accepted."""
+
+    def parse(text: str) -> T:
+        with suppress(msgspec.ValidationError):
+            value: T = msgspec.convert(text, kind, strict=False, dec_hook=lambda other_type, obj: other_type(obj))
+            if accepts(value):
+                return value
+        raise ValueError(f"must be {expected}")
+
+    return parse
 
 
-def _boolean(text: str) -> bool:
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise ValueError("must be true or false")
-    return values[text.lower()]
-
-
-def _directory(text: str) -> Path:
-    if not os.path.isdir(_text(text)):
-        raise ValueError("is not a directory")
-    return Path(text)
+_text = _parser(str, str.isprintable, "printable text")
 
 
 def _address(text: str) -> str:
@@ -126,14 +126,6 @@ def _address(text: str) -> str:
         return str(ipaddress.ip_address("127.0.0.1" if text == "localhost" else text))
     except ValueError:
         raise ValueError("must be an IP address or localhost") from None
-
-
-def _endpoint(text: str) -> str:
-    url = urlsplit(text if "//" in text else f"//{text}")
-    with suppress(ValueError):  # of a port that is no number
-        if url.scheme in ("", "http", "https") and url.hostname and url.port:
-            return text
-    raise ValueError("must be HOST:PORT, or that after http:// or https://")
 
 
 class _NamedPath(msgspec.Struct):
@@ -178,29 +170,25 @@ NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLL
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
-DIRECTORY = ValueType("PATH", _directory)
+DIRECTORY = ValueType("PATH", _parser(Path, Path.is_dir, "a directory"))
 ADDRESS = ValueType("IP", _address)
-ENDPOINT = ValueType("URL", _endpoint)
-BOOLEAN = ValueType("BOOL", _boolean, bare_value="true")
-
-
-def _number(kind: Callable[[str], T], text: str) -> T | None:
-    """A number as it is written here: Python also takes other digits, and underscores."""
-    with suppress(ValueError):
-        return kind(text) if text.isascii() and "_" not in text else None
-    return None
+_is_endpoint = re.compile(r"(https?://)?(\[[\da-fA-F:.]+\]|[^\s/:@\[\]]+):\d{1,5}(/\S*)?").fullmatch
+ENDPOINT = ValueType(
+    "URL", _parser(str, lambda text: _is_endpoint(text) is not None, "HOST:PORT, or that after http:// or https://")
+)
+BOOLEAN = ValueType("BOOL", _parser(bool, lambda _value: True, "true or false"), bare_value="true")
 
 
 def integer(low: int, high: int = 2**31 - 1) -> ValueType[int]:
     """An integer from `low` to `high`, inclusive."""
+    return ValueType("N", _parser(int, lambda value: low <= value <= high, f"a whole number from {low} to {high}"))
 
-    def parse(text: str) -> int:
-        value = _number(int, text)
-        if value is None or not low <= value <= high:
-            raise ValueError(f"must be a whole number from {low} to {high}")
-        return value
 
-    return ValueType("N", parse)
+def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[float]:
+    """A finite number from `low` to `high`, inclusive; `exclude_low` excludes `low` itself."""
+    bounds = f"above {low:g}, at most {high:g}" if exclude_low else f"from {low:g} to {high:g}"
+    lowest = math.nextafter(low, high) if exclude_low else low
+    return ValueType("X", _parser(float, lambda value: lowest <= value <= high, f"a number {bounds}"))
 
 
 def with_unit(value_type: ValueType[T]) -> ValueType[T]:
@@ -214,32 +202,13 @@ def with_unit(value_type: ValueType[T]) -> ValueType[T]:
     return dataclasses.replace(value_type, parse=parse)
 
 
-def decimal(low: float, high: float, *, exclude_low: bool = False) -> ValueType[float]:
-    """A finite number from `low` to `high`, inclusive; `exclude_low` excludes `low` itself."""
-
-    def parse(text: str) -> float:
-        value = _number(float, text)
-        if value is None or not low <= value <= high or (exclude_low and value == low):
-            bounds = f"above {low:g}, at most {high:g}" if exclude_low else f"from {low:g} to {high:g}"
-            raise ValueError(f"must be a number {bounds}")
-        return value
-
-    return ValueType("X", parse)
-
-
 def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[str]:
     """One of `values`, or another name of one."""
-
-    def parse(text: str) -> str:
-        value = (aliases or {}).get(text, text)
-        if value not in values:
-            raise ValueError(f"must be one of {', '.join(values)}")
-        return value
-
-    return ValueType("NAME", parse)
+    parse = _parser(str, values.__contains__, f"one of {', '.join(values)}")
+    return ValueType("NAME", lambda text: parse((aliases or {}).get(text, text)))
 
 
-def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str | None:
+def closest(name: str, names: Collection[str], similarity: float = 0.7) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
@@ -247,15 +216,20 @@ def closest(name: str, names: Collection[str], similarity: float = 0.6) -> str |
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are OptionErrors."""
 
+    renamed_flags: Mapping[str, str] = MappingProxyType({})
+
     def error(self, message: str) -> NoReturn:
         """Raise one line instead of printing the usage."""
         raise OptionError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Suggest a flag for the first that is unknown."""
+        """Name the right flag for the first that is unknown."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            meant = closest(unknown[0].partition("=")[0], self._option_string_actions)
+            flag = unknown[0].partition("=")[0].replace("_", "-")
+            if flag in self.renamed_flags:
+                self.error(f"unrecognized flag {flag}: here it is {self.renamed_flags[flag]}")
+            meant = closest(flag, re.findall(r"--[a-z0-9-]+", self.format_help()))
             suggestion = f", did you mean {meant}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed
@@ -267,41 +241,30 @@ class RawValue:
 
     source: str
     text: str
-    negated: bool
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
         return f"{self.source}={text!r}"
 
 
-def make_parser(prog: str, options: Sequence[Option], foreign: Sequence[Option]) -> Parser:
-    """The parser of a server's flags; `foreign` options are accepted, but have no effect."""
+def make_parser(prog: str, options: Sequence[Option], renamed_flags: Mapping[str, str]) -> Parser:
+    """The parser of a server's flags; the help shows the preferred names of options that have a group.
+
+    `renamed_flags` are those of other servers, by the name there.
+    """
     parser = Parser(
         prog=prog,
         usage=f"{prog} --model-name TEXT [options]",
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
-        epilog="Options of TGIS and vllm-tgis-adapter that are accepted, but have no effect:\n"
-        + _indented(opt.name.upper() for opt in foreign if opt.name)
-        + "\nNames of vLLM that are flags, too:\n"
-        + _indented(flag_name(name) for opt in options for name in opt.vllm_names),
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=6),
         allow_abbrev=False,
     )
-    add_flags(parser, [*options, *foreign])
+    parser.renamed_flags = renamed_flags
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
-    return parser
-
-
-def _indented(names: Iterable[str]) -> str:
-    return textwrap.fill(", ".join(names), 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-
-
-def add_flags(parser: Parser, options: Sequence[Option]) -> None:
-    """Add a flag for every name of every option; the help shows the preferred ones of options that have a group."""
     groups = {opt.group: parser.add_argument_group(opt.group) for opt in options if opt.group}
     for opt in options:
-        for name in opt.flags:
+        for name in opt.names:
             shown = bool(opt.group) and name == opt.name
             (groups[opt.group] if shown else parser).add_argument(
                 *([opt.short] if opt.short and name == opt.name else []),
@@ -312,10 +275,11 @@ def add_flags(parser: Parser, options: Sequence[Option]) -> None:
                 default=argparse.SUPPRESS,
                 help=_help(opt) if shown else argparse.SUPPRESS,
             )
+    return parser
 
 
 def _help(opt: Option) -> str:
-    variables = ", ".join(name.upper() for name in opt.names)
+    variables = ", ".join(opt.variables)
     default = "required" if opt.required else f"default: {opt.shown_default}"
     return f"{opt.help_text} [env: {variables}] [{default}]".replace("%", "%%")
 
@@ -325,17 +289,16 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def is_negation(name: str) -> bool:
+    """A name that means the opposite: `--no-enable-x`, `DISABLE_X`."""
+    return re.match("(--)?(no[-_]|disable)", name.lower()) is not None
+
+
 def find_raw_values(opt: Option, flags: Mapping[str, Words], environ: Mapping[str, str]) -> list[RawValue]:
     """The values given by flags, else those given by variables that are not blank."""
-    by_flag = [
-        RawValue(flag_name(name), _joined(flags[name], opt), _negates(name)) for name in opt.flags if name in flags
-    ]
-    variables = [RawValue(name.upper(), environ.get(name.upper(), "").strip(), _negates(name)) for name in opt.names]
+    by_flag = [RawValue(flag_name(name), _joined(flags[name], opt)) for name in opt.names if name in flags]
+    variables = [RawValue(name, environ.get(name, "").strip()) for name in opt.variables]
     return by_flag or [variable for variable in variables if variable.text]
-
-
-def _negates(name: str) -> bool:
-    return name.startswith(("no_", "disable_"))
 
 
 def _joined(words: Words, opt: Option) -> str:
@@ -360,4 +323,4 @@ def _parse_raw_value(opt: Option, raw: RawValue) -> Any:
         value = opt.value_type.parse(opt.nearest_values.get(raw.text, raw.text))
     except ValueError as error:
         raise OptionError(f"{raw} {error}") from None
-    return not value if raw.negated else value
+    return not value if is_negation(raw.source) else value

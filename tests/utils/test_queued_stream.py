@@ -1,14 +1,13 @@
-"""tgis.utils.log_queue: what is written when, that nobody waits for a reader, and that repeated lines are counted."""
+"""QueuedStream: what it writes when, and that no writer waits for a reader."""
 
-import logging
 import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
 import pytest
 
-from tgis.utils import log_queue
-from tgis.utils.log_queue import MAX_LINES, MAX_QUEUED, LineQueue, RepeatedLines
+from tgis.utils import queued_stream
+from tgis.utils.queued_stream import MAX_QUEUED, QueuedStream
 
 
 @pytest.fixture
@@ -24,9 +23,9 @@ def line(number: int) -> bytes:
     return b"%06d%s\n" % (number, b"." * 250)
 
 
-def log(lines: LineQueue, *numbers: int) -> None:
+def log(lines: QueuedStream, *numbers: int) -> None:
     for number in numbers:
-        lines.handle(logging.makeLogRecord({"msg": line(number).decode().strip()}))
+        lines.write(line(number).decode())
 
 
 def read_until(reader: BinaryIO, end: bytes) -> list[bytes]:
@@ -38,7 +37,7 @@ def read_until(reader: BinaryIO, end: bytes) -> list[bytes]:
 
 def test_what_nobody_reads_is_dropped_and_counted_until_it_flows_again(pipe: tuple[BinaryIO, int]) -> None:
     reading, writing = pipe
-    lines = LineQueue(writing)
+    lines = QueuedStream(writing)
     total = 3 * MAX_QUEUED
     log(lines, *range(total))
     num_dropped = lines.num_dropped
@@ -48,20 +47,20 @@ def test_what_nobody_reads_is_dropped_and_counted_until_it_flows_again(pipe: tup
     log(lines, total)
     assert read_until(reading, b"\n") == [line(total)]
     assert lines.num_dropped == num_dropped
-    lines.close()
+    lines.stop()
 
 
-def test_the_end_waits_for_lines_but_not_for_ever(pipe: tuple[BinaryIO, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_waits_for_lines_but_not_for_ever(pipe: tuple[BinaryIO, int], monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = pipe
-    lines = LineQueue(writing)
+    lines = QueuedStream(writing)
     log(lines, *range(100))
-    lines.close()
+    lines.stop()
     assert read_until(reading, line(99)) == [*map(line, range(100))]
-    stuck = LineQueue(writing)
+    stuck = QueuedStream(writing)
     log(stuck, *range(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(log_queue, "EXIT_SECONDS", 0.01)
-        stuck.close()
+        patch.setattr(queued_stream, "STOP_SECONDS", 0.01)
+        stuck.stop()
     assert read_until(reading, line(999)) == [line(number) for number in range(1000)]
     stuck.close()  # waits for the thread, which would write to whatever has the descriptor next
 
@@ -69,27 +68,7 @@ def test_the_end_waits_for_lines_but_not_for_ever(pipe: tuple[BinaryIO, int], mo
 def test_lines_that_cannot_be_written_are_counted(pipe: tuple[BinaryIO, int]) -> None:
     reading, writing = pipe
     reading.close()
-    lines = LineQueue(writing)
+    lines = QueuedStream(writing)
     log(lines, *range(10))
-    lines.close()
+    lines.stop()
     assert lines.num_dropped == 10
-
-
-def test_a_line_is_written_once_in_ten_seconds_and_then_with_its_number() -> None:
-    lines = RepeatedLines()
-    assert lines.repeats("a", 100.0) == 0
-    assert [lines.repeats("a", second) for second in (101.0, 105.0, 109.9)] == [None] * 3
-    assert lines.repeats("b", 109.9) == 0
-    assert lines.repeats("a", 110.0) == 3
-    assert [lines.repeats(name, 119.0) for name in "ab"] == [None] * 2
-    assert lines.repeats("b", 120.0) == 1
-    assert lines.repeats("a", 200.0) == 1
-    assert lines.repeats("a", 300.0) == 0
-
-
-def test_memory_is_bounded() -> None:
-    lines = RepeatedLines()
-    for number in range(2 * MAX_LINES):
-        assert lines.repeats(str(number), 0.0) == 0
-    assert lines.repeats("0", 0.0) == 0  # forgotten, so not held back
-    assert lines.repeats("0", 0.0) is None
