@@ -230,7 +230,7 @@ class TestRefused:
             ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
             ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
             ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
-            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin is broken, or holds more than tensors"),
+            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is no dense tensor"),
             ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is larger than what is stored of it"),
         ],
     )
