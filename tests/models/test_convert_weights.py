@@ -308,13 +308,6 @@ class TestInterrupted:
         weights.convert_weights(path)
         assert len(find_weights(path)) == 2
 
-    def test_too_little_space(self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        path = model("tied")
-        usage = shutil.disk_usage(path)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1024))
-        with pytest.raises(StartError, match=r"needs [\d.]+ KiB, and the file system of \S+ has 1 KiB free$"):
-            weights.convert_weights(path)
-
 
 class TestForServing:
     """The model's directory, often a read-only volume, stays as it is."""
