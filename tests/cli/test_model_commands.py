@@ -52,10 +52,9 @@ def run(hub: FakeHub, tmp_path: Path) -> Run:
 
 
 def test_a_downloaded_model_is_served_by_its_name(hub: FakeHub, run: Run, tmp_path: Path) -> None:
-    code, out, err = run("download-weights", REPO)
+    code, out, _ = run("download-weights", REPO)
     path = Path(out.splitlines()[-1])
     assert (code, out) == (0, f"{path}\n")
-    assert re.search(rf"^{REPO} at commit {path.name[:12]}: 4 files to download, \d\.\d* MiB$", err, re.MULTILINE)
     assert path.parent == tmp_path / "hf" / "hub" / "models--org--name" / "snapshots"
     assert load_file(path / "model.safetensors")["w"].tolist() == list(range(500_000))
 
@@ -71,9 +70,9 @@ def test_a_downloaded_model_is_served_by_its_name(hub: FakeHub, run: Run, tmp_pa
     assert response.generated_token_count == 5
     assert hub.requests == []
 
-    code, again, err = run("download-weights", REPO)
-    assert (code, again, err) == (0, out, f"{REPO} at commit {path.name[:12]}: all files are here\n")
-    assert [asked.path for asked in hub.requests] == [f"/api/models/{REPO}"]
+    code, again, _ = run("download-weights", REPO)
+    assert (code, again) == (0, out)
+    assert hub.downloads() == []
 
 
 def test_the_cache_is_where_the_environment_says(hub: FakeHub, run: Run, tmp_path: Path) -> None:
@@ -100,7 +99,9 @@ def test_tokens(hub: FakeHub, run: Run) -> None:
 def test_a_full_disk_is_reported(hub: FakeHub, run: Run, tmp_path: Path) -> None:
     code, out, err = run("download-weights", REPO, limited=("SIG_IGN", 3_000_000))
     assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == (f"tgis: cannot write {tmp_path}/hf/hub: File too large; complete files are kept")
+    assert err.splitlines()[-1].startswith(
+        f"tgis: cannot download {REPO} from {hub.endpoint}: [Errno 27] File too large"
+    )
     assert run("download-weights", REPO)[0] == 0
 
 
@@ -108,13 +109,9 @@ def test_a_cached_model_is_used_if_the_hub_is_unreachable(hub: FakeHub, run: Run
     code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
     assert (code, out, err) == (1, "", "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
     _, path, _ = run("download-weights", REPO)
-    kept = f"{REPO} is in the cache from before\n"
-    code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
-    assert (code, out, err) == (0, path, f"HF_HUB_OFFLINE is set: nothing is downloaded; {kept}")
-    code, out, err = run("download-weights", REPO, HF_ENDPOINT="http://localhost:1")
-    assert (code, out) == (0, path)
-    assert err.startswith("cannot reach http://localhost:1: ")
-    assert err.endswith(kept)
+    for unreachable in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://localhost:1"}):
+        code, out, _ = run("download-weights", REPO, **unreachable)
+        assert (code, out) == (0, path)
     code, _, err = run("download-weights", REPO, "--revision", "v2", HF_HUB_OFFLINE="1")
     assert (code, err) == (1, "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
 
@@ -148,18 +145,16 @@ def test_an_old_model_is_converted(hub: FakeHub, run: Run, old: dict[str, torch.
 
     (path / "pytorch_model.bin").unlink()  # the next run does not download it again
     hub.requests.clear()
-    code, out, err = run("download-weights", REPO)
-    assert (code, out.strip(), err.count("\n")) == (0, str(path), 1)
+    code, out, _ = run("download-weights", REPO)
+    assert (code, out.strip()) == (0, str(path))
     assert hub.downloads() == []
 
 
 def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:
     for option in (["--no-auto-convert"], ["--auto_convert", "false"]):
-        assert run("download-weights", REPO, *option) == (
-            1,
-            "",
-            f"tgis: {REPO} has no files that end with .safetensors, but .bin weights\n",
-        )
+        code, out, err = run("download-weights", REPO, *option)
+        assert (code, out) == (1, "")
+        assert err.endswith(f"tgis: {REPO} has no files that end with .safetensors\n")
     code, out, _ = run("download-weights", REPO, "--no-auto-convert", "--extension", ".bin")
     assert code == 0
     path = Path(out.strip())
@@ -170,11 +165,9 @@ def test_extensions(hub: FakeHub, run: Run) -> None:
     code, out, _ = run("download-weights", REPO, "--extension", ".md,.json,.h5")
     assert code == 0
     assert {path.name for path in Path(out.strip()).iterdir()} == {"config.json", "tokenizer.json", "README.md"}
-    assert run("download-weights", REPO, "--extension", ".h5") == (
-        1,
-        "",
-        f"tgis: {REPO} has no files that end with .h5\n",
-    )
+    code, out, err = run("download-weights", REPO, "--extension", ".h5")
+    assert (code, out) == (1, "")
+    assert err.endswith(f"tgis: {REPO} has no files that end with .h5\n")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,11 @@ def test_the_layout_of_tgis(store: AdapterStore) -> None:
 
 
 def test_unusual_files_of_tgis_can_be_read(store: AdapterStore, root: Path) -> None:
-    """Parameters, views into larger tensors, nested ids, an encoder's part that a decoder-only model ignores."""
+    """Parameters, views into larger tensors, nested ids, an encoder's part that a decoder-only model ignores, and the
+    format of torch before 1.6.
+    """
+    write(root / "old", {DECODER: pt(matrix(), old_format=True)})
+    assert torch.equal(embeddings(store.find("old")), matrix())
     write(root / "nested" / "path_1", tgis(torch.nn.Parameter(matrix(16)[8:])))
     write(root / "nested" / "path_1", {ENCODER: pt(matrix(3, 7))})
     prompt = embeddings(store.find("nested/path_1"))

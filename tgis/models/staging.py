@@ -1,4 +1,4 @@
-"""What downloads and conversions of model files share: child processes, free space, staging, copies of config files."""
+"""What downloads and conversions of model files share: child processes, staging, copies of config files."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,6 @@ from tgis.errors import StartError, file_errors
 from tgis.models.files import CONFIG_EXTENSIONS
 from tgis.utils import stop_signals
 from tgis.utils.file_lock import locked
-from tgis.utils.logs import format_bytes
 
 MAX_REASON_LENGTH = 300
 
@@ -103,11 +102,3 @@ def timed(label: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     print(f"{label}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-
-
-def check_free_space(folder: Path, need: int, what: str) -> None:
-    """StartError if the file system of `folder` has no room for `need` bytes more."""
-    free = shutil.disk_usage(folder).free
-    if need > free:
-        room = f"the file system of {folder} has {format_bytes(free)} free"
-        raise StartError(f"{what} needs {format_bytes(need)}, and {room}")

@@ -1,6 +1,8 @@
 """Files of tensors, untrusted: read within limits, checked, and converted to the type and device of a model."""
 
+import io
 import threading
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pickle import UnpicklingError
@@ -11,7 +13,6 @@ import safetensors.torch
 import torch
 
 from tgis.errors import AdapterError
-from tgis.models.torch_file import FileTooLarge, check_description, load_archive
 from tgis.prompts.files import CONFIG, PICKLE, SAFETENSORS, AdapterDirectory
 
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,23 +56,35 @@ def load_peft_tensors(directory: AdapterDirectory, limit: int) -> tuple[str, Any
 
 
 def load_tensors(directory: AdapterDirectory, name: str, limit: int) -> Any:
-    """The content of a file of at most `limit` bytes: a tensor or a dict of tensors if all is well, but unchecked."""
+    """Load a file of at most `limit` bytes: a tensor or a dict of tensors if all is well, but unchecked."""
     data = directory.read(name, limit)
     try:
         if name == SAFETENSORS:
-            check_description(min(int.from_bytes(data[:8], "little"), len(data)))
             return safetensors.torch.load(data)
-        return load_archive(data, limit)
-    except FileTooLarge as error:
-        raise AdapterError(f"{name} {error}") from error
+        content = _load_pickle(name, data, limit)
+        return dict(content) if isinstance(content, dict) else content
+    except AdapterError:
+        raise
     except UnpicklingError as error:
-        raise AdapterError(f"{name} holds something other than dense tensors") from error
+        raise AdapterError(f"{name} is broken, or holds something other than tensors") from error
     except Exception as error:  # on hostile bytes the libraries raise anything
         raise AdapterError(f"{name} is damaged, or not of this format") from error
 
 
+def _load_pickle(name: str, data: bytes, limit: int) -> Any:
+    """Load a file of torch.save, in which only tensors and plain containers are allowed."""
+    file = io.BytesIO(data)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > limit:
+            raise AdapterError(f"{name} unpacks to {size} bytes, at most {limit} are allowed")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def check_tensor(name: str, tensor: Any) -> torch.Tensor:
-    """What is in the file of this name if it is a dense, 2-dimensional tensor of floats, else AdapterError."""
+    """Return a dense matrix of floats without its gradient; AdapterError for anything else."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise AdapterError(f"{name} holds a {type(tensor).__name__}, not a tensor")
     if tensor.dim() != 2:

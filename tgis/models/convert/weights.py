@@ -101,8 +101,6 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
 def _convert(path: Path, sources: list[Path], out: Path) -> str:
     for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
         shutil.rmtree(left, ignore_errors=True)
-    need = sum(file.stat().st_size for file in sources)
-    staging.check_free_space(out, need, f"converting the weights in {path}")
     names = [file.name for file in sources]
     with staging.staging_directory(out, STAGING_PREFIX) as made_in:
         command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(made_in), *names]

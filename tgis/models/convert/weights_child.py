@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from tgis.errors import StartError
 from tgis.models.convert.weights import INDEX_SUFFIX, target_name
 from tgis.models.files import read_json
-from tgis.models.torch_file import FileTooLarge, check_archive
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,15 +39,8 @@ def convert(model: Path, out: Path, names: list[str]) -> None:
 
 def load(path: Path) -> Tensors:
     """The tensors of a .bin file by name; memory-mapped unless it has the format of torch before 1.6."""
-    size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            if is_archive := file.read(4) == b"PK\3\4":  # as torch tells
-                with zipfile.ZipFile(file) as archive:
-                    check_archive(archive, size)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-    except FileTooLarge as error:
-        raise StartError(f"{path.name} {error}") from error
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise StartError(f"{path.name} is broken, or holds more than tensors, which is never loaded") from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
@@ -58,7 +50,10 @@ def load(path: Path) -> Tensors:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise StartError(f"{path.name} holds {name!r:.80}, which is no tensor with a name")
-        if value.nbytes > min(size, value.untyped_storage().nbytes()):  # an expanded view, which may claim any size
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            raise StartError(f"{path.name} holds {name!r:.80}, which is no dense tensor")
+        # An expanded view may claim any size
+        if value.nbytes > min(path.stat().st_size, value.untyped_storage().nbytes()):
             raise StartError(f"{path.name} holds {name!r:.80}, which is larger than what is stored of it")
     return {name: value.detach() for name, value in content.items()}
 
