@@ -24,7 +24,6 @@ COMMANDS = {
     "health": "check a server's health (exit code 0: ready)",
     "bench": "load test a running server",
     "prompts": "check a store of soft prompts and LoRA adapters",
-    "simulate": "simulate the batcher on a trace, without a model",
     "download-weights": "download a model from the hub into the local cache",
     "convert-to-safetensors": "convert .bin weights to safetensors",
     "convert-to-fast-tokenizer": "convert a slow tokenizer to tokenizer.json",
@@ -49,7 +48,7 @@ MODEL_FILE_COMMANDS = (
     "convert-to-onnx",
     "quantize",
 )
-NOT_IN_CLIENT = (*SERVERS, *MODEL_FILE_COMMANDS, "prompts", "simulate")  # need more than tgis-client installs
+NOT_IN_CLIENT = (*SERVERS, *MODEL_FILE_COMMANDS, "prompts")  # need more than tgis-client installs
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 
