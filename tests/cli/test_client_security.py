@@ -1,6 +1,5 @@
 """Every command that calls a server, against a real one with mutual TLS and bearer tokens."""
 
-import json
 import re
 import subprocess
 import sys

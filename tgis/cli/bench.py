@@ -5,6 +5,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,7 +104,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Requests")
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one prompt a line, or in .jsonl the "text" of each line')
+    prompt.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='prompts, one a line; in .jsonl the "text" of each line'
+    )
     prompt.add_argument(
         "--input-tokens", type=COUNT, default=128, metavar="N", help="length of random prompts (default 128)"
     )
@@ -121,9 +124,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
-    def open_channel() -> grpc.aio.Channel:
-        return client.make_channel(args.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio)
-
+    open_channel = partial(client.make_channel, args.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio)
     headers = [*client.metadata(args), *args.header]
     with client.rpc_errors(args.target, args):
         async with grpc_client.connect(report.settings, open_channel, headers) as connected:
