@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import transformers_generate
-from benchmarks.batching_policies import TimedEngine, engine_options, load_warm_engine
+from benchmarks.engines import Job, TimedEngine, engine_options, load_warm_engine, run_jobs
 from benchmarks.serving import cpu_name
 from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.simulate import Simulation, TraceRequest
 from tgis.engines.base import Engine
 from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
@@ -155,7 +154,7 @@ def measure_prefill(
             _multiply(layers, each)
 
     def compute_prompt() -> None:
-        Simulation(limits, TimedEngine(engine), [TraceRequest(0.0, PROMPT_TOKENS, 1)], 1).run()
+        run_jobs(limits, TimedEngine(engine), [Job(PROMPT_TOKENS, 1)])
 
     rounds = [(_seconds(compute_prompt), _seconds(multiply)) for _ in range(1 + 2 * REPEATS)][1:]
     prompts, alone = (PROMPT_TOKENS / statistics.median(times) for times in zip(*rounds, strict=True))
@@ -177,7 +176,7 @@ def _time_engine(engine: Engine, limits: BatchLimits) -> Times:
     found = {}
     for streams in STREAMS:
         timer = DecodeTimer(TimedEngine(engine))
-        Simulation(limits, timer, [TraceRequest(0.0, INPUT_TOKENS, STEPS)] * streams, streams).run()
+        run_jobs(limits, timer, [Job(INPUT_TOKENS, STEPS)] * streams)
         found[streams] = 1e3 * statistics.median(timer.seconds)
     return found
 

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from benchmarks.batching_policies import engine_options, load_warm_engine
+from benchmarks.engines import engine_options, load_warm_engine
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine

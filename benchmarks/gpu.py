@@ -13,13 +13,14 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,12 +33,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.autograd import DeviceType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.batching_policies import MAX_SEQUENCE_LENGTH, TimedEngine, engine_options, load_warm_engine
+from benchmarks.engines import MAX_SEQUENCE_LENGTH, Job, TimedEngine, engine_options, load_warm_engine, run_jobs
 from benchmarks.serving import running_server
 from benchmarks.suite import run_load as load_server
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.simulate import Simulation, TraceRequest, lognormal_trace
+from tgis.bench.summary import summarize
 from tgis.engines.base import Engine
 from tgis.engines.quantization import config as quantization
 from tgis.utils import logs
@@ -123,21 +124,21 @@ def byte_tokenizer(size: int) -> Tokenizer:
 
 
 def measure_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The engine without a server: the figures of `Simulation` for each load."""
+    """The engine without a server: figures of `tgis bench` for each load."""
     engine, limits = _load_engine(shape, model, quantize, compiled=compiled)
     most = limits.max_batch_size
-    cases = {f"{rows} x ({new}, {out})": [TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone}
+    cases = {f"{rows} x ({new}, {out})": [Job(new, out)] * rows for rows, new, out in shape.alone}
     cases[f"{shape.mixed_requests} mixed"] = list(mixed_jobs(shape))
 
-    def run(jobs: list[TraceRequest]) -> dict[str, float]:
-        vocab_size = shape.config["vocab_size"]
-        return Simulation(limits, TimedEngine(engine), jobs, len(jobs), vocab_size).run().summary()
+    def run(jobs: list[Job]) -> dict[str, Any]:
+        summary = asdict(summarize(run_jobs(limits, TimedEngine(engine), jobs, shape.config["vocab_size"]), 0.0))
+        return {name: summary[name] for name in ("output_tokens_per_s", "ttft_ms", "tpot_ms", "max_gap_ms")}
 
-    run([TraceRequest(0.0, *shape.alone[-1][1:])] * most)  # warm-up
+    run([Job(*shape.alone[-1][1:])] * most)  # warm-up
     for name, jobs in cases.items():
-        summary = run(jobs)
-        print(f"{name:<24}{summary['tokens_per_second']:>10,.0f} tokens/s", flush=True)
-        yield name, summary
+        figures = run(jobs)
+        print(f"{name:<24}{figures['output_tokens_per_s']:>10,.0f} tokens/s", flush=True)
+        yield name, figures
 
 
 def _load_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) -> tuple[Engine, BatchLimits]:
@@ -183,8 +184,7 @@ def measure_kernels(
     new, out = shape.served_tokens[0], _PROFILED_STEPS.stop + 10
     for rows in (1, limits.max_batch_size):
         profiled = _ProfiledEngine(TimedEngine(engine))
-        jobs = [TraceRequest(0.0, new, out)] * rows
-        Simulation(limits, profiled, jobs, rows, shape.config["vocab_size"]).run()
+        run_jobs(limits, profiled, [Job(new, out)] * rows, shape.config["vocab_size"])
         yield f"{rows} decodes", _kernel_times(profiled)
 
 
@@ -202,11 +202,13 @@ def _kernel_times(profiled: _ProfiledEngine) -> dict[str, Any]:
     return {"step_ms": round(1e3 * profiled.seconds / (steps - 1), 3), "kernels_ms": busy, "kernels": dict(most)}
 
 
-def mixed_jobs(shape: Shape) -> Iterator[TraceRequest]:
+def mixed_jobs(shape: Shape) -> Iterator[Job]:
     """Requests of log-normal lengths; for the large shape 226 tokens in and 191 out on average."""
-    most = MAX_SEQUENCE_LENGTH // 2 - 1
-    for job in lognormal_trace(shape.mixed_requests, 1.0, SEED, *shape.mixed_tokens):
-        yield replace(job, prompt_tokens=min(job.prompt_tokens, most), output_tokens=min(job.output_tokens, most))
+    draw, most = random.Random(SEED), MAX_SEQUENCE_LENGTH // 2 - 1
+    for _ in range(shape.mixed_requests):
+        draw.expovariate(1.0)  # an arrival time in earlier revisions: the lengths stay the same
+        prompt, output = (min(max(round(n * draw.lognormvariate(0, 0.6)), 1), most) for n in shape.mixed_tokens)
+        yield Job(prompt, output)
 
 
 def measure_server(shape: Shape, model: Path, cache: Path, *, compiled: bool) -> Iterator[tuple[str, Any]]:

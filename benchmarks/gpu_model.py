@@ -13,10 +13,11 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+from benchmarks.engines import Job, run_jobs
 from benchmarks.gpu import SHAPES, mixed_jobs
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.simulate import Simulation, TraceRequest
+from tgis.bench.summary import summarize
 
 BYTES_PER_SECOND = 3.75e12  # bandwidth of long reads
 KV_BYTES = 2 * 32 * 8 * 128 * 2  # per token, all layers
@@ -114,9 +115,9 @@ MODELS = {
 def ratios(model: GpuModel, limits: BatchLimits = LIMITS) -> list[float]:
     """Tokens/s relative to vLLM's, by load."""
     shape = SHAPES["llama-3.1-8b"]
-    loads = [[TraceRequest(0.0, new, out)] * rows for rows, new, out in shape.alone]
+    loads = [[Job(new, out)] * rows for rows, new, out in shape.alone]
     loads.append(list(mixed_jobs(shape)))
-    speeds = [Simulation(limits, model, jobs, len(jobs)).run().summary()["tokens_per_second"] for jobs in loads]
+    speeds = [summarize(run_jobs(limits, model, jobs), 0.0).output_tokens_per_s for jobs in loads]
     return [round(speed / peer, 2) for speed, peer in zip(speeds, VLLM, strict=True)]
 
 

@@ -31,17 +31,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc.aio
 import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import speculation
+from benchmarks.openai_client import complete
 from benchmarks.peer_process import MOST_TAKEN, Measured, engine_process, timed
 from benchmarks.serving import Server, cpu_name, free_ports, git_revision, running_server
 from demo.fetch import ensure
-from tgis.bench.client import BenchSettings, RequestRecord
+from tgis.bench.client import RequestRecord
 from tgis.bench.grpc_client import record_message
-from tgis.bench.http_client import connect
 from tgis.bench.load import Budget, ClosedLoop
 from tgis.bench.measure import cpu_seconds
 from tgis.bench.workload import Vocabulary
@@ -191,25 +192,22 @@ def _vllm(args: argparse.Namespace, _: Tokenizer) -> Iterator[System]:
                 time.sleep(0.2)
             seconds, pids = time.monotonic() - started, {"server": process.pid}
             pids |= {f"process {pid}": pid for pid in _tree(process.pid)[1:]}
-            yield System(process.pid, seconds, lambda load, prompts: _complete(port, pids, load, prompts))
+            yield System(
+                process.pid, seconds, lambda load, prompts: _complete(port, str(args.model), pids, load, prompts)
+            )
         finally:
             process.terminate()
 
 
-def _complete(port: int, pids: dict[str, int], load: Load, prompts: list[str]) -> Measured:
-    settings = BenchSettings(
-        api="openai", target=f"http://127.0.0.1:{port}", levels=(ClosedLoop(load.streams),), timeout=600.0
-    )
-
+def _complete(port: int, model: str, pids: dict[str, int], load: Load, prompts: list[str]) -> Measured:
     async def drive(records: list[RequestRecord]) -> None:
-        async with connect(settings) as client:
-            await client.model_name()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
             async def send(due: float) -> bool:
                 number = len(records)
                 records.append(record := RequestRecord(due, load.output_tokens))
-                await client.send(prompts[number], record)
-                return record.status == "OK"
+                await complete(session, f"http://127.0.0.1:{port}", model, prompts[number], record)
+                return True
 
             await ClosedLoop(load.streams).drive(send, Budget(load.requests, None))
 

@@ -49,7 +49,6 @@ async def _send(client: GrpcClient, text: str, new_tokens: int) -> RequestRecord
 
 async def _with_client(part: Any, target: str) -> dict[str, float]:
     async with connect(BenchSettings(target=target), lambda: grpc.aio.insecure_channel(target)) as client:
-        await client.model_name()
         figures: dict[str, float] = await part(client, _UniquePrompts())
         return figures
 

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.batching_policies import engine_options
+from benchmarks.engines import engine_options
 from benchmarks.serving import cpu_name
 from demo.fetch import ensure
 from tgis.batcher.sequence import StepPlan

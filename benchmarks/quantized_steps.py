@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.batching_policies import engine_options
+from benchmarks.engines import engine_options
 from benchmarks.serving import cpu_name
 from demo.fetch import ensure
 from tgis.batcher.sequence import Sequence, StepPlan

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from benchmarks.batching_policies import engine_options
+from benchmarks.engines import engine_options
 from benchmarks.quantized_steps import medians_ms, step_seconds
 from benchmarks.random_models import Load, Model
 from benchmarks.serving import cpu_name

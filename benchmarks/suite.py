@@ -1,12 +1,11 @@
-"""`make bench`: measures decode steps, tgis and transformers' static batches, each API, and the front end alone.
+"""`make bench`: measures decode steps, tgis and transformers' static batches, and the front end alone.
 
-Every part is a process that has the machine to itself. Rounds alternate between the servers, or the APIs of one, so
-that a slow minute affects all of them; the figures are medians over the rounds. A part that fails does not stop the
+Every part is a process that has the machine to itself. Rounds alternate between the servers, so that a slow
+minute affects all of them; the figures are medians over the rounds. A part that fails does not stop the
 others. The last line is one JSON object.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -17,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.front_end import measure_front_end, print_reports
-from benchmarks.serving import Server, running_server
+from benchmarks.serving import running_server
 from demo.fetch import ensure
 from tgis.errors import StartError
 
 STREAMS = (1, 8, 32)
 REQUESTS = {1: 4, 8: 32, 32: 128}
-APIS = ("grpc", "tgi", "openai")
 INPUT_TOKENS, OUTPUT_TOKENS = 130, 128
 
-Levels = dict[str, dict[int, dict[str, Any]]]  # by API and streams: what `tgis bench` reports
+Levels = dict[int, dict[str, Any]]  # reports of `tgis bench` by number of streams
 
 
 def run_load(
@@ -51,11 +49,9 @@ def measure_served(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
         generated.append(_measure_transformers(model, args.dtype))
-        first = number % len(APIS)
-        rounds.append(_measure_apis(model, args.cache, args.dtype, (*APIS[first:], *APIS[:first])))
+        rounds.append(_measure_tgis(model, args.cache, args.dtype))
     print(f"SmolLM2-135M {args.dtype}, {INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; tokens/s")
-    summary = {"transformers": _beside_transformers(generated, rounds), "apis": _beside_grpc(rounds)}
-    return {"summary": summary, "transformers": generated, "tgis": rounds}
+    return {"summary": _beside_transformers(generated, rounds), "transformers": generated, "tgis": rounds}
 
 
 def measure_alone(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,49 +106,29 @@ def _measure_transformers(model: Path, dtype: str) -> dict[int, float]:
     return {row["size"]: row["output_tokens_per_s"] for row in report["sizes"]}
 
 
-def _measure_apis(model: Path, cache: Path, dtype: str, apis: tuple[str, ...]) -> Levels:
-    levels: Levels = {api: {} for api in apis}
+def _measure_tgis(model: Path, cache: Path, dtype: str) -> Levels:
+    """Every load has its own seed, so that no prompt is in the prefix cache."""
     with running_server(model, cache, "--dtype", dtype) as server:
         print(f"tgis ready after {server.start_seconds:.1f} s", file=sys.stderr)
-        for seed, (size, api) in enumerate(itertools.product(STREAMS, apis)):
-            levels[api][size] = _measure_api(server, api, size, seed)
-    return levels
-
-
-def _measure_api(server: Server, api: str, size: int, seed: int) -> dict[str, Any]:
-    """Measure one API; every run has its own seed, so that no prompt is in the prefix cache."""
-    target = server.target if api == "grpc" else f"127.0.0.1:{server.http_port}"
-    options = ("--api", api, "--server-pid", str(server.pid), "--seed", str(seed))
-    return run_load(target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS, *options)
+        options = "--server-pid", str(server.pid)
+        return {
+            size: run_load(
+                server.target, size, REQUESTS[size], INPUT_TOKENS, OUTPUT_TOKENS, *options, "--seed", f"{size}"
+            )
+            for size in STREAMS
+        }
 
 
 def _beside_transformers(generated: list[dict[int, float]], rounds: list[Levels]) -> list[dict[str, float]]:
     print(f"{'streams':>8} {'transformers':>13} {'tgis':>8} {'ratio':>6} {'TTFT p50':>9} {'per token p50':>14}")
     rows = []
     for size in STREAMS:
-        levels = [each["grpc"][size] for each in rounds]
+        levels = [each[size] for each in rounds]
         ours, ratio = _speeds(levels, [each[size] for each in generated])
         peer = statistics.median(each[size] for each in generated)
         first, gap = _medians(levels, "ttft_ms", "tpot_ms")
         print(f"{size:>8} {peer:>13.1f} {ours:>8.1f} {ratio:>6.2f} {first:>6.0f} ms {gap:>11.1f} ms")
         rows.append({"streams": size, "transformers": peer, "tgis": ours, "ratio": ratio, "ttft_p50_ms": first})
-    return _rounded(rows)
-
-
-def _beside_grpc(rounds: list[Levels]) -> list[dict[str, Any]]:
-    print("us per token are CPU time of the front end; load is the load generator's share of a core")
-    print(f"{'streams':>8} {'API':>7} {'tgis':>8} {'of gRPC':>8} {'TTFT p50':>9} {'us per token':>13} {'load':>6}")
-    rows = []
-    for size in STREAMS:
-        for api in APIS:
-            levels = [each[api][size] for each in rounds]
-            ours, ratio = _speeds(levels, [each["grpc"][size]["output_tokens_per_s"] for each in rounds])
-            (first,) = _medians(levels, "ttft_ms")
-            used = statistics.median(level["server_cpu_us_per_token"] for level in levels)
-            load = statistics.median(level["client_cpu"] for level in levels)
-            print(f"{size:>8} {api:>7} {ours:>8.1f} {ratio:>8.2f} {first:>6.0f} ms {used:>13.1f} {load:>6.0%}")
-            row = {"tgis": ours, "of_grpc": ratio, "ttft_p50_ms": first, "front_end_us_per_token": used, "load": load}
-            rows.append({"streams": size, "api": api, **row})
     return _rounded(rows)
 
 

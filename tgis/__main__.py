@@ -28,7 +28,6 @@ COMMANDS = {
     "health": ("calls.health", "check a server's health (exit code 0: ready)"),
     "bench": ("bench.main", "load test a running server"),
     "prompts": ("prompts.main", "check a store of soft prompts and LoRA adapters"),
-    "simulate": ("simulate.main", "simulate the batcher on a trace, without a model"),
 }
 MODEL_FILE_COMMANDS = {
     "download-weights": ("download_weights.main", "download a model from the hub into the local cache"),

@@ -1,5 +1,7 @@
 """When prefills interrupt decodes, and how the budget of a step is split, in simulated time."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
@@ -9,11 +11,12 @@ from batches import EOS, limits, next_plan, request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.engines import Job, run_jobs
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.prefill_budget import split_budget, split_whole
-from tgis.batcher.sequence import Sequence
-from tgis.bench.simulate import SimulatedEngine, Simulation, TraceRequest
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.bench.summary import request_times
 from tgis.engines.fake import StepModel
 
 
@@ -45,12 +48,29 @@ def test_running_sequences_get_their_share_of_the_time(max_waiting: int, prefill
 
 WHOLE = StepModel(step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
 CHUNKS = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
-STREAMS = [TraceRequest(0.0, 20, 400)] * 31 + [TraceRequest(1.0 + n, 8000, 10) for n in range(3)]
+STREAMS = [Job(20, 400)] * 31 + [Job(8000, 10, 1.0 + n) for n in range(3)]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """Computes nothing, and takes the time of the model."""
+
+    model: StepModel
+
+    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
+        return [[7]] * len(plan.sampled), self.model.seconds(plan)
+
+    def release(self, seqs: Iterable[Sequence]) -> None:
+        pass
+
+
+def times(name: str, bounds: BatchLimits, model: StepModel, jobs: list[Job]) -> list[float]:
+    return [request_times(record)[name] for record in run_jobs(bounds, SimulatedEngine(model), jobs)]
 
 
 def longest_gap(model: StepModel, tokens: int, gap_ms: int) -> float:
     bounds = BatchLimits(64, 1 << 30, tokens, block_size=model.block_size, max_prefill_gap_ms=gap_ms)
-    return max(Simulation(bounds, SimulatedEngine(model), STREAMS).run().times("gap"))
+    return max(times("gap", bounds, model, STREAMS))
 
 
 @pytest.mark.parametrize("gap_ms", [100, 200])
@@ -81,12 +101,10 @@ def test_a_step_beside_decodes_has_the_prompt_tokens_that_fit_into_the_gap() -> 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 100_000), (4, 20_000)])
 def test_short_requests_do_not_wait_for_long_chunked_prompts(count: int, length: int) -> None:
-    bounds, long = BatchLimits(64, 1 << 30, 256, block_size=16), [TraceRequest(0.0, length, 2)] * count
-    jobs = long + [TraceRequest(0.5 + n / 10, 100, 5) for n in range(20)]
-    outcome = Simulation(bounds, SimulatedEngine(CHUNKS), jobs).run()
-    assert sorted(outcome.times("ttft"))[19] < 0.2
-    alone = Simulation(bounds, SimulatedEngine(CHUNKS), long).run()
-    assert max(outcome.times("ttft")) < 1.2 * max(alone.times("ttft"))
+    bounds, long = BatchLimits(64, 1 << 30, 256, block_size=16), [Job(length, 2)] * count
+    first = times("ttft", bounds, CHUNKS, long + [Job(100, 5, 0.5 + n / 10) for n in range(20)])
+    assert sorted(first)[19] < 0.2
+    assert max(first) < 1.2 * max(times("ttft", bounds, CHUNKS, long))
 
 
 def _sequence(number: int, length: int, decoding: bool) -> Sequence:

@@ -221,7 +221,7 @@ def test_a_reader_that_has_left_is_no_traceback(argv: list[str], *, buffered: bo
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["simulate", "--requests", "1"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"]])
 def test_a_full_disk_is_one_line(argv: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run([sys.executable, "-m", "tgis", *argv], stdout=full, stderr=subprocess.PIPE, check=False)

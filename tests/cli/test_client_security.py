@@ -1,6 +1,5 @@
 """Every command that calls a server, against a real one with mutual TLS and bearer tokens."""
 
-import json
 import re
 import subprocess
 import sys
@@ -68,18 +67,3 @@ def test_a_refused_call_is_one_line_on_both_sides(
     (line,) = done.stderr.splitlines()  # none of gRPC's C++ core
     assert line.startswith(f"tgis: {said.format(server.target)}")
     assert [line for line in server.log.read_text().splitlines() if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
-
-
-@pytest.mark.parametrize("api", ["tgi", "openai"])
-def test_https_takes_the_same_options(server: Server, api: str) -> None:
-    target = ("--api", api, "--target", f"localhost:{server.api_port}")
-    done = tgis(server, "bench", *target, *MUTUAL_TLS, "--token-file", "token")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["levels"][0]["output_tokens"] == 2 * 2
-    done = tgis(server, "bench", *target, *MUTUAL_TLS)
-    assert done.returncode == 1
-    assert re.fullmatch(rf"tgis: https://localhost:{server.api_port}/\S+: HTTP 401: .*\n", done.stderr)
-    done = tgis(server, "bench", *target, "--ca-cert", "ca.crt")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tgis: https://localhost:{server.api_port} closes the connection: ")

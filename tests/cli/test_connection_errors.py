@@ -50,7 +50,7 @@ GRPC_ERRORS = [  # what listens, options, what is said
     ("silent", ("--timeout", "0.1"), SLOW),
     ("elsewhere", (), NO_HOST),
 ]
-HTTP = [("chat",), (*BENCH, "--api", "openai")]
+HTTP = [("chat",)]
 HTTP_ERRORS = [
     ("none", (), REFUSED),
     ("none", CA, REFUSED),

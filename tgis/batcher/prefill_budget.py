@@ -18,7 +18,7 @@ class PrefillInterleaving:
 
     After a prefill they get decode steps for half as long as it took: at least one, at most `max_waiting_tokens`.
     TGIS also waits until several requests can prefill together. That costs more in empty slots than it saves: in
-    `tgis simulate`, 64 sequences on two cores, 2 to 4 % of the throughput, and many times the time to first token.
+    simulations of 64 sequences on two cores, 2 to 4 % of the throughput, and many times the time to first token.
     """
 
     def __init__(self, max_waiting_tokens: int) -> None:

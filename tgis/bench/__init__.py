@@ -1,5 +1,5 @@
-"""The load generator: `tgis bench` against any server of fmaas.GenerationService, TGI's REST API or OpenAI's.
+"""The load generator of `tgis bench`, for any server of fmaas.GenerationService.
 
-`measure` is the entry point, `workload` what is sent, `load` when, `client` how (`grpc_client`; `http_client` with
-`tgi` and `openai`), `summary` the figures, `report` how they are shown. `simulate` runs the batcher in simulated time.
+`measure` is the entry point. `workload` makes the prompts, `load` schedules the requests, `grpc_client` sends them,
+`summary` computes the figures and `report` formats them.
 """

@@ -1,4 +1,4 @@
-"""What the load generator is to measure, and what it records of each request."""
+"""The settings of a run, and the record of each request."""
 
 import math
 from collections.abc import Mapping
@@ -16,30 +16,26 @@ OPEN_LOOP_CONNECTIONS = 8
 class BenchSettings:
     """What to measure; lengths in tokens, times in seconds."""
 
-    api: str = "grpc"  # grpc, tgi or openai
     target: str
     levels: tuple[Level, ...] = (ClosedLoop(1),)
-    requests: int | None = None  # of each level; None: as many as fit `duration`
+    requests: int | None = None  # per level; None: as many as fit `duration`
     duration: float | None = None
     prompts: Path | None = None  # None: random words
     input_tokens: int = 128
     output_tokens: int = 128
     warmup: int = 1  # requests before each level
     seed: int = 0
-    server_pid: int | None = None  # of a process on this machine
-    metrics: str | None = None  # URL of the server's /metrics
+    server_pid: int | None = None  # process on this machine whose CPU time is measured
     slo: Mapping[str, float] | None = None  # service level objectives: milliseconds, by name of `request_times`
     stream: bool = True
     ignore_eos: bool = True
-    chat: bool = False  # OpenAI's API: chat completions, not completions
-    model: str | None = None  # of reports over gRPC; of requests in OpenAI's API, None: the first that the server names
     adapter_id: str | None = None
     prefix_id: str | None = None
-    timeout: float = 600.0  # seconds that each request may take
+    timeout: float = 600.0  # seconds, per request
 
     @property
     def setup_timeout(self) -> float:
-        """Seconds that the first call may take, by which the server is found."""
+        """Seconds for the first call of each connection."""
         return min(_SETUP_TIMEOUT, self.timeout)
 
     @property
@@ -63,11 +59,9 @@ class RequestRecord:
     last_output_at: float = 0.0
     ended_at: float = 0.0
     max_gap: float = 0.0  # longest time between two messages with output
-    num_messages: int = 0  # with output
-    first_message_tokens: float = 0  # in the first of them; their mean where only the total is known
+    first_message_tokens: float = 0  # tokens in the first message with output
     output_tokens: int = 0
     input_tokens: int = 0
-    counts_events: bool = False  # the server has not said how many tokens there are: a message counts as one
     status: str = ""
     detail: str = ""  # the server's error message
 
@@ -78,18 +72,9 @@ class RequestRecord:
         elif now - self.last_output_at > self.max_gap:
             self.max_gap = now - self.last_output_at
         self.last_output_at, self.output_tokens = now, tokens
-        self.num_messages += 1
 
     def succeed(self, now: float) -> None:
         self.ended_at, self.status = now, "OK"
 
     def fail(self, now: float, status: str, detail: str) -> None:
         self.ended_at, self.status, self.detail = now, status, detail
-
-
-class FailedAnswer(Exception):
-    """The answer is an error; `status` is counted, the text is an example of it."""
-
-    def __init__(self, status: str, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status

@@ -1,4 +1,4 @@
-"""fmaas.GenerationService. Uses only what every server of it supports."""
+"""The client of fmaas.GenerationService, limited to what every server of it supports."""
 
 import asyncio
 import itertools
@@ -23,10 +23,12 @@ CHANNEL_OPTIONS = [
 async def connect(
     settings: BenchSettings, open_channel: Callable[[], grpc.aio.Channel], headers: Sequence[tuple[str, str]] = ()
 ) -> AsyncIterator["GrpcClient"]:
-    """A client with as many connections as the settings say; their channels need CHANNEL_OPTIONS."""
+    """A client whose connections are open; their channels need CHANNEL_OPTIONS."""
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(open_channel()) for _ in range(settings.connections)]
-        yield GrpcClient(channels, settings, headers)
+        client = GrpcClient(channels, settings, headers)
+        await client.open_connections()
+        yield client
 
 
 class GrpcClient:
@@ -40,10 +42,8 @@ class GrpcClient:
         self._stubs = [GenerationServiceStub(channel) for channel in channels]
         self._next_stub = itertools.cycle(self._stubs)
 
-    async def model_name(self) -> str | None:
-        """Opens every connection; no answer says what the model is called, but the settings may."""
+    async def open_connections(self) -> None:
         await asyncio.gather(*map(self._connect, self._stubs))
-        return self._settings.model
 
     async def _connect(self, stub: GenerationServiceStub) -> None:
         try:

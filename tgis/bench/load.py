@@ -9,7 +9,8 @@ from time import perf_counter
 
 FAILURE_PAUSE = 0.05  # seconds; keeps a closed loop from spinning on a server that refuses everything
 
-Send = Callable[[float], Coroutine[None, None, bool]]  # takes the scheduled time, returns whether the request succeeded
+# Takes the scheduled time, returns whether the request succeeded.
+Send = Callable[[float], Coroutine[None, None, bool]]
 
 
 @dataclass(slots=True)

@@ -1,16 +1,12 @@
-"""One run: learn what words cost in tokens, then run one level after the other."""
+"""One run: count the tokens of words, then run one level after the other."""
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import GrpcClient
-from tgis.bench.http_client import HttpClient
 from tgis.bench.load import Budget, Level
 from tgis.bench.summary import Summary, summarize
 from tgis.bench.workload import (
@@ -21,10 +17,6 @@ from tgis.bench.workload import (
     random_prompts,
 )
 from tgis.errors import StartError
-
-Client = GrpcClient | HttpClient
-
-_AHEAD = "tgi_speculation_"
 
 
 @dataclass(slots=True)
@@ -37,10 +29,9 @@ class LevelResult:
     started: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = 0.0
     server_cpu_seconds: float | None = None
-    counts: Counter[str] = field(default_factory=Counter)  # of the server, by what `_read_counts` calls them
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds, self.counts)
+        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds)
 
 
 @dataclass(slots=True)
@@ -48,17 +39,15 @@ class Report:
     """Everything that a run has measured so far."""
 
     settings: BenchSettings
-    model: str | None = None
     calibrated: bool = True  # lengths of random prompts are in the server's tokens, not words
     interrupted: bool = False
     results: list[LevelResult] = field(default_factory=list)
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
 
 
-async def measure(report: Report, client: Client, say: Callable[[str], None]) -> None:
+async def measure(report: Report, client: GrpcClient, say: Callable[[str], None]) -> None:
     """Fill in the report as the run goes on, so that an interrupted run has one too; `say` which level begins."""
     settings = report.settings
-    report.model = await client.model_name()
     prompts = await _make_prompts(report, client)
     for level in settings.levels:
         say(f"{level.name} {level.value:g} ...")
@@ -68,7 +57,7 @@ async def measure(report: Report, client: Client, say: Callable[[str], None]) ->
         await _drive(result, Budget(settings.requests, settings.duration), client, prompts)
 
 
-async def _make_prompts(report: Report, client: Client) -> Iterator[str]:
+async def _make_prompts(report: Report, client: GrpcClient) -> Iterator[str]:
     settings = report.settings
     if settings.prompts is not None:
         return file_prompts(settings.prompts)
@@ -79,21 +68,20 @@ async def _make_prompts(report: Report, client: Client) -> Iterator[str]:
     return random_prompts(vocabulary, settings.input_tokens, rng)
 
 
-async def _count_tokens(client: Client, text: str) -> int:
-    """The input tokens of a request, all that is around the text included; 0 if the server does not say."""
+async def _count_tokens(client: GrpcClient, text: str) -> int:
+    """The input tokens of a request, special tokens included; 0 if the server does not count them."""
     record = RequestRecord(time.perf_counter(), requested_tokens=1)
     await client.send(text, record)
     return record.input_tokens
 
 
-async def _drive(result: LevelResult, budget: Budget, client: Client, prompts: Iterator[str]) -> None:
+async def _drive(result: LevelResult, budget: Budget, client: GrpcClient, prompts: Iterator[str]) -> None:
     async def send(due: float) -> bool:
         result.records.append(sample := RequestRecord(due, result.settings.output_tokens))
         await client.send(next(prompts), sample)
         return sample.status == "OK"
 
     pid = result.settings.server_pid
-    counts = await _read_counts(result.settings)
     before, server_before = time.process_time(), 0.0 if pid is None else cpu_seconds(pid)
     try:
         await result.level.drive(send, budget)
@@ -101,25 +89,6 @@ async def _drive(result: LevelResult, budget: Budget, client: Client, prompts: I
         result.cpu_seconds = time.process_time() - before
         if pid is not None:
             result.server_cpu_seconds = cpu_seconds(pid) - server_before
-    result.counts = await _read_counts(result.settings)
-    result.counts.subtract(counts)
-
-
-async def _read_counts(settings: BenchSettings) -> Counter[str]:
-    """What the server has counted of the tokens that it computes ahead, by the rest of the metric's name; nothing
-    without a URL. StartError if it does not tell.
-    """
-    found = Counter[str]()
-    if settings.metrics:
-        timeout = aiohttp.ClientTimeout(settings.setup_timeout)
-        try:
-            async with aiohttp.request("GET", settings.metrics, timeout=timeout, raise_for_status=True) as answer:
-                lines = (await answer.text()).splitlines()
-            for name, _, value in (line.rpartition(" ") for line in lines if line.startswith(_AHEAD)):
-                found[name.removeprefix(_AHEAD).partition("{")[0]] += round(float(value))
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise StartError(f"--metrics {settings.metrics}: {type(error).__name__}: {error}") from error
-    return found
 
 
 def cpu_seconds(pid: int) -> float:

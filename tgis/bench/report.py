@@ -21,9 +21,6 @@ _FIGURES = {  # name of a row -> field of a Summary
     "input tokens/s": "input_tokens_per_s",
     "output tokens/s": "output_tokens_per_s",
     "server CPU, us/token": "server_cpu_us_per_token",
-    "tokens ahead": "proposed_tokens",
-    "of these kept": "accepted_tokens",
-    "tokens of such a step": "tokens_per_proposal",
 }
 
 
@@ -39,8 +36,7 @@ def format_table(report: Report) -> str:
         name: [*map(_format_number, row)] for name, row in rows.items() if any(value is not None for value in row)
     }
     width = 2 + max((len(cell) for row in cells.values() for cell in row), default=0)
-    api = "" if settings.api == "grpc" else f", {settings.api}{' chats' if settings.chat else ''}"
-    title = f"{settings.target}{api}, {'streamed' if settings.stream else 'unary'}"
+    title = f"{settings.target}, {'streamed' if settings.stream else 'unary'}"
     objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
     table = [f"{name:<22}{''.join(cell.rjust(width) for cell in row)}" for name, row in cells.items()]
     return "\n".join([title, *([f"good: {objectives}"] if objectives else []), "", *table])
@@ -59,8 +55,6 @@ def format_notes(report: Report) -> Iterator[str]:
             yield f"{level}: {count} failed with {status}, the first: {' '.join(detail.split())[:MAX_DETAIL_CHARS]}"
         if summary.short and report.settings.ignore_eos:
             yield f"{level}: {summary.short} ended before all tokens asked for"
-        if summary.counted_by_events:
-            yield f"{level}: the server does not say how many tokens it generates: messages are counted"
         if summary.client_cpu > MAX_CLIENT_CPU:
             yield f"{level}: the load generator used {summary.client_cpu:.0%} of a core, doubt its times"
 
@@ -69,7 +63,6 @@ def to_json(report: Report, *, with_records: bool) -> dict[str, object]:
     """The report as JSON values, with every request of each level if `with_records`."""
     return {
         "settings": {name: value for name, value in asdict(report.settings).items() if name != "levels"},
-        "model": report.model,
         "date": report.date,
         "interrupted": report.interrupted,
         "levels": [_level(result, with_records) for result in report.results],

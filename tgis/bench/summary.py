@@ -31,7 +31,6 @@ class Summary:
     ok: int
     failed: dict[str, int]  # by status code
     short: int  # succeeded with fewer tokens than requested
-    counted_by_events: int  # succeeded, and the server has not said how many tokens there are
     duration_s: float
     input_tokens: int
     output_tokens: int
@@ -47,9 +46,6 @@ class Summary:
     send_delay_ms: Percentiles  # from scheduled to sent: added by the load generator itself
     client_cpu: float  # share of one core that the load generator used
     server_cpu_us_per_token: float | None  # of the process asked for, per output token
-    proposed_tokens: int | None  # that the server has computed ahead; None where it was not asked
-    accepted_tokens: int | None  # of these
-    tokens_per_proposal: float | None  # of a sequence, from a step with proposed tokens
 
     @property
     def num_failed(self) -> int:
@@ -82,15 +78,12 @@ def summarize(
     cpu_seconds: float,
     slo: Mapping[str, float] | None = None,
     server_cpu_seconds: float | None = None,
-    counts: Mapping[str, int] = {},
 ) -> Summary:
-    """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`.
-    `counts` are those of the server.
-    """
+    """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`."""
     finished = [sample for sample in samples if sample.status]
     ok = [sample for sample in finished if sample.status == "OK"]
     duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)
-    rate, steps = 1 / duration if duration else 0.0, counts.get("step_tokens_count")
+    rate = 1 / duration if duration else 0.0
     times = [request_times(sample) for sample in ok]
     good = sum(all(1000 * each.get(name, 0.0) <= most for name, most in slo.items()) for each in times) if slo else None
     tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
@@ -98,7 +91,6 @@ def summarize(
         ok=len(ok),
         failed=dict(Counter(sample.status for sample in finished if sample.status != "OK")),
         short=sum(sample.output_tokens < sample.requested_tokens for sample in ok),
-        counted_by_events=sum(sample.counts_events for sample in ok),
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
@@ -114,7 +106,4 @@ def summarize(
         send_delay_ms=percentiles([sample.sent_at - sample.scheduled_at for sample in finished]),
         client_cpu=cpu_seconds * rate,
         server_cpu_us_per_token=server_cpu_seconds * 1e6 / tokens_out if server_cpu_seconds and tokens_out else None,
-        proposed_tokens=counts.get("proposed_tokens"),
-        accepted_tokens=counts.get("accepted_tokens"),
-        tokens_per_proposal=counts["step_tokens_sum"] / steps if steps else None,
     )

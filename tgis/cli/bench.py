@@ -4,28 +4,26 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import grpc.aio
 import uvloop
 
-from tgis.bench import grpc_client, http_client
+from tgis.bench import grpc_client
 from tgis.bench.client import BenchSettings
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
-from tgis.bench.measure import Client, Report, measure
-from tgis.bench.plot import to_svg
+from tgis.bench.measure import Report, measure
 from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
 from tgis.cli import client
-from tgis.errors import OptionError
+from tgis.errors import OptionError, file_errors
 from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
-TARGETS = {"grpc": client.GRPC_TARGET, "tgi": "localhost:3000", "openai": "localhost:3000"}
 COUNT = integer(1)
-MAX_PID = 2**22  # of Linux
+MAX_PID = 2**22
 AMOUNT = decimal(0, 1e9, exclude_low=True)
 Number = TypeVar("Number", int, float)
 
@@ -53,34 +51,20 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Load test a running server: latency and throughput at a given load.")
     _add_load(parser)
     _add_requests(parser)
-    _add_server(parser)
+    client.add_arguments(parser, timeout=600.0)
+    parser.add_argument(
+        "--header",
+        type=_header,
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="header of every call; may be repeated",
+    )
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="write time to first token and per token as an SVG")
-    output.add_argument("--quiet", action="store_true", help="print nothing but a line of JSON")
+    output.add_argument("--quiet", action="store_true", help="print only one line of JSON")
     return parser
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("Server")
-    server.add_argument(
-        "--api",
-        choices=list(TARGETS),
-        default="grpc",
-        help="fmaas.GenerationService (default), TGI's REST API, or OpenAI's, as vLLM and llama.cpp serve it",
-    )
-    server.add_argument(
-        "--target",
-        metavar="HOST:PORT",
-        help=f"or URL of HTTP (default: {TARGETS['grpc']} for gRPC, {TARGETS['tgi']} for HTTP)",
-    )
-    server.add_argument("--chat", action="store_true", help="chat completions of OpenAI's API, not completions")
-    server.add_argument("--model", metavar="NAME", help="in OpenAI's API (default: the first); over gRPC for the plot")
-    server.add_argument(
-        "--header", type=_header, action="append", default=[], metavar="NAME:VALUE", help="may be repeated"
-    )
-    client.add_call_arguments(server, timeout=600.0)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -110,22 +94,23 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--server-pid",
         type=integer(1, MAX_PID),
         metavar="PID",
-        help="measure the CPU time of this process, which is on this machine",
+        help="measure the CPU time of this local process",
     )
     load.add_argument(
-        "--metrics", metavar="URL", help="of /metrics of a tgis: tell how many tokens were computed ahead"
+        "--seed", type=integer(0), default=0, metavar="N", help="seed of prompts and arrival times (default 0)"
     )
-    load.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of prompts and arrival times")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Requests")
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompts", type=Path, metavar="FILE", help='one a line, or in .jsonl the "text" of each line')
+    prompt.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='prompts, one a line; in .jsonl the "text" of each line'
+    )
     prompt.add_argument(
         "--input-tokens", type=COUNT, default=128, metavar="N", help="length of random prompts (default 128)"
     )
-    group.add_argument("--output-tokens", type=COUNT, default=128, metavar="N", help="max_new_tokens")
+    group.add_argument("--output-tokens", type=COUNT, default=128, metavar="N", help="length of outputs (default 128)")
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
     group.add_argument(
         "--slo",
@@ -139,40 +124,25 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
-    with client.rpc_errors(report.settings.target, args), client.http_errors(report.settings.target, args):
-        async with _connect(report.settings, args) as connected:
-            await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
-
-
-def _connect(settings: BenchSettings, args: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
+    open_channel = partial(client.make_channel, args.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio)
     headers = [*client.metadata(args), *args.header]
-    if settings.api == "grpc":
-        arguments = settings.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio
-        return grpc_client.connect(settings, lambda: client.make_channel(*arguments), headers)
-    return http_client.connect(settings, headers, client.ssl_context(args), args.tls_server_name)
+    with client.rpc_errors(args.target, args):
+        async with grpc_client.connect(report.settings, open_channel, headers) as connected:
+            await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
 
 
 def _check(args: argparse.Namespace) -> None:
     """OptionError for options that do not go together, and for a file that cannot be written after the run."""
-    for name, apis in {"chat": ["openai"], "model": ["openai", "grpc"], "prefix_id": ["grpc"]}.items():
-        if getattr(args, name) and args.api not in apis:
-            raise OptionError(f"--{name.replace('_', '-')}: only with --api {' or '.join(apis)}")
-    if args.adapter_id and args.api == "openai":
-        raise OptionError("--adapter-id: in OpenAI's API adapters are models, see --model")
     if not args.stream and args.slo and args.slo.keys() != {"latency"}:
         raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
-    for path in filter(None, (args.json, args.plot)):
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise OptionError(f"{path}: {error.strerror}") from error
+    if args.json:
+        with file_errors(f"cannot write {args.json}", OptionError):
+            args.json.open("ab").close()
 
 
 def _write(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(dump_line(to_json(report, with_records=True)) + "\n", encoding="utf-8")
-    if args.plot:
-        args.plot.write_text(to_svg(report), encoding="utf-8")
     if not args.quiet:
         print(format_table(report), *format_notes(report), sep="\n")
     if args.quiet or not sys.stdout.isatty():
@@ -182,22 +152,9 @@ def _write(report: Report, args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> BenchSettings:
     """The options; most have the names of the fields."""
     duration = args.duration if args.requests or args.duration else DEFAULT_DURATION
-    given = {"target": _target(args), "levels": _levels(args), "duration": duration}
+    given = {"levels": _levels(args), "duration": duration}
     names = {field.name for field in fields(BenchSettings)}
     return BenchSettings(**{name: value for name, value in vars(args).items() if name in names} | given)
-
-
-def _target(args: argparse.Namespace) -> str:
-    """The address of gRPC, or the URL under which the API's paths are."""
-    target: str = args.target or TARGETS[args.api]
-    if args.api == "grpc":
-        return target
-    scheme = "https" if client.wants_tls(args) else "http"
-    if "://" not in target:
-        target = f"{scheme}://{target}"
-    if scheme == "https" and not target.startswith("https://"):
-        raise OptionError(f"--target {target}: options of TLS need https")
-    return target.rstrip("/").removesuffix("/v1")
 
 
 def _levels(args: argparse.Namespace) -> tuple[Level, ...]:

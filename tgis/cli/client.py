@@ -20,9 +20,10 @@ from tgis.utils.options import PATH, TEXT, ValueType, decimal
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
-_CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|Server disconnected|ConnectionReset|SSLEOF"
-_CAUSES = {  # of what gRPC, aiohttp and the standard library say: the first that is found
-    "Connection refused|Connect call failed": "nothing listens at {target}; is `tgis serve` running?",
+_CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|ConnectionReset|SSLEOF"
+# Explanations by a pattern of the error text of gRPC or the standard library; the first match wins.
+_CAUSES = {
+    "Connection refused": "nothing listens at {target}; is `tgis serve` running?",
     r"http1\.x server|ALPN": "{target} is an HTTP port: gRPC has another, 8033 by default",
     "(?i)bad ?status ?line|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
     "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
