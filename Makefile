@@ -33,8 +33,9 @@ serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serv
 	[ -n "$$model" ] || model=$$($(BIN)/python -m demo smollm2) || exit 1; \
 	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
 
-test: venv ## run the tests, except the slow ones, on every core; ARGS goes to pytest
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(ARGS)
+test: venv ## run the tests, except the slow ones, on every core, and print their CPU seconds; ARGS goes to pytest
+	@$(BIN)/python tests/support/cpu_seconds.py $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 \
+	--dist loadfile --no-loadscope-reorder -m 'not slow and not gpu' $(ARGS)
 
 test-all: test ## run every test that this machine can run, the slow ones one after the other
 	$(BIN)/python -m pytest -m 'slow or gpu' $(ARGS)

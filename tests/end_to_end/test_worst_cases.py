@@ -1,6 +1,7 @@
 """What the most expensive message in each field costs a real server: event loop, memory and reply."""
 
 import asyncio
+import functools
 import io
 import json
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from demo.fake_model import make_fake_model
 
 MAX_LENGTH = 4096
 PATHS = REPOSITORY, REPOSITORY / "tests" / "support"
-CASES = list(worst_cases(MAX_LENGTH))
 WATCH_SECONDS = 0.2  # a stream without end is left after that
 PROPER = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND", "still open"}
 PROPER |= {"200", "400", "422"}  # of HTTP
@@ -65,6 +65,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredServe
         yield MeasuredServer(server, meter)
 
 
+@functools.cache
+def all_cases() -> list[WorstCase]:
+    """Made by the tests, not at import: they take seconds and hundreds of megabytes."""
+    return list(worst_cases(MAX_LENGTH))
+
+
 def memory(process: Path, name: str) -> int:
     """Bytes."""
     (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith(name)]
@@ -95,18 +101,18 @@ async def post(server: Server, case: WorstCase) -> tuple[str, int]:
 
 
 def test_there_is_a_case_for_every_rpc() -> None:
-    assert {case.method for case in CASES if not case.path} == RPCS.keys()
+    assert {case.method for case in all_cases() if not case.path} == RPCS.keys()
 
 
 def test_no_field_holds_the_event_loop_or_takes_much_memory(measured: MeasuredServer) -> None:
-    check({case: measured.cost(case) for case in CASES if not case.is_slow})
+    check({case: measured.cost(case) for case in all_cases() if not case.is_slow})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_combination_of_fields_does(measured: MeasuredServer) -> None:
     """Prints what docs/limits.md shows the worst of."""
-    costs = {case: measured.cost(case) for case in CASES}
+    costs = {case: measured.cost(case) for case in all_cases()}
     print(table(costs))
     check(costs)
 

@@ -114,7 +114,7 @@ def check_mixed(setup: EngineSetup, models: list[Any], adapters: list[LoadedAdap
     generated, _ = generate_all(setup, jobs, eos=EOS)
     for n, output in enumerate(generated):
         check_greedy(models[n % len(models)], tokens[n], output)
-    bare = [generate_all(setup, [AdapterRequest(some, None, 10)], eos=EOS)[0][0] for some in tokens]
+    bare, _ = generate_all(setup, [AdapterRequest(some, None, 10) for some in tokens], eos=EOS)
     return sum(output != plain for output, plain in zip(generated, bare, strict=True))
 
 

@@ -1,5 +1,5 @@
 """Triton's kernels in its interpreter: `TRITON_INTERPRET=1 python interpreted_kernels.py KIND...`, or `KIND+` for the
-cases of attention that take longer than they are worth in every run.
+cases that take longer than they are worth in every run.
 
 A process of its own, since Triton decides at import whether to interpret. It prints one line of JSON: for each kind and
 case how far the kernel's result is from the expected one. Triton cannot interpret bfloat16.
@@ -31,7 +31,7 @@ from tgis.engines.kernels.cuda.sampling import gumbel_max
 from tgis.engines.loading import loader
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
-CORNERS = {  # of attention
+CORNERS = {
     "one token",
     "of every length around a block and a tile",
     "only empty sequences",
@@ -47,6 +47,15 @@ CORNERS = {  # of attention
     "window of one token",
     "not causal, all at once",
     "one KV head, of 256",
+    # filtered draws
+    "top_k and top_p",
+    "a list too short for top_p",
+    "a list too short for those that tie",
+    "the whole vocabulary",
+    "no power of two",
+    "the lowest temperature",
+    "excluded tokens",
+    "no number",
 }
 
 
@@ -67,6 +76,10 @@ def decode_error(case: decode_cases.Case) -> float:
 
 def changed_draws(case: gumbel_max_cases.Case) -> float:
     return gumbel_max_cases.changed(replace(case, rows=min(case.rows, 5)), gumbel_max, "cpu")
+
+
+def changed_filtered_draws(case: filtered_cases.Case) -> float:
+    return filtered_cases.changed(case, "cpu")
 
 
 def quantized_error(case: quantized_cases.Case) -> float:
@@ -117,7 +130,8 @@ KINDS: dict[str, Callable[[], Mapping[str, float]]] = {
     "prefill": lambda: each(corners(prefill_cases.CASES), prefill_error),
     "prefill+": lambda: each(others(prefill_cases.CASES), prefill_error),
     "draw": lambda: each(gumbel_max_cases.CASES, changed_draws),
-    "filtered": lambda: each(filtered_cases.CASES, lambda case: filtered_cases.changed(case, "cpu")),
+    "filtered": lambda: each(corners(filtered_cases.CASES), changed_filtered_draws),
+    "filtered+": lambda: each(others(filtered_cases.CASES), changed_filtered_draws),
     "quantized": lambda: each(quantized_cases.CASES, quantized_error),
     "models": lambda: {name: model_error(name) for name in ("int4", "gptq, act-order")},
     "compiled": lambda: quantized_cases.compiled("cpu"),

@@ -232,7 +232,8 @@ def test_codes_give_attention_over_the_nearest_numbers(
     chunks.set_contexts(stored[0] * scales, stored[1])
     assert float((found.double() - chunks.expected(params)).abs().max()) < (2e-5 if dtype == torch.float32 else 3e-2)
     chunks.set_contexts(*chunks.layer)
-    lost = (found.double() - chunks.expected(params)).norm() / chunks.expected(params).norm()
+    exact_output = chunks.expected(params)
+    lost = (found.double() - exact_output).norm() / exact_output.norm()
     assert float(lost) < (0.02 if codes == torch.int8 else 0.08)
 
 
@@ -256,7 +257,7 @@ def test_codes_of_a_token_depend_on_no_other_token(
 
 
 @pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["plain", *CODES])
-@pytest.mark.parametrize("params", [AttentionParams(0.3), AttentionParams(0.3, 100), PARAMS["all at once"]])
+@pytest.mark.parametrize("params", [AttentionParams(0.3), PARAMS["all at once"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
     kernel: CpuAttention, params: AttentionParams, dtype: torch.dtype, codes: torch.dtype | None

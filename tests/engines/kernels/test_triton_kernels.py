@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What one process finds, which takes seconds to start: for each kind and case how far the kernel is off."""
-    kinds = "draw", "step", "decode", "prefill", "filtered", "quantized", "models", "compiled"
+    kinds = "draw", "step", "decode", "prefill", "filtered", "quantized", "compiled"
     return run_python("tests/support/interpreted_kernels.py", *kinds, TRITON_INTERPRET="1")
 
 
@@ -27,7 +27,7 @@ def test_interpreted_draws_writes_and_choices_are_those_of_pytorch(found: dict[s
     """Draws except at near ties in single precision, within 1e-5."""
     assert len(found["draw"]) == 12
     assert max(found["draw"].values()) < 0.02
-    for kind, count in (("step", 18), ("filtered", 13)):
+    for kind, count in (("step", 18), ("filtered", 9)):
         assert len(found[kind]) == count
         assert {name: off for name, off in found[kind].items() if off} == {}
 
@@ -38,15 +38,18 @@ def test_interpreted_attention_matches_the_oracle(found: dict[str, dict[str, flo
 
 
 @pytest.mark.slow
-def test_interpreted_attention_matches_the_oracle_in_all_cases() -> None:
-    rest = run_python("tests/support/interpreted_kernels.py", "decode+", "prefill+", TRITON_INTERPRET="1")
-    assert [(len(errors), too_far(errors)) for errors in rest.values()] == [(16, {}), (11, {})]
+def test_interpreted_kernels_are_right_in_all_cases() -> None:
+    """And in models that are loaded as for a GPU."""
+    kinds = {"decode+": 16, "prefill+": 11, "filtered+": 4, "models": 2}
+    rest = run_python("tests/support/interpreted_kernels.py", *kinds, TRITON_INTERPRET="1")
+    assert {kind: (len(errors), too_far(errors)) for kind, errors in rest.items()} == {
+        kind: (count, {}) for kind, count in kinds.items()
+    }
 
 
 def test_interpreted_products_with_quantized_weights_are_their_definition(found: dict[str, dict[str, float]]) -> None:
-    """In float64, and in whole models; compiled layers, each with steps of its own for activations, share a graph."""
-    assert (len(found["quantized"]), len(found["models"])) == (19, 2)
-    assert too_far(found["quantized"] | found["models"]) == {}
+    """In float64; compiled layers, each with steps of its own for activations, share a graph."""
+    assert (len(found["quantized"]), too_far(found["quantized"])) == (19, {})
     assert found["compiled"] == {"graphs": 1, "wrong": 0}
 
 

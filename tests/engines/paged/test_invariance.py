@@ -150,27 +150,39 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
             assert outcome == alone[request.id], (chunk, request.id)
 
 
-@pytest.mark.parametrize("kind", [ForcedLookup, Adversary, pytest.param(ForcedDrafts, marks=pytest.mark.slow)])
-def test_proposals_change_nothing(engine: PagedEngine, kind: type[Speculator]) -> None:
-    """With every way to sample; what is proposed is often right. Decoder-only models draft for themselves."""
-    if kind is ForcedDrafts and engine.info.encoder_decoder:
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [(ForcedLookup, 5, 24), (Adversary, 15, 100)],
+        pytest.param([(Adversary, 5, 24), (ForcedLookup, 15, 100)], marks=pytest.mark.slow),
+        pytest.param([(ForcedDrafts, 5, 24), (ForcedDrafts, 15, 100)], marks=pytest.mark.slow),
+    ],
+    ids=["proposals", "more proposals", "drafts"],
+)
+def test_proposals_change_nothing(engine: PagedEngine, runs: list[tuple[type[Speculator], int, int]]) -> None:
+    """With every sampling method; proposals are often right. Decoder-only models draft for themselves.
+
+    A run has a speculator, the most tokens that it proposes, and the number of KV blocks.
+    """
+    drafts = runs[0][0] is ForcedDrafts
+    if drafts and engine.info.encoder_decoder:
         pytest.skip("drafts are for decoder-only models")
     draw = random.Random(3)
     penalty = SamplingParams(watermark=True, logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
     sampling = [*KINDS, *KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]
     motif = [draw.randrange(3, VOCAB_SIZE) for _ in range(9)]
     asked = [
-        Request(number, motif * draw.randint(1, 5), 24, False, params, DETAILS)
+        Request(number, motif * draw.randint(1, 5), 16, False, params, DETAILS)
         for number, params in enumerate(msgspec.structs.replace(each, seed=draw.getrandbits(64)) for each in sampling)
     ]
     expected = generated_by(engine, asked, 512, 100, draw)
     right = [request.tokens + own.tokens for request, own in zip(asked, expected, strict=True)]
-    if kind is ForcedDrafts:
-        drafts = {"speculation": "auto", "speculator_path": engine._options.model_path}
-        engine = PagedEngine(msgspec.structs.replace(engine._options, **drafts))
+    if drafts:
+        changes = {"speculation": "auto", "speculator_path": engine._options.model_path}
+        engine = PagedEngine(msgspec.structs.replace(engine._options, **changes))
         engine.warm_up()
-    with proposing(kind, right):
-        for most, blocks in ((5, 24), (15, 100)):
-            found = generated_by(engine, asked, 512, blocks, draw, most)
-            for request, one, other in zip(asked, found, expected, strict=True):
-                assert one == other, (most, request)
+    for kind, most, blocks in runs:
+        with proposing(kind, right):
+            outputs = generated_by(engine, asked, 512, blocks, draw, most)
+        for request, output, right_output in zip(asked, outputs, expected, strict=True):
+            assert output == right_output, (most, request)
