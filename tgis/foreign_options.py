@@ -41,12 +41,12 @@ def foreign_warnings(
 ) -> list[str]:
     """Warnings about the foreign options that are set; OptionError for one that is refused."""
     found = [(each, raw) for each in foreign for raw in find_raw_values(each.option, flags, environ)]
-    asked = [(foreign, raw) for foreign, raw in found if not foreign.asks_for_nothing(raw, model_name)]
-    for foreign, raw in asked:
-        if foreign.verdict == "refused":
-            raise OptionError(f"{raw} is not supported: {foreign.reason}")
-    warnings = [f"{raw} has no effect: {foreign.reason}" for foreign, raw in asked if foreign.reason]
-    ignored = [raw.source for foreign, raw in asked if not foreign.reason]
+    asked = [(option, raw) for option, raw in found if not option.asks_for_nothing(raw, model_name)]
+    for option, raw in asked:
+        if option.verdict == "refused":
+            raise OptionError(f"{raw} is not supported: {option.reason}")
+    warnings = [f"{raw} has no effect: {option.reason}" for option, raw in asked if option.reason]
+    ignored = [raw.source for option, raw in asked if not option.reason]
     return [*warnings, f"ignored options: {', '.join(ignored)}"] if ignored else warnings
 
 
