@@ -123,14 +123,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="print every function")
     args = parser.parse_args(arguments)
     grpc_port, http_port = free_ports()
-    tracer, found = Tracer(), list[dict[str, float]]()
+    tracer = Tracer()
 
     def client() -> None:
         sys.setprofile(None)
         try:
             with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
                 _wait_until_ready(channel)
-            found.append(report(*trace(f"127.0.0.1:{grpc_port}", tracer), verbose=args.verbose))
+            figures = report(*trace(f"127.0.0.1:{grpc_port}", tracer), verbose=args.verbose)
+            print(json.dumps(figures), flush=True)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -144,8 +145,7 @@ def main(arguments: list[str]) -> int:
         code = run_command("serve", [*options, "--bind-address", "127.0.0.1"], "tgis serve")
         sys.setprofile(None)
         thread.join()
-    print(json.dumps(found[0] if found else {}))
-    return code if found else 1
+    return code
 
 
 def _wait_until_ready(channel: grpc.Channel) -> None:

@@ -80,7 +80,7 @@ def _num_threads() -> int:
 
 
 def _tokenization_workers() -> int:
-    return min(max(usable_cpus() - 1, 1), 8)
+    return min(max(usable_cpus() - 1, 2), 8)
 
 
 def _cache_dir() -> Path:
@@ -238,7 +238,7 @@ class Config:
         vllm_names=("seed",), shown_default="different in every run")
     tokenization_workers: int = option(
         TEXTS, integer(1, 256), "texts tokenized at the same time", _tokenization_workers,
-        aliases=("validation_workers",), shown_default="usable CPUs - 1, 1 to 8")
+        aliases=("validation_workers",), shown_default="usable CPUs - 1, 2 to 8")
 
     bind_address: str = option(
         NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server

@@ -45,7 +45,9 @@ def _serve(config: Config) -> int:
         prepare_environment(config)
         from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 
-        return server.run(config)
+        code = server.run(config)
+        logs.flush()
+        os._exit(code)  # tokenizing a long text for a client that has gone must not delay the end
     except StartError as error:
         logs.write_termination_message(config.termination_log, str(error))
         if not config.json_output:

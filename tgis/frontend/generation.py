@@ -23,7 +23,7 @@ from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
 from tgis.frontend.recorder import CallRecorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
-from tgis.frontend.validation import RequestLimits, make_request, validate
+from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
@@ -222,10 +222,12 @@ class Generator:
 
     async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
         """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
-        max_length = self.server_info.limits.max_sequence_length
+        limits, max_length = self.server_info.limits, self.server_info.limits.max_sequence_length
         keep_last = min(params.truncate_input_tokens or max_length, max_length) + 1
         if call.token_ids is not None:
             return [Encoding.of_ids(ids, keep_last) for ids in call.token_ids]
+        if not params.truncate_input_tokens:
+            check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
         options = EncodeOptions(keep_last=keep_last, special_tokens=params.add_special_tokens)
         return await self._tokenizer.encode(call.texts, options)
 

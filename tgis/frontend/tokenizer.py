@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tgis.errors import InvalidRequest, StartError
 from tgis.models.files import read_json, special_tokens
@@ -23,6 +24,8 @@ from tgis.utils.thread_pool import WorkPool
 # The library raises nothing more specific than Exception, and its panics are not even that.
 _NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
 
+# Pre-tokenizers whose output does not have all of the text.
+_DROPS_TEXT = ('"Removed"', '"Whitespace"', '"WhitespaceSplit"', '"BertPreTokenizer"', '"CharDelimiterSplit"')
 _U32: Final = "I"
 
 
@@ -87,6 +90,7 @@ class Tokenizer:
         self.max_token_id: int = max([backend.get_vocab_size(with_added_tokens=False) - 1, *added])
         self.decoder_types = tuple(_decoder_types(description.get("decoder")))  # outermost first; empty: none
         self.bos_token_id = _bos_token_id(backend) if add_special_tokens else None
+        self.max_bytes_per_token = _max_bytes_per_token(description)
         self.eos_ids = () if eos_id is None else (eos_id,)
 
     @classmethod
@@ -189,6 +193,17 @@ def _byte_offsets(text: str, encoding: tokenizers.Encoding, first: int) -> Itera
     starts = array(_U32, (index for index, byte in enumerate(data) if byte & 0xC0 != 0x80))
     starts.append(len(data))
     return map(starts.__getitem__, chars)
+
+
+def _max_bytes_per_token(description: dict[str, Any]) -> int | None:
+    """The most bytes of text in one token; None unless the tokenizer is byte-level BPE that keeps all text."""
+    model, steps, added = description["model"], json.dumps(description["pre_tokenizer"]), description["added_tokens"]
+    changes_text = description["normalizer"] or any(token["lstrip"] or token["rstrip"] for token in added)
+    if model["type"] != "BPE" or changes_text or any(step in steps for step in _DROPS_TEXT):
+        return None
+    if not model["vocab"].keys() >= set(ByteLevel.alphabet()) or '"ByteLevel"' not in steps:
+        return None
+    return max(map(len, [*model["vocab"], *(token["content"].encode() for token in added)]))
 
 
 def _bos_token_id(backend: tokenizers.Tokenizer) -> int | None:

@@ -6,7 +6,7 @@ maps them to its own paths.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,19 @@ def _check_token_ids(field: str, ids: Collection[int], most: int, limits: Reques
     for token in ids:
         if not 0 <= token < limits.vocab_size:
             raise InvalidRequest(field, f"{field} must have token ids below {limits.vocab_size}", str(token))
+
+
+def check_num_bytes(
+    texts: Sequence[str], fields: Sequence[str], limits: RequestLimits, max_bytes_per_token: int | None
+) -> None:
+    """Refuse texts before they are tokenized if they have more bytes than any input can have."""
+    if max_bytes_per_token is None:
+        return
+    most = limits.max_sequence_length * max_bytes_per_token
+    for text, field in zip(texts, fields, strict=True):
+        if 4 * len(text) > most and (size := len(text.encode())) > most:
+            reason = f"{field} has {size} bytes, at most {most} fit into any input"
+            raise TooLong(field, reason, limits.max_sequence_length)
 
 
 def make_request(

@@ -38,8 +38,7 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
     """
     stdout, stderr = _streams[:] = QueuedStream(1), QueuedStream(2)
-    for stream in _streams:
-        atexit.register(stream.stop)
+    atexit.register(flush)
     sys.stderr = stderr
     handler = logging.StreamHandler(stdout)
     handler.setFormatter((JsonFormatter if json_output else TextFormatter)(process))
@@ -47,6 +46,12 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     logging.captureWarnings(True)
     for name in ("tgis", "__main__"):
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
+
+
+def flush() -> None:
+    """Write the lines of this process that are queued, for a second or two at most."""
+    for stream in _streams:
+        stream.flush_queue()
 
 
 def num_dropped_lines() -> int:
