@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 _LOADING, _SHUTTING_DOWN = "the model is still loading", "the server is shutting down"
 SWITCH_SECONDS = 0.00002  # until threads give the GIL to the event loop, which lets go of it in every call of gRPC
 _LATE_SECONDS = 1.0  # worth a line in the log
-_LAST_STATUS_SECONDS = 0.25  # for gRPC to send the status of calls that have ended
+# After the last call: gRPC sends its status, and HTTP connections that clients reuse are answered with 503 and closed.
+_LAST_ANSWERS_SECONDS = 0.5
 # Hundreds of streams make thousands of objects in each step, and drop them before the next. The collector would look at
 # them four times a step at its first threshold of 700, the default, which takes a tenth of the CPU time.
 _GC_THRESHOLDS = 5_000, 10, 10
@@ -224,7 +225,7 @@ class Server:
         stopped = asyncio.create_task(self._grpc.refuse_calls())
         await wait_first([asyncio.create_task(self._admission.wait_until_idle()), hurry], timeout=grace)
         await self._admission.end_calls()
-        await asyncio.wait([stopped], timeout=_LAST_STATUS_SECONDS)
+        await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         await self._grpc.stop()
         await stopped
         cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice

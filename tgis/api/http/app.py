@@ -24,6 +24,7 @@ MAX_HEAD_BYTES = 1 << 15  # of a request's headers
 LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0  # to write answers that have begun
+_LAST_REQUESTS_SECONDS = 0.1  # for requests of connections that were accepted just before the port closed
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class HttpServer:
         """Close the port and every connection; answers that have begun are written first."""
         if self._listener is not None:
             self._listener.close()
+            await asyncio.sleep(_LAST_REQUESTS_SECONDS)
         await self._runner.cleanup()
 
     @web.middleware
