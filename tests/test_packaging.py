@@ -214,8 +214,7 @@ def test_the_client_has_the_commands_that_call_a_server(tmp_path: Path) -> None:
     refused = {command: error for command, (code, error) in ends.items() if code}
     assert ends.keys() - refused.keys() == {"chat", "generate", "tokenize", "model-info", "health", "bench"}
     for command, error in refused.items():
-        pattern = rf"tgis: tgis {command} needs tgis\.\w+: pip install \. in a checkout installs the server\n"
-        assert re.fullmatch(pattern, error), error
+        assert error == f"tgis: tgis {command} needs the server: pip install . in a checkout\n"
     names = {_normal(Requirement(line).name) for line in lines(setup_cfg("client")["options"]["install_requires"])}
     packages = importlib.metadata.packages_distributions()
     # grpc imports its companions where they are installed

@@ -170,8 +170,8 @@ class Config:
         BATCHES, with_unit(integer(1)), "maximum number of input tokens in one step", None,
         vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
     max_prefill_gap_ms: int | None = option(
-        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms (tgis_native)",
-        None, shown_default="250 on CPU, 150 on CUDA")
+        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms", None,
+        shown_default="250 on CPU, 150 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "maximum fraction of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(
@@ -189,7 +189,7 @@ class Config:
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: same as DTYPE", "auto")
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: DTYPE", "auto")
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(
