@@ -16,7 +16,7 @@ from typing import Any
 
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options, foreign_warnings, plain_flag
-from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, named_by
+from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, implied_options
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
@@ -393,7 +393,8 @@ def _apply_other_spellings(values: dict[str, Any], flags: Mapping[str, Any], env
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
     if values.get("speculator_name") in LOOKUPS:
         values |= {"speculator_name": None, "speculation": values.get("speculation", "lookup")}
-    values |= named_by(values.get("speculative_config"), values)
+    if "speculative_config" in values:
+        values |= implied_options(values["speculative_config"], values)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         values["master_port"] = values.get("master_port", MASTER_PORT) + 1
 
