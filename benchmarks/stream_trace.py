@@ -24,7 +24,7 @@ import grpc
 import tgis
 from benchmarks.serving import free_ports
 from demo.fake_model import make_fake_model
-from tgis.__main__ import run_command
+from tgis.__main__ import run
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
         thread = threading.Thread(target=client)
         thread.start()
         tracer.install()
-        code = run_command("serve", [*options, "--bind-address", "127.0.0.1"], "tgis serve")
+        code = run(["serve", *options, "--bind-address", "127.0.0.1"])
         sys.setprofile(None)
         thread.join()
     return code

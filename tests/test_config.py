@@ -408,8 +408,8 @@ def test_only_config_reads_the_environment() -> None:
     [
         (["--speculative-config", '{"method": "eagle"}'], "Invalid enum value 'eagle'"),
         (["--speculative-config", '{"method": "ngram", "draft": 1}'], "`draft`"),
-        (["--speculative-config", '{"method": "ngram", "model": "a"}'], "method 'ngram' takes no model, got 'a'"),
-        (["--speculative-config", '{"method": "draft_model"}'], "method 'draft_model' needs a model, got None"),
+        (["--speculative-config", '{"method": "ngram", "model": "a"}'], "ngram and suffix have none"),
+        (["--speculative-config", '{"method": "draft_model"}'], "draft_model and mlp_speculator need a model"),
         (["--speculative-config", DRAFT_JSON, "--speculator-name", "c"], "SPECULATOR_NAME='c' and"),
         (["--speculator-name", "a", "--speculation", "off", "--strict-options"], "no effect: SPECULATION is off"),
         (["--speculator-name", "a", "--speculation", "lookup", "--strict-options"], "SPECULATION is lookup"),

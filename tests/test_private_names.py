@@ -11,7 +11,6 @@ ROOT = REPOSITORY / "tgis"
 # Engines patch and record what torch and transformers do inside, each in its own place.
 FILES = {
     "grpcio": ["api/grpc/private.py"],
-    "argparse": ["cli/client.py", "utils/options.py"],
     "torch and transformers": [
         "engines/kernels/cpu/fused_ops.py",
         "engines/kernels/cpu/gemm.py",

@@ -42,22 +42,21 @@ def test_six_lines() -> None:
 
 TLS: dict[str, Any] = {"tls_cert_path": Path("file"), "tls_key_path": Path("file")}
 MUTUAL_TLS = TLS | {"tls_client_ca_cert_path": Path("file")}
-RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM: ", "cpu, bfloat16", "2048 tokens, 1024 new; batch of 64, "
+GENERATE = "tgis generate --target localhost:8033"
+RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM", "cpu, bfloat16", "2048 tokens, 1024 new; batch of 64, "
 
 
 @pytest.mark.parametrize(
     ("options", "name", "text"),
     [
-        ({}, "engine", f"{RUNS}the first choice of auto"),
-        ({"proposed": 15}, "engine", f"{RUNS}the first choice of auto; lookup of up to 15 tokens ahead"),
+        ({}, "engine", RUNS),
+        ({"proposed": 15}, "engine", f"{RUNS}; lookup of up to 15 tokens ahead"),
         (
             {"proposed": 15, "drafted": 3, "speculator_name": "s"},
             "engine",
-            f"{RUNS}the first choice of auto; lookup of up to 15 tokens ahead, or 3 by s",
+            f"{RUNS}; lookup of up to 15 tokens ahead, or 3 by s",
         ),
-        ({"reason": "not hf_optimum_ort: m has no graphs"}, "engine", f"{RUNS}not hf_optimum_ort: m has no graphs"),
-        ({"deployment_framework": "tgis_native"}, "engine", f"{RUNS}set by DEPLOYMENT_FRAMEWORK"),
-        ({"flash_attention": True}, "engine", f"{RUNS}FLASH_ATTENTION, PAGED_ATTENTION or NUM_SHARD needs it"),
+        ({"reason": "not hf_optimum_ort: m has no graphs"}, "engine", f"{RUNS}: not hf_optimum_ort: m has no graphs"),
         ({"num_threads": 3}, "device", f"{CPU}; 3 threads on "),
         ({"num_threads": 3, "num_shard": 2}, "device", f"{CPU}, 2 ranks; 3 threads on "),
         ({"max_concurrent_requests": 512}, "limits", f"{BATCH}448 may wait"),
@@ -68,14 +67,14 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM: ", "cpu, bfloat16", "2048
         (MUTUAL_TLS | {"auth_token_path": Path("file")}, "ports", "gRPC 8033 (mutual TLS, bearer tokens), "),
         ({"api_port": 3001}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs 3001"),
         ({"api_port": None}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs off"),
-        ({}, "try", 'http://localhost:3000/ui in a browser, or tgis generate "Once upon a time"'),
-        ({"bind_address": "::1"}, "try", "http://localhost:3000/ui in a browser, or tgis generate "),
+        ({}, "try", f'http://localhost:3000/ui in a browser, or {GENERATE} "Once upon a time"'),
+        ({"bind_address": "::1"}, "try", f"http://localhost:3000/ui in a browser, or {GENERATE} "),
         ({"bind_address": "fe::1", "api_port": None}, "try", "tgis generate --target [fe::1]:8033 "),
-        (TLS, "try", "https://localhost:3000/ui in a browser, or tgis generate --ca-cert CA "),
+        (TLS, "try", f"https://localhost:3000/ui in a browser, or {GENERATE} --ca-cert CA "),
         (
             MUTUAL_TLS | {"auth_token_path": Path("file"), "api_port": None},
             "try",
-            'tgis generate --ca-cert CA --tls-cert CERT --tls-key KEY --token-file TOKEN "Once upon a time"',
+            f'{GENERATE} --ca-cert CA --tls-cert CERT --tls-key KEY --token-file TOKEN "Once upon a time"',
         ),
     ],
 )

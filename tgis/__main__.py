@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from importlib.util import find_spec
 from typing import TypeAlias
 
 import tgis
@@ -37,6 +37,8 @@ MODEL_FILE_COMMANDS = {
     "quantize": ("quantize.main", "quantize the weights of a model with auto-round"),
 }
 COMMANDS |= MODEL_FILE_COMMANDS
+# The modules that need no more than the package tgis-client installs.
+CLIENT_MODULES = ("bench", "calls", "chat", "generate")
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 
@@ -112,22 +114,16 @@ def run_command(function: str, argv: list[str], prog: str) -> int:
     from tgis.environment import prepare_command  # noqa: PLC0415 - slow
 
     try:
+        if module_name not in CLIENT_MODULES and not find_spec("tgis.engines"):
+            raise StartError(f"{prog} needs the server: pip install . in a checkout")
         prepare_command()
-        code: int = getattr(_import(f"tgis.cli.{module_name}", prog), function_name)(argv, prog)
+        code: int = getattr(importlib.import_module(f"tgis.cli.{module_name}"), function_name)(argv, prog)
         return code
     except StartError as error:
         print(f"tgis: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-
-
-def _import(module: str, prog: str) -> ModuleType:
-    """Import the module; StartError if the package tgis-client does not install what it needs."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise StartError(f"{prog} needs {error.name}: pip install . in a checkout installs the server") from error
 
 
 def _usage(prog: str, commands: Commands) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options, foreign_warnings, plain_flag
-from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, named_by
+from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, implied_options
 from tgis.tracing import can_trace
 from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
@@ -170,8 +170,8 @@ class Config:
         BATCHES, with_unit(integer(1)), "maximum number of input tokens in one step", None,
         vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
     max_prefill_gap_ms: int | None = option(
-        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms",
-        None, shown_default="250 on CPU, 150 on CUDA")
+        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms", None,
+        shown_default="250 on CPU, 150 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "maximum fraction of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(
@@ -189,7 +189,7 @@ class Config:
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache; int8 and fp8 on CPUs only; auto: same as DTYPE", "auto")
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: DTYPE", "auto")
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(
@@ -393,7 +393,8 @@ def _apply_other_spellings(values: dict[str, Any], flags: Mapping[str, Any], env
         values |= {"dtype": "auto", "quantize": values.get("quantize", "int8")}
     if values.get("speculator_name") in LOOKUPS:
         values |= {"speculator_name": None, "speculation": values.get("speculation", "lookup")}
-    values |= named_by(values.get("speculative_config"), values)
+    if "speculative_config" in values:
+        values |= implied_options(values["speculative_config"], values)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         values["master_port"] = values.get("master_port", MASTER_PORT) + 1
 

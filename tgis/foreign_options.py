@@ -40,13 +40,17 @@ def foreign_warnings(
     foreign: Sequence[ForeignOption], flags: Mapping[str, Words], environ: Mapping[str, str], model_name: str
 ) -> list[str]:
     """Warnings about the foreign options that are set; OptionError for one that is refused."""
-    found = [(each, raw) for each in foreign for raw in find_raw_values(each.option, flags, environ)]
-    asked = [(option, raw) for option, raw in found if not option.asks_for_nothing(raw, model_name)]
-    for option, raw in asked:
-        if option.verdict == "refused":
-            raise OptionError(f"{raw} is not supported: {option.reason}")
-    warnings = [f"{raw} has no effect: {option.reason}" for option, raw in asked if option.reason]
-    ignored = [raw.source for option, raw in asked if not option.reason]
+    asked = [
+        (row, raw)
+        for row in foreign
+        for raw in find_raw_values(row.option, flags, environ)
+        if not row.asks_for_nothing(raw, model_name)
+    ]
+    for row, raw in asked:
+        if row.verdict == "refused":
+            raise OptionError(f"{raw} is not supported: {row.reason}")
+    warnings = [f"{raw} has no effect: {row.reason}" for row, raw in asked if row.reason]
+    ignored = [raw.source for row, raw in asked if not row.reason]
     return [*warnings, f"ignored options: {', '.join(ignored)}"] if ignored else warnings
 
 

@@ -9,7 +9,6 @@ from tgis.config import Config
 from tgis.ipc.messages import EngineInfo
 from tgis.utils.cpus import cpu_quota
 
-_GRPC_PORT = 8033  # that commands call by default
 _LIBRARIES = ("torch", "transformers", "grpcio")
 
 
@@ -23,7 +22,7 @@ def startup_lines(
     """
     lines = {
         "versions": _versions(),
-        "engine": f"{info.engine} runs {info.model_class}: {fallback_reason or _why(config)}{_ahead(config, info)}",
+        "engine": _engine(config, info, fallback_reason),
         "device": _device(config, info),
         "limits": _limits(config, info, *lengths),
         "ports": _ports(config, *ports),
@@ -37,17 +36,10 @@ def _versions() -> str:
     return f"tgis {__version__}, {libraries}"
 
 
-def _ahead(config: Config, info: EngineInfo) -> str:
-    text = f"; lookup of up to {info.proposed_tokens} tokens ahead" if info.proposed_tokens else ""
+def _engine(config: Config, info: EngineInfo, fallback_reason: str) -> str:
+    text = f"{info.engine} runs {info.model_class}" + (f": {fallback_reason}" if fallback_reason else "")
+    text += f"; lookup of up to {info.proposed_tokens} tokens ahead" if info.proposed_tokens else ""
     return text + (f", or {info.drafted_tokens} by {config.speculator_name}" if info.drafted_tokens else "")
-
-
-def _why(config: Config) -> str:
-    if config.engine == "auto":
-        return "the first choice of auto"
-    if config.engine == config.deployment_framework:
-        return "set by DEPLOYMENT_FRAMEWORK"
-    return "FLASH_ATTENTION, PAGED_ATTENTION or NUM_SHARD needs it"
 
 
 def _device(config: Config, info: EngineInfo) -> str:
@@ -76,7 +68,7 @@ def _try(config: Config, grpc_port: int, _probe_port: int, api_port: int | None)
     address = ipaddress.ip_address(config.bind_address)
     is_local = address.is_unspecified or address.is_loopback
     host = "localhost" if is_local else f"[{address}]" if address.version == 6 else str(address)
-    flags = f" --target {host}:{grpc_port}" * ((host, grpc_port) != ("localhost", _GRPC_PORT))
+    flags = f" --target {host}:{grpc_port}"
     flags += " --ca-cert CA" * bool(config.tls_cert_path)
     flags += " --tls-cert CERT --tls-key KEY" * bool(config.tls_client_ca_cert_path)
     flags += " --token-file TOKEN" * bool(config.auth_token_path)

@@ -8,14 +8,22 @@ import re
 import ssl
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, TEXT, ValueType, decimal
+
+
+class AddsArguments(Protocol):
+    """A parser or a group of its arguments."""
+
+    @property
+    def add_argument(self) -> Callable[..., argparse.Action]: ...
+
 
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
@@ -58,21 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_
     add_call_arguments(group, timeout)
 
 
-def add_call_arguments(group: argparse._ArgumentGroup, timeout: float | None) -> None:
+def add_call_arguments(group: AddsArguments, timeout: float | None) -> None:
     """Add the options of a call over any protocol."""
-    group.add_argument(
-        "--timeout",
-        type=decimal(0, 86400, exclude_low=True),
-        default=timeout,
-        metavar="X",
-        help=f"seconds that a call may take (default: {'no limit' if timeout is None else f'{timeout:g}'})",
-    )
-    group.add_argument("--token-file", type=PATH, metavar="PATH", help="file with a bearer token in its first line")
-    group.add_argument("--tls", action="store_true", help="use TLS; implied by each option below")
-    group.add_argument("--ca-cert", "--tls-ca", type=PATH, metavar="PATH", help="PEM CA certificates to trust")
-    group.add_argument("--tls-cert", type=PATH, metavar="PATH", help="PEM client certificate")
-    group.add_argument("--tls-key", type=PATH, metavar="PATH", help="PEM key of the client certificate")
-    group.add_argument("--tls-server-name", type=TEXT, metavar="NAME", help="expected name in the server's certificate")
+    add, limit = group.add_argument, "no limit" if timeout is None else f"{timeout:g}"
+    help_text = f"seconds that a call may take (default: {limit})"
+    add("--timeout", type=decimal(0, 86400, exclude_low=True), default=timeout, metavar="X", help=help_text)
+    add("--token-file", type=PATH, metavar="PATH", help="file with a bearer token in its first line")
+    add("--tls", action="store_true", help="use TLS; implied by each option below")
+    add("--ca-cert", "--tls-ca", type=PATH, metavar="PATH", help="PEM CA certificates to trust")
+    add("--tls-cert", type=PATH, metavar="PATH", help="PEM client certificate")
+    add("--tls-key", type=PATH, metavar="PATH", help="PEM key of the client certificate")
+    add("--tls-server-name", type=TEXT, metavar="NAME", help="expected name in the server's certificate")
 
 
 def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,12 @@ import resource
 import sys
 from itertools import groupby
 
-from tgis.config import Config, from_command_line, json_output_requested
+from tgis.config import OPTIONS, Config, from_command_line, json_output_requested
 from tgis.engines import describe_memory
 from tgis.environment import prepare_environment
 from tgis.errors import OptionError, StartError
 from tgis.utils import logs
-from tgis.utils.options import Option, declared_options, format_value
+from tgis.utils.options import Option, format_value
 
 MAX_OPEN_FILES = 1 << 16  # more than connections ever need; containers often have a hard limit of a billion
 FILE_TABLE_SIZE = 1 << 13
@@ -87,7 +87,7 @@ def _log_fatal(error: StartError) -> int:
 
 def _check(config: Config) -> int:
     """Print every option with its value and what set it; StartError for what would be refused."""
-    for group, options in groupby(declared_options(Config), lambda option: option.group):
+    for group, options in groupby(OPTIONS, lambda option: option.group):
         print(f"{group}:", *(_line(config, option) for option in options), sep="\n")
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stdout, force=True)
     prepare_environment(config)
