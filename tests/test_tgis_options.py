@@ -135,10 +135,9 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
 
     def run(environ: dict[str, str]) -> tuple[str, Engine | None]:
         try:
-            server = prepare(parse([], here | environ, "tgis serve"))
-            server.convert_weights()
+            preparation = prepare(parse([], here | environ, "tgis serve")).with_safetensors()
             said = warnings()
-            engine, others = load(server.engine_options())
+            engine, others = load(preparation.engine_options())
         except StartError as error:
             return f"refused: {error}", None
         return f"starts with a warning: {'; '.join(said + others)}" if said + others else "starts", engine

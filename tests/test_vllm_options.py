@@ -173,9 +173,9 @@ def test_special_tokens_are_added_unless_told_otherwise(
         make_fake_model(tmp_path), tokenizer_families.description("byte_fallback", cache_dir)
     )
     environ = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "ADD_SPECIAL_TOKENS": value}
-    server = prepare(read_as_adapter(**environ, CACHE_DIR=str(tmp_path)))
-    (encoding,) = asyncio.run(server._tokenizer.encode(["The first"], EncodeOptions()))
-    assert (server._tokenizer.token_text(encoding.ids[0]) == "<s>") is added
+    preparation = prepare(read_as_adapter(**environ, CACHE_DIR=str(tmp_path)))
+    (encoding,) = asyncio.run(preparation.tokenizer.encode(["The first"], EncodeOptions()))
+    assert (preparation.tokenizer.token_text(encoding.ids[0]) == "<s>") is added
 
 
 def test_other_flags_of_vllm_are_named_in_one_warning() -> None:

@@ -18,7 +18,7 @@ import pytest
 from batches import EOS, limits
 from browser import needs_chromium, open_page, running_chromium
 from harness import Server, as_stream_request, run_async, running_fake, unary_request
-from http_port import NO_AUTH, serving
+from http_port import NO_AUTH, no_metrics, serving
 
 from tgis.api.http.pages.batch import render_json, render_page
 from tgis.api.http.probes import Probes
@@ -110,7 +110,7 @@ async def test_browsers_get_html_and_others_json() -> None:
             raise Unavailable("it is gone")
         return news
 
-    async with serving(Probes(lambda: None, bytes, NO_AUTH, inspect).debug_routes()) as port:
+    async with serving(Probes(lambda: None, no_metrics, NO_AUTH, inspect).debug_routes()) as port:
         for news, status in ((BUSY, 200), (None, 503)):
             for accept in (BROWSER, "*/*", ""):
                 kind = "text/html" if news and accept == BROWSER else "application/json"
@@ -174,7 +174,7 @@ async def test_nothing_is_cut_on_a_phone(tmp_path: Path) -> None:
 
     with running_chromium(tmp_path) as chromium:
         async with (
-            serving(Probes(lambda: None, bytes, NO_AUTH, inspect).debug_routes()) as port,
+            serving(Probes(lambda: None, no_metrics, NO_AUTH, inspect).debug_routes()) as port,
             open_page(chromium, f"http://localhost:{port}/debug/batch", 390, 844, phone=True) as page,
         ):
             await page.until("document.querySelectorAll('table').length === 3")
@@ -190,7 +190,7 @@ async def test_nothing_is_cut_on_a_phone(tmp_path: Path) -> None:
 
 @run_async
 async def test_without_its_option_it_says_so() -> None:
-    async with serving(Probes(lambda: None, bytes, NO_AUTH).routes()) as port:
+    async with serving(Probes(lambda: None, no_metrics, NO_AUTH).routes()) as port:
         code, _, body = await asyncio.to_thread(view, port)
         assert (code, json.loads(body)["error"]) == (404, "/debug/batch is off, DEBUG_BATCH=true turns it on")
 

@@ -13,7 +13,7 @@ import grpc_calls
 import pytest
 from aiohttp import web
 from harness import run_async
-from http_port import NO_AUTH
+from http_port import NO_AUTH, no_metrics
 from mounted_secret import Clock, Secret
 
 from benchmarks.certificates import make_pair
@@ -38,7 +38,7 @@ async def serving(certificates: Certificates | None = None, **options: Any) -> A
     async def batch_state() -> BatchState:
         raise Unavailable("no engine")
 
-    probes, routes = Probes(lambda: None, bytes, NO_AUTH, batch_state), [web.get("/identity", identity)]
+    probes, routes = Probes(lambda: None, no_metrics, NO_AUTH, batch_state), [web.get("/identity", identity)]
     ports = HttpPorts(config, probes, routes, admission(config), certificates)
     numbers = await ports.start()
     try:

@@ -25,8 +25,11 @@ def well() -> None:
 
 
 def serving(
-    healthy: Callable[[], str | None] = well, scrape: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
+    healthy: Callable[[], str | None] = well, metrics: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
 ) -> AbstractAsyncContextManager[int]:
+    async def scrape() -> bytes:
+        return await asyncio.to_thread(metrics)
+
     return http_port.serving(Probes(healthy, scrape, http_port.NO_AUTH).routes(), **options)
 
 
@@ -68,7 +71,7 @@ async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
 
 @run_async
 async def test_metrics_are_text_of_version_0_0_4() -> None:
-    async with serving(scrape=lambda: b"tgi_request_count 7.0\n") as port:
+    async with serving(metrics=lambda: b"tgi_request_count 7.0\n") as port:
         status, headers, body = await request(port, "/metrics")
         assert (status, body) == (200, b"tgi_request_count 7.0\n")
         assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -87,7 +90,7 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
         assert finish.wait(10)
         return text
 
-    async with serving(scrape=scrape) as port:
+    async with serving(metrics=scrape) as port:
         running = asyncio.create_task(request(port, "/metrics"))
         assert await asyncio.to_thread(first.wait, 10)
         waiting = [asyncio.create_task(request(port, "/metrics")) for _ in range(20)]
@@ -108,7 +111,7 @@ async def test_above_the_limit_of_waiting_requests_the_last_scrape_is_sent(monke
         assert scrapes == 1 or finish.wait(10)
         return b"%d" % scrapes
 
-    async with serving(scrape=scrape) as port:
+    async with serving(metrics=scrape) as port:
         assert (await request(port, "/metrics"))[2] == b"1"
         waiting = [asyncio.create_task(request(port, "/metrics")) for _ in range(6)]
         done, _ = await asyncio.wait(waiting, timeout=10, return_when=asyncio.FIRST_COMPLETED)
@@ -254,7 +257,7 @@ async def test_an_internal_error_is_500_and_logged(caplog: pytest.LogCaptureFixt
     def broken() -> bytes:
         raise ZeroDivisionError
 
-    async with serving(scrape=broken) as port:
+    async with serving(metrics=broken) as port:
         assert (await request(port, "/metrics"))[0] == 500
         assert (await request(port, "/health"))[0] == 200
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]

@@ -5,11 +5,9 @@ import math
 from array import array
 
 import pytest
-from tgis.api.clients import Account, Clients
 
 from tgis.api.grpc import convert
 from tgis.api.http.responses import best_first
-from tgis.config import Config
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.tokenizer import Encoding
@@ -35,8 +33,7 @@ def test_tokenized_texts() -> None:
 @pytest.mark.parametrize(("tokens", "offsets"), [(True, False), (False, True), (True, True), (False, False)])
 def test_tokens_that_a_reply_has_no_room_for_are_refused_before_it_is_made(tokens: bool, offsets: bool) -> None:
     request = pb.BatchedTokenizeRequest(return_tokens=tokens, return_offsets=offsets)
-    account = Account(Clients(Config(model_name="m")), b"")
-    limit = convert.tokenize_call(request, 0, account, max_reply_bytes=12_000).max_tokens
+    limit = convert.tokenize_call(request, max_reply_bytes=12_000).max_tokens
     if not tokens and not offsets:
         assert limit is None
         return

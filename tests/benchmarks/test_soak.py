@@ -58,7 +58,7 @@ STEP = StepStats(True, 1, 0, 3, 0.1, 0.1, 0, 0, 0, concatenated=False, num_reque
 def succeed(server: Metrics, kind: CallKind, reason: StopReason, tokens: int) -> None:
     server.requests.success.labels(reason.name, kind).inc()
     server.requests.generated_tokens.observe(tokens)
-    server.step_succeeded(STEP, tokens, 0.0, {})
+    server.step_succeeded(STEP, [[7] * tokens], 0.0, {})
 
 
 def make_calls(server: Metrics, log: ClientLog) -> None:

@@ -356,9 +356,8 @@ class TestForServing:
 
         def served(engine: str) -> Path:
             environ = {"MODEL_NAME": str(path), "DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": str(tmp_path / "cache")}
-            server = prepare(parse([], environ, "tgis serve"))
-            server.convert_weights()
-            return Path(server.engine_options().model_path)
+            preparation = prepare(parse([], environ, "tgis serve")).with_safetensors()
+            return Path(preparation.engine_options().model_path)
 
         assert served("fake") == path
         assert served("hf_optimum_ort") != path  # hf_transformers will serve it

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 from batches import engine_options
-from tgis.api.clients import Account, Clients
 from transformers import PreTrainedConfig
 
 from tgis import config
@@ -69,18 +68,17 @@ def _resent(kind: Any, pieces: list[bytes]) -> list[bytes] | None:
 
 def requests(data: bytes) -> None:
     """Conversion and validation: what gets through is within the limits, and can be sent to the engine."""
-    account = Account(Clients(config.Config(model_name="m", max_call_memory_mb=2048)), b"")
     with _tgis_errors():
         match data[:1]:
             case b"\0":
                 single = parse(data[1:], pb.SingleGenerationRequest, 1)
-                _validate(convert.generate_call(single, account, b"", ()))
+                _validate(convert.generate_call(single, b"", b"", ()))
             case b"\1":
                 texts = parse(data[1:], pb.BatchedTokenizeRequest, MAX_INPUTS)
-                convert.tokenize_call(texts, len(data), account, 1 << 24)
+                convert.tokenize_call(texts, 1 << 24)
             case _:
                 batch = parse(data[1:], pb.BatchedGenerationRequest, MAX_INPUTS)
-                _validate(convert.generate_call(batch, account, b"", ()))
+                _validate(convert.generate_call(batch, b"", b"", ()))
 
 
 def _validate(call: GenerateCall) -> None:

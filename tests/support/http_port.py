@@ -46,3 +46,7 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
         [*map(api.route, operations), *page_routes(operations, "m", needs_token=False)], **options
     ) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+async def no_metrics() -> bytes:
+    return b""

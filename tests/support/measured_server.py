@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Self
 
+from tgis import server
 from tgis.__main__ import main as tgis
-from tgis.api.grpc import private
 
 INTERVAL_SECONDS = 0.001
 _FORMAT = struct.Struct("dd")
@@ -65,7 +65,7 @@ def measure(meter: LoopMeter) -> None:
     asyncio.events.Handle._run = measured_run  # type: ignore[assignment, method-assign]
     asyncio.events.new_event_loop = measured_loop
     asyncio.runners.events.new_event_loop = measured_loop  # type: ignore[attr-defined]
-    private.run = asyncio.run
+    server.uvloop = asyncio  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

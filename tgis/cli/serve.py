@@ -46,7 +46,7 @@ def _serve(config: Config) -> int:
         from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 
         code = server.run(config)
-        logs.flush()
+        logs.stop()
         os._exit(code)  # tokenizing a long text for a client that has gone must not delay the end
     except StartError as error:
         logs.write_termination_message(config.termination_log, str(error))

@@ -38,7 +38,7 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
     `level` applies to tgis, an unknown one means info; libraries log from WARNING up.
     """
     stdout, stderr = _streams[:] = QueuedStream(1), QueuedStream(2)
-    atexit.register(flush)
+    atexit.register(stop)
     sys.stderr = stderr
     handler = logging.StreamHandler(stdout)
     handler.setFormatter((JsonFormatter if json_output else TextFormatter)(process))
@@ -48,10 +48,10 @@ def configure(*, level: str, json_output: bool, process: str | None = None) -> N
         logging.getLogger(name).setLevel(LEVELS.get(level.lower(), logging.INFO))
 
 
-def flush() -> None:
-    """Write the lines of this process that are queued, for a second or two at most."""
+def stop() -> None:
+    """Write the lines of this process that are queued, for a second or two at most; later ones are lost."""
     for stream in _streams:
-        stream.flush_queue()
+        stream.stop()
 
 
 def num_dropped_lines() -> int:

@@ -7,11 +7,11 @@ from queue import SimpleQueue
 
 # A line has a few hundred bytes.
 MAX_QUEUED = 4096
-FLUSH_SECONDS = 1.0
+STOP_SECONDS = 1.0
 
 
 class QueuedStream(io.TextIOBase):
-    """A thread writes queued text to the descriptor; text that does not fit into the queue is dropped and counted.
+    """A thread writes what is queued to the descriptor; what does not fit into the queue is dropped and counted.
 
     QueueListener would wait for a blocked reader when it stops, and a queue.Queue could deadlock: its lock is not
     reentrant, and a finalizer may log while its thread logs.
@@ -21,8 +21,9 @@ class QueuedStream(io.TextIOBase):
         super().__init__()
         self.num_dropped = 0
         self._fd = fd
-        self._queue = SimpleQueue[str | threading.Event]()
-        threading.Thread(target=self._write_queued, daemon=True, name="log").start()
+        self._queue = SimpleQueue[str | None]()
+        self._thread = threading.Thread(target=self._write_queued, daemon=True, name="log")
+        self._thread.start()
 
     def write(self, text: str) -> int:
         if self._queue.qsize() < MAX_QUEUED:
@@ -34,19 +35,14 @@ class QueuedStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._fd
 
-    def flush_queue(self) -> None:
-        """Wait until queued text is written, for a second at most."""
-        written = threading.Event()
-        self._queue.put(written)
-        written.wait(FLUSH_SECONDS)
+    def stop(self) -> None:
+        """Write what is queued, for a second at most."""
+        self._queue.put(None)
+        self._thread.join(STOP_SECONDS)
 
     def _write_queued(self) -> None:
-        while True:
-            item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            data = item.encode(errors="backslashreplace")
+        for text in iter(self._queue.get, None):
+            data = text.encode(errors="backslashreplace")
             try:
                 while data:
                     data = data[os.write(self._fd, data) :]
