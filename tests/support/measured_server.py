@@ -65,7 +65,7 @@ def measure(meter: LoopMeter) -> None:
     asyncio.events.Handle._run = measured_run  # type: ignore[assignment, method-assign]
     asyncio.events.new_event_loop = measured_loop
     asyncio.runners.events.new_event_loop = measured_loop  # type: ignore[attr-defined]
-    server.uvloop = asyncio  # type: ignore[assignment]
+    setattr(server, "uvloop", asyncio)  # noqa: B010 - mypy
 
 
 if __name__ == "__main__":
