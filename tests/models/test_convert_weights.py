@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from limited_process import LIMITED
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -124,21 +123,6 @@ class TestTheModelStaysTheSame:
         assert same(before, loaded(path, safetensors=True))
         assert not list(path.glob(".*"))
 
-    @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "untied"])
-    def test_embeddings_are_kept_once(self, model: Callable[..., Path], kind: str) -> None:
-        path = model(kind)
-        weights.convert_weights(path)
-        tied = weights_child.tied_names(path)
-        with safe_open(path / "model.safetensors", "pt") as file:
-            dropped = dict(file.metadata())
-            names = set(file.keys())
-        assert dropped.pop("format") == "pt"
-        assert dropped
-        assert set(dropped) <= set(tied)
-        assert set(dropped.values()) <= names
-        assert not set(dropped) & names
-        assert (path / "model.safetensors").stat().st_size < (path / "pytorch_model.bin").stat().st_size
-
     def test_names_that_loading_would_not_restore_are_kept(self, model: Callable[..., Path]) -> None:
         """A Llama with tied embeddings whose config does not say so."""
         path = model("untied")
@@ -230,8 +214,8 @@ class TestRefused:
             ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
             ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
             ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
-            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is no dense tensor"),
-            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is larger than what is stored of it"),
+            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
+            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
         ],
     )
     def test_other_content(self, tmp_path: Path, content: object, message: str) -> None:
@@ -366,24 +350,6 @@ class TestForServing:
         (path / "onnx" / "model.onnx").touch()
         assert served("hf_optimum_ort") == path
         assert served("hf_transformers") != path
-
-    @pytest.mark.parametrize("index", [None, {"weight_map": {}}], ids=["no index", "without metadata"])
-    def test_shards_without_a_complete_index(self, index: Any, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("untied", 2)
-        weights.convert_weights(path)
-        for file in path.glob("*.bin*"):
-            file.unlink()
-        whole = loaded(path, safetensors=True)
-        (file := path / "model.safetensors.index.json").unlink()
-        if index is not None:
-            names = {shard.name: shard.name for shard in path.glob("*.safetensors")}
-            file.write_text(json.dumps({"weight_map": names}))
-        before = sorted(path.iterdir())
-        for _ in range(2):
-            made = weights.ensure_weights(path, tmp_path / "cache")
-            assert same(loaded(made, safetensors=True), whole)
-            assert made.is_relative_to(tmp_path / "cache")
-        assert sorted(path.iterdir()) == before
 
     def test_a_signal_ends_the_wait(self, model: Callable[..., Path], tmp_path: Path) -> None:
         """The conversion that it waits for is one of another process."""

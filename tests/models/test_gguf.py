@@ -154,10 +154,11 @@ def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gguf.find_gguf(str(tmp_path)) is None
-    cached = tmp_path / "models--org--name" / "snapshots" / "1.0" / "c.gguf"
+    commit = "0" * 40
+    cached = tmp_path / "models--org--name" / "snapshots" / commit / "c.gguf"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(b"")
-    assert gguf.find_gguf("org/name", "1.0", str(tmp_path)) == cached
+    assert gguf.find_gguf("org/name", commit, str(tmp_path)) == cached
     assert gguf.find_gguf("org/name", None, str(tmp_path)) is None
     assert gguf.find_gguf("org/name") is None
     assert gguf.find_gguf("x" * 5000) is None
