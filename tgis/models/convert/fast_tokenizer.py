@@ -73,8 +73,8 @@ def convert_here(model: str, out: str) -> None:
 
     from tgis.models.convert.sentencepiece_model import follow_sentencepiece  # noqa: PLC0415
 
-    files = [path for name in SENTENCEPIECE if (path := Path(model, name)).is_file()]
-    models = [ModelProto.FromString(path.read_bytes()) for path in files]
+    paths = (Path(model, name) for name in SENTENCEPIECE)
+    models = [ModelProto.FromString(path.read_bytes()) for path in paths if path.is_file()]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     tokenizer.save_pretrained(out)
     for sentencepiece in models:

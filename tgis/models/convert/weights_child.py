@@ -56,17 +56,10 @@ def load(path: Path) -> Tensors:
 
 def copied_if_shared(tensors: Tensors) -> Tensors:
     """Contiguous tensors that share no memory, as safetensors needs them; transformers ties weights on loading."""
-    storages = Counter(map(_storage_ptr, tensors.values()))
-    return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        if storages[_storage_ptr(tensor)] > 1
-        else tensor.contiguous()
-        for name, tensor in tensors.items()
-    }
-
-
-def _storage_ptr(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+    pointers = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    uses = Counter(pointers.values())
+    shared = {name: tensor.clone() for name, tensor in tensors.items() if uses[pointers[name]] > 1}
+    return {name: shared.get(name, tensor).contiguous() for name, tensor in tensors.items()}
 
 
 def main() -> None:
