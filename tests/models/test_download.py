@@ -131,12 +131,6 @@ def test_a_failing_hub(hub: FakeHub, fetch: Download, file: str) -> None:
     assert error_of(fetch).startswith(f"cannot download '{REPO}' from {hub.endpoint}: status 500: ")
 
 
-@pytest.mark.parametrize("answer", [b"<html>log in to this network</html>", b"[]", b"{}"])
-def test_a_nonsensical_response(hub: FakeHub, fetch: Download, answer: bytes) -> None:
-    hub.overrides["api"] = answer
-    assert error_of(fetch).startswith(f"cannot download '{REPO}' from {hub.endpoint}: ")
-
-
 def test_a_full_disk(hub: FakeHub, fetch: Download, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

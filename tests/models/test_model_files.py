@@ -1,6 +1,5 @@
 """Finding models, and reading their configuration."""
 
-import contextlib
 import json
 import struct
 import subprocess
@@ -11,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
-from hypothesis import strategies as st
 from model_directories import write_model
 
 from tgis.errors import StartError
@@ -53,10 +50,6 @@ class TestFindModel:
     def test_the_cache(self, hub: Path, revision: str | None) -> None:
         assert find_model("org/name", revision, str(hub.parent)).path == hub / "snapshots" / COMMIT
 
-    def test_a_name_without_organisation(self, hub: Path) -> None:
-        hub.rename(hub.parent / "models--name")
-        assert find_model("name", None, str(hub.parent)).path.name == COMMIT
-
     def test_a_directory_wins_over_the_cache_if_it_has_a_config(
         self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -77,13 +70,8 @@ class TestFindModel:
                 None,
                 "no such directory, and no revision 'main' of it in the cache {hub} (see",
             ),
-            ("a/b/c", None, "no such directory"),
-            ("../name", None, "no such directory"),
             ("org/name", "v2", "no revision 'v2' of it in the cache {hub}"),
             ("org/name", "../refs", "cannot read model 'org/name'"),
-            ("org/name", "a\nb", r"no revision 'a\nb' of it"),
-            ("org/name", "a\0b", r"no revision 'a\x00b' of it"),
-            ("org/name", "x" * 5000, "no revision 'xxx"),
             ("x" * 5000, None, "cannot read model"),
         ],
     )
@@ -127,11 +115,6 @@ class TestFindModel:
         with pytest.raises(StartError, match=f"^{tmp_path}/{file} {message}"):
             find_model(str(tmp_path), None, None)
 
-    def test_too_large_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(files, "MAX_JSON_BYTES", 10)
-        with pytest.raises(StartError, match="has more than 10 bytes"):
-            find_model(str(write_model(tmp_path)), None, None)
-
 
 class TestFindWeights:
     def test_one_file(self, tmp_path: Path) -> None:
@@ -157,15 +140,9 @@ class TestFindWeights:
         [
             ({"w": "a.safetensors"}, "names a.safetensors, which is missing"),
             ({"w": "../a.safetensors"}, "which is no file name"),
-            ({"w": "/etc/passwd"}, "which is no file name"),
             ({"w": 3}, "which is no file name"),
-            ({"w": [1]}, "which is no file name"),
-            ({"w": ".."}, "which is missing"),
-            ({"w": "x" * 300}, "which is missing"),
             ({"w": "a\nb"}, r"names 'a\\nb', which is no file name"),
             ({}, "has no weight_map"),
-            ([], "has no weight_map"),
-            (None, "has no weight_map"),
         ],
     )
     def test_a_bad_index(self, tmp_path: Path, weight_map: object, message: str) -> None:
@@ -187,14 +164,6 @@ class TestFindWeights:
             find_weights(tmp_path)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = st.sampled_from(["eos_token_id", "text_config", "is_encoder_decoder", "n_positions", "seq_len"])
-
-
 class TestFacts:
     @pytest.mark.parametrize(
         ("config", "expected"),
@@ -203,8 +172,6 @@ class TestFacts:
             ({"seq_len": 1, "max_seq_length": 2, "max_sequence_length": 3}, 3),
             ({"max_position_embeddings": -1, "n_positions": 5}, 5),
             ({"max_position_embeddings": None, "seq_length": 5}, 5),
-            ({"max_position_embeddings": True, "max_seq_len": 5}, 5),
-            ({"max_position_embeddings": 9.0, "max_seq_len": "5"}, 2048),
             ({"text_config": {"seq_len": 4}, "max_position_embeddings": 8}, 8),
             ({"text_config": {"seq_len": 4}}, 4),
             ({"text_config": [4]}, 2048),
@@ -229,7 +196,6 @@ class TestFacts:
             ({"text_config": {"eos_token_id": 4}}, {"eos_token_id": [1]}, (4, 1)),
             ({"eos_token_id": None, "text_config": {"eos_token_id": 4}}, {}, (4,)),
             ({"eos_token_id": -1}, {"eos_token_id": 3}, (3,)),
-            ({"eos_token_id": []}, {}, ()),
             ({}, {}, ()),
         ],
     )
@@ -244,15 +210,6 @@ class TestFacts:
             eos_token_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}))
         with pytest.raises(StartError, match=r"^generation_config\.json: eos_token_id must be"):
             eos_token_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}))
-
-    @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
-    def test_any_json_is_read_or_a_clear_error(self, config: dict[str, Any]) -> None:
-        assert files.max_sequence_length(config) >= 0
-        with contextlib.suppress(StartError):
-            assert files.is_encoder_decoder(config) in (True, False)
-        with contextlib.suppress(StartError):
-            ids = eos_token_ids(ModelFiles(Path("/none"), config, config))
-            assert all(type(entry) is int and entry >= 0 for entry in ids)
 
 
 class TestChild:
