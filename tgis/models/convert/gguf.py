@@ -27,7 +27,7 @@ from tgis.models.gguf import BLOCKS, HEADER, WEIGHTS, GgufHeader, GgufTensor
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 _VOCABULARIES = (TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json")
-_BESIDE = frozenset({
+_COMPANIONS = frozenset({
     CONFIG, "generation_config.json", *_VOCABULARIES, "merges.txt", "added_tokens.json", "special_tokens_map.json",
     "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates",
 })  # fmt: skip
@@ -52,9 +52,9 @@ def ensure_directory(name: str, cache_dir: Path, revision: str | None = None, hu
     if importlib.util.find_spec("gguf") is None:
         raise StartError(f"{file} needs the package gguf: pip install 'tgis[gguf]'")
     with file_errors(f"cannot keep the configuration and tokenizer of {file}"):
-        beside = [path for path in file.parent.iterdir() if path.name in _BESIDE]
-        key = staging.files_key([file, *beside], __version__, importlib.metadata.version("transformers"))
-        return str(staging.made_once(cache_dir / "gguf" / key, functools.partial(_make, file, beside)))
+        companions = [path for path in file.parent.iterdir() if path.name in _COMPANIONS]
+        key = staging.files_key([file, *companions], __version__, importlib.metadata.version("transformers"))
+        return str(staging.made_once(cache_dir / "gguf" / key, functools.partial(_make, file, companions)))
 
 
 def find_gguf(name: str, revision: str | None = None, hub_cache: str | None = None) -> Path | None:
@@ -63,19 +63,19 @@ def find_gguf(name: str, revision: str | None = None, hub_cache: str | None = No
         return Path(name)
     try:
         path = find_directory(name, revision, hub_cache, ".")
-    except (StartError, OSError):  # which are said again where other weights are not found, either
+    except (StartError, OSError):  # reported where the model is looked up again
         return None
-    found = sorted(path.glob("*.gguf"))
-    if not found or any(path.glob("*.safetensors")) or needs_conversion(path):
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")) or needs_conversion(path):
         return None
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise StartError(f"{path} has {len(found)} GGUF files, MODEL_NAME must name one of them: {names:.500}")
-    return found[0]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise StartError(f"{path} has {len(files)} GGUF files, MODEL_NAME must name one of them: {names:.500}")
+    return files[0]
 
 
-def _make(file: Path, beside: list[Path], out: Path) -> None:
-    for path in beside:
+def _make(file: Path, companions: list[Path], out: Path) -> None:
+    for path in companions:
         (out / path.name).symlink_to(path.resolve())
     (out / WEIGHTS).symlink_to(file.resolve())
     command = [sys.executable, "-m", "tgis.models.convert.gguf", str(out)]

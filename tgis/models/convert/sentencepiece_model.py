@@ -1,6 +1,6 @@
 """Makes a converted tokenizer do what sentencepiece does: transformers does not follow all of a sentencepiece model.
 
-Which special tokens there are beside those of the model, and where they are added, is what transformers found out.
+Special tokens that the model lacks, and the places where they are added, are those of transformers.
 """
 
 from pathlib import Path
