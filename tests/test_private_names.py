@@ -21,7 +21,6 @@ FILES = {
         "engines/paged/compile.py",
         "engines/paged/self_check.py",
         "engines/paged/batch.py",
-        "models/convert/weights_child.py",
     ],
 }
 _PUBLIC = {"_exit", "_replace", "_name"}  # documented: of os, of named tuples, of libraries in ctypes

@@ -26,7 +26,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "environment": "config errors utils",
     "security": "errors utils",
     "models": "errors utils",
-    "prompts": "errors ipc models utils",
+    "prompts": "errors ipc utils",
     # the front-end process
     "frontend": "errors ipc models tracing utils",
     "api": "",

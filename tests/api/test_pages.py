@@ -62,13 +62,3 @@ async def test_a_browser_is_sent_to_the_page_where_there_is_one(path: str, accep
             client.get(path, allow_redirects=False) as answer,
         ):
             assert (answer.status, answer.headers.get("Location")) == expected
-
-
-@run_async
-async def test_the_address_in_examples_is_the_one_asked_for() -> None:
-    async with serving_while_loading(allowed_hosts=("*",)) as url, aiohttp.ClientSession() as client:
-        for host, shown in (("tgis.example:81", "tgis.example:81"), ("<b>`x`", "localhost:3000")):
-            async with client.get(url + "/docs", headers={"Host": host}) as answer:
-                text = await answer.text()
-            assert f"<pre>curl {shown}/info</pre>" in text
-            assert "<b>`" not in text

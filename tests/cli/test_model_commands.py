@@ -100,7 +100,7 @@ def test_a_full_disk_is_reported(hub: FakeHub, run: Run, tmp_path: Path) -> None
     code, out, err = run("download-weights", REPO, limited=("SIG_IGN", 3_000_000))
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith(
-        f"tgis: cannot download {REPO} from {hub.endpoint}: [Errno 27] File too large"
+        f"tgis: cannot download '{REPO}' from {hub.endpoint}: [Errno 27] File too large"
     )
     assert run("download-weights", REPO)[0] == 0
 

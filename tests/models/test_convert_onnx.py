@@ -1,7 +1,5 @@
 """`tgis convert-to-onnx`: errors, and the config for older transformers. The graphs are tested with their engine."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from torch import zeros
 from demo.fake_model import make_fake_model
 from tgis import __main__
 from tgis.errors import StartError
-from tgis.models.onnx import export
 from tgis.models.onnx.export import _to_transformers_4
 
 
@@ -45,10 +42,6 @@ def test_an_existing_directory_is_left_alone(model: Path, tmp_path: Path, capsys
     assert [path.name for path in out.iterdir()] == ["precious"]
 
 
-def test_an_interpreter_must_be_a_program(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--python: '/nothing' is not a program" in refusal(model, tmp_path / "out", capsys, "--python", "/nothing")
-
-
 def test_missing_packages_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,12 +59,6 @@ def test_packages_that_cannot_be_installed(
     assert said.startswith("cannot install Optimum (PIP_FIND_LINKS and --python need no network): ")
     assert "No matching distribution" in said
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def test_an_interpreter_without_optimum(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(model, tmp_path / "out", capsys, "--python", sys.executable)
-    assert said == f"Optimum cannot export {model}: ModuleNotFoundError: No module named 'optimum'"
-    assert not (tmp_path / "cache" / "optimum").exists()
 
 
 def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,10 +96,3 @@ def test_rope_parameters_get_their_former_names() -> None:
     layers = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     with pytest.raises(StartError, match="rope_parameters that differ between layers"):
         _to_transformers_4({"rope_parameters": layers})
-
-
-def test_every_requirement_is_pinned_and_the_script_needs_no_tgis() -> None:
-    lines = [line for line in export.REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
-    assert all("==" in line for line in lines)
-    assert "tgis" not in [word for line in export.SCRIPT.read_text().splitlines() for word in line.split()[1:2]]
-    assert os.access(export.SCRIPT, os.R_OK)

@@ -1,10 +1,7 @@
 """Conversion of .bin weights: bit-identical safetensors, or no change at all."""
 
 import json
-import os
-import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from limited_process import LIMITED
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -30,9 +25,7 @@ from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import weights, weights_child
 from tgis.models.files import find_weights
-from tgis.models.staging import files_key
 from tgis.prepare import prepare
-from tgis.utils.file_lock import locked
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "tied": GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0),
@@ -124,32 +117,6 @@ class TestTheModelStaysTheSame:
         assert same(before, loaded(path, safetensors=True))
         assert not list(path.glob(".*"))
 
-    @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "untied"])
-    def test_embeddings_are_kept_once(self, model: Callable[..., Path], kind: str) -> None:
-        path = model(kind)
-        weights.convert_weights(path)
-        tied = weights_child.tied_names(path)
-        with safe_open(path / "model.safetensors", "pt") as file:
-            dropped = dict(file.metadata())
-            names = set(file.keys())
-        assert dropped.pop("format") == "pt"
-        assert dropped
-        assert set(dropped) <= set(tied)
-        assert set(dropped.values()) <= names
-        assert not set(dropped) & names
-        assert (path / "model.safetensors").stat().st_size < (path / "pytorch_model.bin").stat().st_size
-
-    def test_names_that_loading_would_not_restore_are_kept(self, model: Callable[..., Path]) -> None:
-        """A Llama with tied embeddings whose config does not say so."""
-        path = model("untied")
-        state = torch.load(path / "pytorch_model.bin", weights_only=True)
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        torch.save(state, path / "pytorch_model.bin")
-        before = loaded(path, safetensors=False)
-        weights.convert_weights(path)
-        (path / "pytorch_model.bin").unlink()
-        assert same(before, loaded(path, safetensors=True))
-
     @pytest.mark.parametrize("form", ["old", "wrapped"])
     def test_other_forms(self, model: Callable[..., Path], form: str) -> None:
         path = model("untied", **{form: True})
@@ -174,20 +141,6 @@ class TestTensors:
         torch.save(tensors, path / "pytorch_model.bin")
         weights.convert_weights(path)
         return load_file(path / "model.safetensors")
-
-    def test_any_type_and_shape(self, tmp_path: Path) -> None:
-        bits = torch.arange(1 << 16).to(torch.uint16)  # all values of float16, including signalling NaNs
-        tensors = {str(dtype): bits.view(dtype).clone() for dtype in (torch.float16, torch.bfloat16, torch.int16)}
-        tensors |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "none": torch.zeros(0, 4)}
-        tensors |= {
-            "int64": torch.tensor([[1 << 60]]),
-            "f8": bits[:128].to(torch.uint8).view(torch.float8_e4m3fn).clone(),
-        }
-        found = self.convert(tmp_path, tensors)
-        assert found.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-            assert found[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
 
     def test_views(self, tmp_path: Path) -> None:
         whole = torch.randn(6, 8)
@@ -230,29 +183,20 @@ class TestRefused:
             ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
             ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
             ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
-            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is no dense tensor"),
-            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is larger than what is stored of it"),
+            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
+            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
         ],
     )
     def test_other_content(self, tmp_path: Path, content: object, message: str) -> None:
         torch.save(content, tmp_path / "pytorch_model.bin")
         assert self.refused(tmp_path).startswith(message)
 
-    @pytest.mark.parametrize("cut", ["empty", "text", "half", "pickle", "flipped"])
-    def test_broken_files(self, model: Callable[..., Path], cut: str) -> None:
-        path = model("tied")
-        file = path / "pytorch_model.bin"
+    def test_broken_files(self, model: Callable[..., Path]) -> None:
+        file = model("tied") / "pytorch_model.bin"
         data = file.read_bytes()
-        middle = len(data) // 2
-        broken = {
-            "empty": b"",
-            "text": b"version https://git-lfs.github.com/spec/v1\n",
-            "half": data[:middle],
-            "pickle": pickle.dumps({"w": [1, 2]}),
-            "flipped": data.replace(b"FloatStorage", b"BloatStorage"),
-        }[cut]
-        file.write_bytes(broken)
-        assert self.refused(path)
+        for broken in (b"", b"version https://git-lfs.github.com/spec/v1\n", data[: len(data) // 2]):
+            file.write_bytes(broken)
+            assert self.refused(file.parent)
 
     def test_a_missing_shard(self, model: Callable[..., Path]) -> None:
         path = model("tied", 2)
@@ -262,34 +206,6 @@ class TestRefused:
 
 
 class TestInterrupted:
-    @pytest.mark.parametrize(
-        ("handler", "reason"),
-        [("SIG_IGN", "File too large"), pytest.param("SIG_DFL", "killed by SIGXFSZ", marks=pytest.mark.slow)],
-    )
-    def test_in_the_middle_of_the_second_file(
-        self, model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, handler: str, reason: str
-    ) -> None:
-        """By a full disk, and by a signal while writing."""
-        path = model("tied", 2)
-        (path / "config.json").unlink()  # the child need not import transformers
-        limit = (path / "pytorch_model-00001-of-00002.bin").stat().st_size + 1000
-        second = path / "pytorch_model-00002-of-00002.bin"
-        grown = torch.load(second, weights_only=True) | {"transformer.h.0.attn.bias": torch.zeros(limit)}
-        torch.save(grown, second)
-
-        def limited(command: list[str], seconds: float | None) -> str | None:
-            assert command[:2] == [sys.executable, "-m"]
-            return CHILD([command[0], "-c", LIMITED, handler, str(limit), *command[2:]], seconds)
-
-        files = sorted(path.iterdir())
-        with monkeypatch.context() as patch:
-            patch.setattr(staging, "run_child", limited)
-            with pytest.raises(StartError, match=reason):
-                weights.convert_weights(path)
-        assert sorted(path.iterdir()) == files
-        weights.convert_weights(path)
-        assert len(find_weights(path)) == 2
-
     def test_leftovers_of_a_killed_process_are_removed(self, model: Callable[..., Path]) -> None:
         path = model("tied")
         left = path / ".safetensors-x"
@@ -299,42 +215,26 @@ class TestInterrupted:
         assert not left.exists()
         assert find_weights(path)
 
-    def test_killed_between_two_names(self, model: Callable[..., Path]) -> None:
-        """The index comes last: without it nothing is served, and the conversion is repeated."""
-        path = model("tied", 2)
-        weights.convert_weights(path)
-        (path / "model.safetensors.index.json").unlink()
-        (path / "model-00001-of-00002.safetensors").write_bytes(b"of another attempt")
-        weights.convert_weights(path)
-        assert len(find_weights(path)) == 2
-
 
 class TestForServing:
     """The model's directory, often a read-only volume, stays as it is."""
 
-    @pytest.mark.parametrize("kind", ["tied", "encoder-decoder"])
-    @pytest.mark.parametrize("shards", [1, 2])
-    def test_as_transformers_loads_it(self, model: Callable[..., Path], tmp_path: Path, kind: str, shards: int) -> None:
-        path = model(kind, shards)
-        files = {file: file.stat().st_mtime_ns for file in path.iterdir()}
-        made = weights.ensure_weights(path, tmp_path / "cache")
-        assert made.is_relative_to(tmp_path / "cache")
-        assert same(loaded(made, safetensors=True), loaded(path, safetensors=False))
-        assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == files
-
     def test_converted_once_until_the_weights_change(
         self, model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path, cache = model("tied"), tmp_path / "cache"
+        path, cache = model("encoder-decoder", 2), tmp_path / "cache"
+        before = sorted(path.iterdir())
         first = weights.ensure_weights(path, cache)
+        assert same(loaded(first, safetensors=True), loaded(path, safetensors=False))
+        assert sorted(path.iterdir()) == before
         with monkeypatch.context() as patch:
             patch.setattr(staging, "run_child", lambda *_args, **_options: "must not run")
             (path / "config.json").rename(path / "old.json")  # others of the model's files may change
             shutil.copy(path / "old.json", path / "config.json")
             assert weights.ensure_weights(path, cache) == first
             assert (first / "config.json").samefile(path / "config.json")
-        weight = torch.load(path / "pytorch_model.bin", weights_only=True)
-        torch.save({name: value + 1 for name, value in weight.items()}, path / "pytorch_model.bin")
+        file = path / "pytorch_model-00001-of-00002.bin"
+        torch.save({name: value + 1 for name, value in torch.load(file, weights_only=True).items()}, file)
         second = weights.ensure_weights(path, cache)
         assert same(loaded(second, safetensors=True), loaded(path, safetensors=False))
 
@@ -365,40 +265,6 @@ class TestForServing:
         (path / "onnx" / "model.onnx").touch()
         assert served("hf_optimum_ort") == path
         assert served("hf_transformers") != path
-
-    @pytest.mark.parametrize("index", [None, {"weight_map": {}}], ids=["no index", "without metadata"])
-    def test_shards_without_a_complete_index(self, index: Any, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("untied", 2)
-        weights.convert_weights(path)
-        for file in path.glob("*.bin*"):
-            file.unlink()
-        whole = loaded(path, safetensors=True)
-        (file := path / "model.safetensors.index.json").unlink()
-        if index is not None:
-            names = {shard.name: shard.name for shard in path.glob("*.safetensors")}
-            file.write_text(json.dumps({"weight_map": names}))
-        before = sorted(path.iterdir())
-        for _ in range(2):
-            made = weights.ensure_weights(path, tmp_path / "cache")
-            assert same(loaded(made, safetensors=True), whole)
-            assert made.is_relative_to(tmp_path / "cache")
-        assert sorted(path.iterdir()) == before
-
-    def test_a_signal_ends_the_wait(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        """The conversion that it waits for is one of another process."""
-        path = model("tied")
-        target = tmp_path / "cache" / "weights" / files_key(path.glob("*.bin*"))
-        shutil.copy(make_fake_model(tmp_path / "fake") / "tokenizer.json", path)
-        environ = os.environ | {"MODEL_NAME": str(path), "CACHE_DIR": str(tmp_path / "cache")}
-        command, pipe = [sys.executable, "-m", "tgis", "serve"], subprocess.PIPE
-        with locked(target.with_suffix(".lock")), subprocess.Popen(command, env=environ, stderr=pipe) as server:
-            try:
-                assert server.stderr is not None
-                assert b"waiting for another process" in server.stderr.readline()
-                server.terminate()
-                assert server.wait(60) == 0
-            finally:
-                server.kill()
 
     def test_an_unwritable_cache_is_named(self, model: Callable[..., Path], tmp_path: Path) -> None:
         (tmp_path / "cache").touch()

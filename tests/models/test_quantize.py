@@ -36,7 +36,6 @@ def run(model: Path, out: Path, capsys: pytest.CaptureFixture[str], *options: st
     [
         (["--bits", "3"], "--bits: '3' must be one of 4, 8"),
         (["--bits", "8", "--format", "awq"], "--format=awq has weights of 4 bits only, not --bits=8"),
-        (["--group-size", "0"], "--group-size: '0' must be one of -1, 32, 64, 128, 256, 512, 1024"),
         (["--format", "gguf"], "--format: 'gguf' must be one of gptq, awq, compressed-tensors"),
         (["--iterations", "0"], "--iterations: '0' must be a whole number from 1 to 10000"),
     ],

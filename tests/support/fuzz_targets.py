@@ -32,7 +32,6 @@ from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, Submit, ToEngine
 from tgis.models import files
-from tgis.models.gguf import BLOCKS, read_header
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, find_directory
 from tgis.prompts.store import read_adapter
@@ -142,16 +141,6 @@ def models(data: bytes) -> None:
         assert all(shard.parent == path for shard in files.find_weights(path))
 
 
-def gguf(data: bytes) -> None:
-    """The header of a GGUF file: every tensor is in the file."""
-    with _directory({"m.gguf": data}) as path, _tgis_errors():
-        for tensor in read_header(path / "m.gguf").tensors.values():
-            numbers, size = BLOCKS[tensor.kind]
-            assert 0 < tensor.start < tensor.start + tensor.num_bytes <= len(data)
-            assert math.prod(tensor.shape) * size == tensor.num_bytes * numbers
-            assert tensor.start % 8 == 0
-
-
 def quantized(data: bytes) -> None:
     """A quantized checkpoint: codes, scales and offsets of its layers fit together."""
     description, names, content = (data + 2 * SEPARATOR).split(SEPARATOR, 2)
@@ -202,7 +191,7 @@ def options(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (frames, requests, adapters, models, gguf, quantized, tokenizers, options)
+    target.__name__: target for target in (frames, requests, adapters, models, quantized, tokenizers, options)
 }
 
 

@@ -13,6 +13,9 @@ from gguf.quants import quantize as rounded
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
+from tgis.models.convert.gguf import read_file
+from tgis.models.gguf import HEADER
+
 # Where float16 stand
 _HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 _SMALL = {"Q4_K": 1 / 64, "Q5_K": 1 / 64, "Q6_K": 1 / 256}  # they are multiplied by codes
@@ -70,7 +73,13 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    save_header(file)
     return model
+
+
+def save_header(file: Path) -> None:
+    """Write what the engine reads of a file's header next to it."""
+    (file.parent / HEADER).write_bytes(msgspec.json.encode(read_file(file)[1]))
 
 
 def write_directory(path: Path, config: PreTrainedConfig) -> None:

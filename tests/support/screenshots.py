@@ -41,11 +41,6 @@ async def show_ui(server: Server, chromium: int) -> None:
         await page.screenshot(IMAGES / "ui-phone.png")
 
 
-async def show_docs(server: Server, chromium: int) -> None:
-    async with open_page(chromium, f"http://localhost:{server.http_port}/docs", 1000, 700) as page:
-        await page.screenshot(IMAGES / "docs.png")
-
-
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made, running_chromium(Path(made)) as chromium:
@@ -53,7 +48,6 @@ def main() -> None:
         options: dict[str, Any] = {"DEBUG_BATCH": "true", "SERVED_MODEL_NAME": "SmolLM2-135M-Instruct"}
         with running_server(directory, ensure("smollm2", TEST_CACHE), **options) as server:
             asyncio.run(show_ui(server, chromium))
-            asyncio.run(show_docs(server, chromium))
 
 
 if __name__ == "__main__":

@@ -62,21 +62,15 @@ def onnx(argv: list[str], prog: str) -> int:
         " both are installed once into a separate directory in CACHE_DIR, used only by the export.",
     )
     parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
-    parser.add_argument("--optimize", action="store_true", help="fold constants and fuse operators for the CPU")
     parser.add_argument(
         "--python", type=ValueType("PATH", _program), metavar="PATH", help="Python interpreter with Optimum"
     )
-    parser.add_argument("--merge-graphs", action="store_true", help=argparse.SUPPRESS)  # TGIS's option: always done
+    for name in ("--merge-graphs", "--optimize"):  # options of TGIS: merged here always, optimized by each start
+        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     cache = config.cache_config()
     prepare_cache_dir(cache)
-    convert_to_onnx(
-        find(options),
-        options.out,
-        cache.cache_dir,
-        optimize=options.optimize,
-        python=options.python,
-    )
+    convert_to_onnx(find(options), options.out, cache.cache_dir, options.python)
     print(options.out)
     return 0
 

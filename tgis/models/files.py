@@ -4,6 +4,7 @@ MODEL_NAME is a directory or a name in the hub cache; nothing is downloaded. The
 missing, broken or of the wrong type is a StartError that names the path.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,11 +20,9 @@ from tgis.errors import StartError, file_errors
 from tgis.models.gguf import WEIGHTS
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
-MAX_REF_BYTES = 1 << 10
 MAX_LAYERS = 10_000  # and experts; the modules of each are made before any weight is read
 MAX_INT = 2**31 - 1  # of token ids and lengths
 CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # of files that are config or tokenizer
-COMMIT = re.compile(r"[\w.-]{1,100}")  # a hash, or another name of a snapshot; a single path component
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
     "max_position_embeddings",
@@ -35,7 +34,6 @@ SEQUENCE_LENGTH_KEYS = (
     "seq_len",
 )
 
-SHARD = re.compile(r"((?:pytorch_)?model)-\d{1,5}-of-(\d{1,5})\.safetensors")
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")  # one file, or the index of several
 EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
 
@@ -67,17 +65,12 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
 
 def _check_counts(config: dict[str, Any], path: Path) -> None:
     """StartError for more layers or experts than any model has, in any section."""
-    for section in _sections(config):
+    sections = [config]
+    for section in sections:
+        sections += [value for value in section.values() if isinstance(value, dict)]
         for key, value in section.items():
             if re.fullmatch(r"\w{0,40}(layers?|experts)", key) and (_as_int(value) or 0) > MAX_LAYERS:
                 raise StartError(f"{path}: {key} is {reprlib.repr(value)}, at most {MAX_LAYERS} are allowed")
-
-
-def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    found = [config]
-    while found:
-        yield (section := found.pop())
-        found += [value for value in section.values() if isinstance(value, dict)]
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:
@@ -89,11 +82,11 @@ def find_weights(path: Path) -> tuple[Path, ...]:
         shards = shard_files(index)
     elif (gguf := path / WEIGHTS).is_file():
         return (gguf,)
-    elif not (shards := _shards_without_index(path)):
+    else:
         hint = ": tgis convert-to-safetensors makes them of its .bin files" if any(path.glob("*.bin")) else ""
         raise StartError(f"{path} has no safetensors weights (model.safetensors or {index.name}){hint}")
     for shard in shards:
-        tensor_names(shard)  # detects git-lfs pointers and truncated files
+        _check_safetensors(shard)
     return tuple(shards)
 
 
@@ -108,18 +101,6 @@ def shard_files(index: Path) -> list[Path]:
         if not os.path.isfile(index.parent / name):  # also for names that no file can have
             raise StartError(f"{index} names {name:.80}, which is missing")
     return [index.parent / name for name in sorted(set(names.values()))]
-
-
-def _shards_without_index(path: Path) -> list[Path]:
-    """The files of a sharded model, if their names say which belong together; StartError if any is missing."""
-    names = sorted(file.name for file in path.glob("*.safetensors") if SHARD.fullmatch(file.name))
-    if not (first := SHARD.match(names[0] if names else "")):
-        return []
-    stem, total = first.groups()
-    wanted = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
-    for missing in sorted({*wanted} - {*names})[:1]:
-        raise StartError(f"{path} has {names[0]}, but no {missing}, and no {SAFETENSORS[1]}")
-    return [path / name for name in wanted]
 
 
 def max_sequence_length(config: dict[str, Any]) -> int:
@@ -186,43 +167,36 @@ def _read(path: Path) -> bytes:
 def find_directory(name: str, revision: str | None, cache_dir: str | None, config: str = "config.json") -> Path:
     """The directory `name`, else that of this name and revision in the hub cache; `config` must exist there."""
     if not name or not name.isprintable():
-        raise StartError(f"{name!r} is no model name")
-    local, entry = Path(name), _cache_entry(name, cache_dir)
-    if (local / config).exists():
-        return local
-    if entry is not None and entry.is_dir():
-        return _snapshot(entry, revision or "main", config)
-    if local.is_dir():
-        raise StartError(f"{local} has no {config}")
-    looked = f"no {entry}" if entry is not None else "it is no name in a hub cache"
-    raise StartError(f"model {name!r} not found: no such directory and {looked} (see tgis download-weights)")
-
-
-def _cache_entry(name: str, cache_dir: str | None) -> Path | None:
-    parts = name.split("/")
-    if cache_dir is None or len(parts) > 2 or not all(part.strip(".") for part in parts):
-        return None
-    return Path(cache_dir) / "--".join(["models", *parts])
-
-
-def _snapshot(entry: Path, revision: str, config: str) -> Path:
-    ref, commit = entry / "refs" / revision, revision
-    if ref.is_file():
-        with ref.open("rb") as file:
-            commit = file.read(MAX_REF_BYTES).decode("utf-8", "replace").strip()
-    path = entry / "snapshots" / commit
-    if not COMMIT.fullmatch(commit) or not path.is_dir():
-        raise StartError(f"revision {revision!r} is not in the cache: {entry} has no snapshot {commit!r:.60}")
-    if not (path / config).exists():
-        raise StartError(f"{path} has no {config}")
+        raise StartError(f"{name!r} is not a valid model name")
+    if (Path(name) / config).exists():
+        return Path(name)
+    path = _cached_snapshot(name, revision, cache_dir) if cache_dir else None
+    if path is None and not Path(name).is_dir():
+        missing = f"no such directory, and no revision {revision or 'main'!r:.100} of it in the cache {cache_dir}"
+        raise StartError(f"model {name!r} not found: {missing} (see tgis download-weights)")
+    if path is None or not (path / config).exists():
+        raise StartError(f"{path or name} has no {config}")
     return path
 
 
-def tensor_names(shard: Path) -> list[str]:
-    """What a safetensors file says that it holds; StartError if it holds something else."""
+def _cached_snapshot(name: str, revision: str | None, cache_dir: str) -> Path | None:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for directories
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+
+    with contextlib.suppress(ValueError, LocalEntryNotFoundError):
+        # Any pattern would demand that all files are there that match it
+        cached = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
+        )
+        return Path(cached)
+    return None
+
+
+def _check_safetensors(shard: Path) -> None:
+    """StartError if the file is something else, such as a git-lfs pointer, or truncated."""
     try:
-        with safe_open(shard, "np") as tensors:
-            return list(tensors.keys())
+        with safe_open(shard, "np"):
+            pass
     except SafetensorError as error:
         hint = "perhaps a git-lfs pointer or half a download"
         raise StartError(f"{shard} is not a safetensors file, {hint}: {' '.join(str(error).split()):.200}") from error

@@ -4,14 +4,12 @@ huggingface_hub does the work, and handles tokens, HF_ENDPOINT, proxies and HF_H
 one line, without tokens and signed URLs.
 """
 
-import glob
 from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -24,7 +22,6 @@ from tgis.errors import StartError
 _IGNORED_FILES = ["*/*", "*arguments*", "*args*", "*training*"]
 _ERRORS: dict[type[Exception], str] = {  # subclasses first
     OfflineModeIsEnabled: "HF_HUB_OFFLINE is set: nothing is downloaded",
-    HFValidationError: "{repo!r:.200} is not a valid name of a model on the hub",
     GatedRepoError: "{repo} is gated: ask for access at {endpoint}/{repo}, then set HF_TOKEN or --token",
     RevisionNotFoundError: "{repo} has no revision {revision!r:.100}",
     RepositoryNotFoundError: "{endpoint} has no model {repo}; a private one needs a token in HF_TOKEN or --token",
@@ -41,7 +38,7 @@ def download(api: HfApi, repo: str, revision: str | None, extensions: tuple[str,
             repo,
             revision=revision,
             cache_dir=cache,
-            allow_patterns=[f"*{glob.escape(extension)}" for extension in extensions],
+            allow_patterns=[f"*{extension}" for extension in extensions],
             ignore_patterns=_IGNORED_FILES,
         )
     except Exception as error:
@@ -59,4 +56,4 @@ def _describe(error: BaseException, endpoint: str, repo: str, revision: str | No
     text = " ".join(str(error).split())
     if isinstance(error, HfHubHTTPError):
         text = f"status {error.response.status_code}: {error.server_message or error.response.reason_phrase}"
-    return f"cannot download {repo} from {endpoint}: {text or type(error).__name__:.200}"
+    return f"cannot download {repo!r:.200} from {endpoint}: {text or type(error).__name__:.200}"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from gguf_files import one_more, permuted, write_directory, write_gguf
+from gguf_files import one_more, permuted, save_header, write_directory, write_gguf
 from quantized_formats import (
     AUTO_ROUND,
     AWQ,
@@ -258,6 +258,7 @@ def test_corrupted_gguf(tmp_path: Path) -> None:
         at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))
         path.write_bytes(content[:at] + bits + content[at + len(bits) :])
         try:
+            save_header(path)
             checkpoint = read_gguf(tmp_path, config)
             for layer in draw.sample([*checkpoint.layers, *checkpoint.embeddings], 3):
                 assert layer.checked().dequantized().isfinite().all()
@@ -282,5 +283,6 @@ def test_other_models_in_gguf(tmp_path: Path) -> None:
     ):
         assert old in content
         (tmp_path / "model.gguf").write_bytes(content.replace(old, new))
+        save_header(tmp_path / "model.gguf")
         with pytest.raises(StartError, match=message):
             read_gguf(tmp_path, config)

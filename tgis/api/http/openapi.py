@@ -10,7 +10,7 @@ from tgis import __version__
 from tgis.api.http.operations import Operation
 
 _REF = "#/components/schemas/{name}"
-_PATTERN = re.compile(r":[^}]+(?=})")  # of a parameter in a path
+_PATTERN = re.compile(r":[^}]+(?=})")  # as in {name:pattern}
 _PARAMETER = re.compile(r"{(\w+)")
 
 Json = dict[str, Any]
@@ -18,16 +18,17 @@ Json = dict[str, Any]
 
 def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json:
     types = [
-        each
-        for one in operations
-        for each in (*one.requests, one.response, one.event, one.errors.type)
-        if each is not None
+        type_
+        for operation in operations
+        for type_ in (*operation.requests, operation.response, operation.event, operation.errors.type)
+        if type_ is not None
     ]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     by_type = {repr(type_): schema for type_, schema in zip(types, schemas, strict=True)}
     paths: Json = {}
-    for one in operations:
-        paths.setdefault(_PATTERN.sub("", one.path), {})[one.method.lower()] = _operation(one, by_type)
+    for operation in operations:
+        path = paths.setdefault(_PATTERN.sub("", operation.path), {})
+        path[operation.method.lower()] = _operation(operation, by_type)
     document: Json = {
         "openapi": "3.1.0",
         "info": {
@@ -44,26 +45,27 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
     return document
 
 
-def _operation(one: Operation, by_type: Json) -> Json:
-    error = by_type[repr(one.errors.type)]
+def _operation(operation: Operation, by_type: Json) -> Json:
+    error = by_type[repr(operation.errors.type)]
     content: Json = {}
-    if one.response is not None:
-        content |= _json_content(by_type[repr(one.response)])
-    if one.event is not None:
-        content["text/event-stream"] = {"schema": _event(by_type[repr(one.event)], error, one.errors.last_event)}
+    if operation.response is not None:
+        content |= _json_content(by_type[repr(operation.response)])
+    if operation.event is not None:
+        event = _event(by_type[repr(operation.event)], error, operation.errors.last_event)
+        content["text/event-stream"] = {"schema": event}
     described: Json = {
-        "operationId": one.id,
-        "summary": one.summary,
+        "operationId": operation.id,
+        "summary": operation.summary,
         "responses": {
             "200": {"description": "The answer", "content": content},
             "default": {"description": "An error", "content": _json_content(error)},
         },
     }
-    if names := _PARAMETER.findall(one.path):
+    if names := _PARAMETER.findall(operation.path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if schemas := [by_type[repr(type_)] for type_ in one.requests]:
+    if schemas := [by_type[repr(type_)] for type_ in operation.requests]:
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         described["requestBody"] = {"required": True, "content": _json_content(schema)}
     return described

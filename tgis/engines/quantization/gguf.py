@@ -28,7 +28,7 @@ _ROPE = "rope_"  # tensors with factors of frequencies, which the config has, to
 def read_gguf(path: Path, config: PreTrainedConfig) -> QuantizedCheckpoint:
     """The checkpoint in the GGUF file of a directory, whose tensors stay in the file."""
     file = path / WEIGHTS
-    header = read_header(file)
+    header = read_header(path)
     if header.architecture not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise StartError(f"GGUF files of models of type {header.architecture!r:.40} are not supported, only of {known}")

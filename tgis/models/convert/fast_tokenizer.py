@@ -68,15 +68,17 @@ def _conversion_problem(model: ModelFiles, made: Path) -> str | None:
 def convert_here(model: str, out: str) -> None:
     """Convert local files only, without running the model's code; the parent reports exceptions."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by the following import
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]  # noqa: PLC0415
     from transformers import AutoTokenizer  # noqa: PLC0415 - see above
 
-    from tgis.models.convert.sentencepiece_model import follow_sentencepiece, read_sentencepiece  # noqa: PLC0415
+    from tgis.models.convert.sentencepiece_model import follow_sentencepiece  # noqa: PLC0415
 
-    found = [read_sentencepiece(path) for name in SENTENCEPIECE if (path := Path(model, name)).is_file()]
+    paths = (Path(model, name) for name in SENTENCEPIECE)
+    models = [ModelProto.FromString(path.read_bytes()) for path in paths if path.is_file()]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     tokenizer.save_pretrained(out)
-    for one in found:
-        follow_sentencepiece(one, Path(out, TOKENIZER), tokenizer.init_kwargs)
+    for sentencepiece in models:
+        follow_sentencepiece(sentencepiece, Path(out, TOKENIZER), tokenizer.init_kwargs)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,14 @@
 """Makes a converted tokenizer do what sentencepiece does: transformers does not follow all of a sentencepiece model.
 
-Which special tokens there are beside those of the model, and where they are added, is what transformers found out.
+Special tokens that the model lacks, and the places where they are added, are those of transformers.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import DecodeError
-from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 
 _SPACE = "▁"
-
-
-def read_sentencepiece(file: Path) -> Any:
-    """The parsed model; exits with a line on stderr if it is none."""
-    try:
-        return ModelProto.FromString(file.read_bytes())
-    except DecodeError:
-        sys.exit(f"{file.name} is not a sentencepiece model")
 
 
 def follow_sentencepiece(model: Any, converted: Path, settings: dict[str, Any]) -> None:

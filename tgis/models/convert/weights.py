@@ -1,6 +1,5 @@
 """Converts the .bin weights in a model's directory to safetensors; the files appear when all are complete."""
 
-import json
 import logging
 import re
 import shutil
@@ -10,8 +9,7 @@ from pathlib import Path
 
 from tgis.errors import StartError, file_errors
 from tgis.models import staging
-from tgis.models.files import SAFETENSORS, find_weights, read_json, shard_files, tensor_names
-from tgis.models.gguf import WEIGHTS
+from tgis.models.files import SAFETENSORS, find_weights, shard_files
 from tgis.utils.file_lock import locked
 from tgis.utils.logs import log_progress
 
@@ -23,27 +21,21 @@ NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  #
 
 
 def ensure_weights(path: Path, cache_dir: Path) -> Path:
-    """The model's directory, unless it has .bin weights only, which are converted once, or safetensors in several
-    files without a complete index, which is made: then one below `cache_dir`/weights.
+    """The model's directory, unless it has .bin weights only: then one below `cache_dir`/weights, converted once.
 
     The other files of the model are there too, as links.
     """
-    shards = () if needs_conversion(path) else find_weights(path)
-    if shards and (shards[0].name == WEIGHTS or not _lacks_index(path)):
+    if not needs_conversion(path):
+        find_weights(path)
         return path
-    target = cache_dir / "weights" / staging.files_key(shards or path.glob("*.bin*"))
+    target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
     started = time.monotonic()
     with file_errors(f"cannot keep converted weights for {path}"), locked(target.with_suffix(".lock")):
         target.mkdir(parents=True, exist_ok=True)
         for file in path.iterdir():
-            if not file.name.endswith((".bin", INDEX_SUFFIX if shards else ".bin")):
+            if not file.name.endswith(".bin"):
                 (target / file.name).unlink(missing_ok=True)
                 (target / file.name).symlink_to(file.resolve())
-        if shards:
-            log.info("%s has no complete index of its safetensors: serving them with one made, in %s", path, target)
-            names = {name: shard.name for shard in shards for name in tensor_names(shard)}
-            (target / SAFETENSORS[1]).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-            return target
         log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
         with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
             log.info("%s", convert_weights(path, target))
@@ -54,12 +46,6 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
 def needs_conversion(path: Path) -> bool:
     """Whether the weights in directory `path` are .bin files only."""
     return not any((path / name).is_file() for name in SAFETENSORS) and bool(_sources(path))
-
-
-def _lacks_index(path: Path) -> bool:
-    """Whether transformers would find no index, or not what it needs there."""
-    single, index = (path / name for name in SAFETENSORS)
-    return not single.is_file() and not (index.is_file() and isinstance(read_json(index).get("metadata"), dict))
 
 
 def convert_weights(path: Path, out: Path | None = None) -> str:

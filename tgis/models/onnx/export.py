@@ -1,5 +1,5 @@
 """Exports a model to ONNX in a new directory that can be served: by Optimum, in a child process with an older
-transformers, then optionally optimized by onnxruntime.
+transformers.
 """
 
 import hashlib
@@ -17,10 +17,9 @@ REQUIREMENTS = Path(__file__).with_name("optimum.txt")
 INSTALL_SECONDS = 1800
 EXPORT_SECONDS = 3 * 3600
 UNMERGED_DECODERS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
-EXTERNAL_DATA_BYTES = 1 << 30  # larger graphs store weights in a separate file: protobuf is limited to 2 GiB
 
 
-def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, *, optimize: bool, python: Path | None) -> None:
+def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, python: Path | None) -> None:
     """Write the graphs and all else that serving needs to directory `out`, which appears when it is complete.
 
     `python` is an interpreter with Optimum; None: Optimum is installed into `cache_dir`.
@@ -29,8 +28,6 @@ def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, *, optimize: 
         find_weights(model.path)
         _export(model, staging, python, cache_dir)
         graphs = staging / "graphs"
-        if optimize:
-            graphs = _optimized(graphs)
         replace_config_files(model.path, graphs, ("*.onnx*",))  # those of Optimum are of the older transformers
         graphs.rename(out)
 
@@ -90,31 +87,3 @@ def _install(target: Path) -> None:
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS), "--target", str(target)]
     if reason := run_child(command, INSTALL_SECONDS):
         raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")
-
-
-def _optimized(graphs: Path) -> Path:
-    folder = graphs.with_name("optimized")
-    folder.mkdir()
-    for file in sorted(graphs.glob("*.onnx")):
-        with timed(f"optimize {file.name}"):
-            _optimize(file, folder)
-    return folder
-
-
-def _optimize(file: Path, folder: Path) -> None:
-    """Do once what onnxruntime does whenever it loads a graph: fold constants and fuse operators for the CPU."""
-    import onnxruntime  # noqa: PLC0415 - only where it is asked for
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(folder / file.name)
-    if _model_bytes(file) > EXTERNAL_DATA_BYTES:
-        key = "session.optimized_model_external_initializers_file_name"
-        options.add_session_config_entry(key, f"{file.name}_data")
-    onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-
-
-def _model_bytes(file: Path) -> int:
-    """Size of a graph and its external data."""
-    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

@@ -1,45 +1,52 @@
-"""`/ui`, `/docs` and the OpenAPI document: without a token, while the model is loading, too.
+"""`/ui`, `/docs` and the OpenAPI document: without a token, even while the model is loading.
 
-`/ui` is a page to try the model, with the probability of each token and of its candidates.
+`/ui` is a page to try the model, with the probability of each token and of its candidates. `/docs` lists the
+operations.
 """
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.openapi import make_document
+from tgis.api.http.openapi import Json, make_document
 from tgis.api.http.operations import Operation
-from tgis.api.http.pages import docs
-from tgis.api.http.pages.page import Page, make_page
+from tgis.api.http.pages.page import Page, make_page, table
 
 _DOCUMENT_PATHS = ("/openapi.json", "/api-doc/openapi.json")  # the latter is TGI's
-_HOST = re.compile(r"[\w.:\[\]-]{1,255}", re.ASCII)
 _UI = Path(__file__).with_name("ui")
 _UI_SCRIPTS = [f"{name}.js" for name in ("requests", "markdown", "answer", "card", "main")]  # of one script: in order
+_DOCS_STYLE = "body { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }"
 
 
 def page_routes(operations: Sequence[Operation], model: str, *, needs_token: bool) -> list[web.RouteDef]:
     """Made once, from what the APIs serve."""
     document = make_document(operations, needs_token=needs_token)
     encoded = msgspec.json.encode(document)
-    pages = {"/docs": docs.render_page(document, model), "/ui": _ui()}
+    pages = {"/docs": _docs(document, model), "/ui": _ui()}
 
     async def get(request: web.Request) -> web.Response:
         if request.path.endswith("/"):  # addresses in pages are relative
             raise web.HTTPPermanentRedirect(f"..{request.path[:-1]}")
         if request.path in _DOCUMENT_PATHS:
             return web.Response(body=encoded, content_type="application/json")
-        page, host = pages[request.path], request.host
-        if _HOST.fullmatch(host):
-            address = f"https://{host}" if request.secure else host
-            page = replace(page, text=page.text.replace(docs.HOST, address))
-        return page.response()
+        return pages[request.path].response()
 
     return [web.get(path, get) for path in (*_DOCUMENT_PATHS, *pages)]
+
+
+def _docs(document: Json, model: str) -> Page:
+    title = f"{document['info']['title']} {document['info']['version']}, serving {model}"
+    operations = (
+        (f"<code>{method.upper()} {escape(path)}</code>", escape(operation["summary"]))
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    links = '<p><a href="ui">Try the model</a> · <a href="openapi.json">OpenAPI document</a>, with all fields</p>'
+    body = f"<main><h1>{escape(title)}</h1>{links}{table(('Operation', 'Summary'), operations)}</main>"
+    return make_page(title, body, _DOCS_STYLE)
 
 
 def _ui() -> Page:
