@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import grpc.aio
 
-from benchmarks.chaos.http2 import DATA, Connection, connect, frame, grpc_message
+from benchmarks.chaos.http2 import DATA, connect, frame, grpc_message
 from benchmarks.soak.requests import batch_request, stream_request
 from tgis.pb import generation_pb2 as pb
 
@@ -44,8 +44,8 @@ class Target:
         self.answers.value += count
 
     @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
 Attack = Callable[[Target], Awaitable[None]]
@@ -81,7 +81,7 @@ def _calls(path: str, message: bytes, *, channels: int, in_flight: int) -> Attac
         method = channel.unary_unary(path, lambda data: data, lambda data: data)
         while True:
             try:
-                await method(message, metadata=tuple(target.headers.items()), timeout=60)
+                await method(message, metadata=target.metadata, timeout=60)
                 target.count_answer()
             except grpc.aio.AioRpcError as error:
                 target.count_answer(error.code() != grpc.StatusCode.UNAVAILABLE)
@@ -114,33 +114,30 @@ def _requests(method: str, path: str, *addresses: str, **arguments: Any) -> Atta
 
 async def _rapid_reset(target: Target) -> None:
     message = _stream_message(20)
-    async with connect(target.grpc_port, target.token) as connection:
+    async with connect(target.grpc_port, target.token, on_frame=target.count_answer) as connection:
         while True:
             await connection.reset(await connection.open_call(STREAM, message))
             await asyncio.sleep(0)
-            _count_frames(connection, target)
 
 
 async def _window_zero(target: Target) -> None:
     """Streams that are never read, until the server has ended all."""
     message = _stream_message(200)
-    async with connect(target.grpc_port, target.token, window=0) as connection:
+    async with connect(target.grpc_port, target.token, 0, target.count_answer) as connection:
         for _ in range(16):
             await connection.open_call(STREAM, message)
         await connection.wait_ended()
-        _count_frames(connection, target)
         await asyncio.sleep(0.1)
 
 
 async def _slow_messages(target: Target) -> None:
     """Messages that arrive a byte at a time."""
     message = _stream_message(20)
-    async with connect(target.grpc_port, target.token) as connection:
+    async with connect(target.grpc_port, target.token, on_frame=target.count_answer) as connection:
         streams = [await connection.open_call(STREAM, message[:1], end=False) for _ in range(16)]
         for byte in message[1:-1]:
             await asyncio.sleep(0.1)
             await connection.send(*(frame(DATA, 0, stream, bytes((byte,))) for stream in streams))
-            _count_frames(connection, target)
         await connection.wait_ended()
 
 
@@ -172,11 +169,6 @@ async def _idle(target: Target) -> None:
             writer.transport.abort()
 
 
-def _count_frames(connection: Connection, target: Target) -> None:
-    target.count_answer(connection.num_frames)
-    connection.num_frames = 0
-
-
 def _stream_message(tokens: int) -> bytes:
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=tokens, min_new_tokens=tokens))
     return grpc_message(stream_request("Once upon a time", params).SerializeToString())
@@ -199,7 +191,6 @@ _FEW = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=2))
 _SMALL = batch_request(["a"], _FEW).SerializeToString()
 _NO_INPUTS = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest()]).SerializeToString()
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 9999\r\n"
-_COMPLETION = {"json": {"prompt": "a", "max_tokens": 2}}
 
 ATTACKS: dict[str, tuple[Attack, bool]] = {  # the attack, and whether it has a valid token
     "sparse_refused": (_calls(GENERATE, _SMALL, channels=200, in_flight=1), False),
@@ -224,7 +215,7 @@ ATTACKS: dict[str, tuple[Attack, bool]] = {  # the attack, and whether it has a 
         True,
     ),
     "idle_connections": (partial(_together, 8, _idle), False),
-    "http_flood": (_requests("POST", "/v1/completions", "127.0.0.1", **_COMPLETION), False),
+    "http_flood": (_requests("POST", "/v1/completions", "127.0.0.1", json={"prompt": "a"}), False),
 }
 
 

@@ -59,23 +59,19 @@ class HonestClients:
 
     async def stream(self, stub: GenerationServiceStub) -> bool:
         request = stream_request(_TEXT, _PARAMS)
-        call = stub.GenerateStream(request, timeout=_CALL_SECONDS, metadata=self.metadata)
+        call = stub.GenerateStream(request, timeout=_CALL_SECONDS, metadata=self.target.metadata)
         return "".join([message.text async for message in call]) == expected_text(TOKENS)
 
     async def unary(self, stub: GenerationServiceStub) -> bool:
         request = batch_request([_TEXT], _PARAMS)
-        answer = await stub.Generate(request, timeout=_CALL_SECONDS, metadata=self.metadata)
+        answer = await stub.Generate(request, timeout=_CALL_SECONDS, metadata=self.target.metadata)
         return [response.text for response in answer.responses] == [expected_text(TOKENS)]
 
     async def tokenize(self, stub: GenerationServiceStub) -> bool:
         request = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a" * _TOKENIZED_CHARS)])
-        answer = await stub.Tokenize(request, timeout=_CALL_SECONDS, metadata=self.metadata)
+        answer = await stub.Tokenize(request, timeout=_CALL_SECONDS, metadata=self.target.metadata)
         await asyncio.sleep(1.0)
         return [response.token_count for response in answer.responses] == [_TOKENIZED_CHARS]
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self.target.headers.items())
 
     async def _repeat(self, call: Call, channel: grpc.aio.Channel, until: float) -> None:
         async with channel:
@@ -88,7 +84,7 @@ class HonestClients:
                     await asyncio.sleep(0.1)
 
     async def _openai_streams(self, session: aiohttp.ClientSession, until: float) -> None:
-        async with session.get(f"{self.target.url}/v1/models", headers=self.target.headers) as answer:
+        async with session.get(f"{self.target.url}/v1/models", headers=dict(self.target.metadata)) as answer:
             model = (await answer.json())["data"][0]["id"]
         while time.monotonic() < until:
             try:

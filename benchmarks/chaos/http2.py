@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
 ACK = END_STREAM = 1
 END_HEADERS = 4
 _INITIAL_WINDOW_SIZE = 4
@@ -53,7 +53,7 @@ class Connection:
     writer: asyncio.StreamWriter
     metadata: tuple[tuple[str, str], ...] = ()
     open_streams: set[int] = field(default_factory=set)
-    num_frames: int = 0  # received
+    on_frame: Callable[[], None] = lambda: None
     _streams: Iterator[int] = field(default_factory=lambda: itertools.count(1, 2))
 
     async def send(self, *frames: bytes) -> None:
@@ -84,9 +84,7 @@ class Connection:
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
             kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
-            self.num_frames += 1
-            if kind == GOAWAY:
-                raise EOFError
+            self.on_frame()
             if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
                 self.open_streams.discard(stream)
             if kind in (SETTINGS, PING) and not flags & ACK:
@@ -94,11 +92,13 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connect(port: int, token: str = "", window: int = MAX_WINDOW) -> AsyncIterator[Connection]:
+async def connect(
+    port: int, token: str = "", window: int = MAX_WINDOW, on_frame: Callable[[], None] = lambda: None
+) -> AsyncIterator[Connection]:
     """A connection with a window of `window` bytes per stream; cancels the block when the server closes it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    connection = Connection(reader, writer, metadata)
+    connection = Connection(reader, writer, metadata, on_frame=on_frame)
     try:
         await connection.send(PREFACE, frame(SETTINGS, 0, 0, window_setting(window)))
         async with asyncio.TaskGroup() as group:

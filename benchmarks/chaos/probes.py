@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import grpc.aio
 
@@ -17,37 +18,24 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 GRACE_SECONDS = 20
-_EXIT_SECONDS = 10.0  # beyond the grace
 _STREAMS, _TOKENS = 20, 60
 _TOO_MANY_BYTES = 8 << 20
-_TOO_MANY_INPUTS = 5000
+_MANY_INPUTS = batch_request(["a"] * 5000, pb.Parameters())
 _REFUSALS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 Probe = Callable[[Target], Awaitable[object]]
 
 
-async def _oversized_message(target: Target) -> None:
-    await _expect_refusal(target, bytes(_TOO_MANY_BYTES))
-
-
-async def _too_many_inputs(target: Target) -> None:
-    await _expect_refusal(target, batch_request(["a"] * _TOO_MANY_INPUTS, pb.Parameters()).SerializeToString())
-
-
 async def _expect_refusal(target: Target, message: bytes) -> None:
     async with open_channel(target.grpc_port) as channel:
         method = channel.unary_unary(GENERATE, lambda data: data, lambda data: data)
-        code = await method(message, metadata=tuple(target.headers.items())).code()
+        code = await method(message, metadata=target.metadata).code()
         assert code in _REFUSALS, code
 
 
 async def _oversized_body(target: Target) -> None:
     status = await _post(target, _TOO_MANY_BYTES, bytes(_TOO_MANY_BYTES))
     assert b" 413 " in status, status
-
-
-async def _slow_body(target: Target) -> None:
-    await _post(target, 1000)
 
 
 async def _post(target: Target, length: int, body: bytes = b"") -> bytes:
@@ -76,11 +64,15 @@ async def _unread_stream(target: Target) -> None:
 
 
 EXCESSIVE: dict[str, Probe] = {
-    "oversized message": _oversized_message,
-    "too many inputs": _too_many_inputs,
+    "oversized message": partial(_expect_refusal, message=bytes(_TOO_MANY_BYTES)),
+    "too many inputs": partial(_expect_refusal, message=_MANY_INPUTS.SerializeToString()),
     "oversized body": _oversized_body,
 }
-SLOW: dict[str, Probe] = {"half a message": _half_message, "unread stream": _unread_stream, "slow body": _slow_body}
+SLOW: dict[str, Probe] = {
+    "half a message": _half_message,
+    "unread stream": _unread_stream,
+    "slow body": partial(_post, length=1000),
+}
 
 
 async def longest(probe: Probe, target: Target, until: float, give_up: float) -> float:
@@ -93,7 +85,7 @@ async def longest(probe: Probe, target: Target, until: float, give_up: float) ->
         except* (OSError, EOFError, TimeoutError):  # closed connections are ends
             pass
         except* AssertionError as errors:
-            print(probe.__name__, *errors.exceptions, file=sys.stderr)
+            print(probe, *errors.exceptions, file=sys.stderr)
             slowest = give_up
         slowest = max(slowest, time.monotonic() - started)
         await asyncio.sleep(0.5)
@@ -106,14 +98,14 @@ async def drain(server: Server, target: Target) -> tuple[int, int | None]:
     request = stream_request("abc", pb.Parameters(stopping=stopping))
     async with open_channel(target.grpc_port) as channel:
         stub = GenerationServiceStub(channel)
-        calls = [stub.GenerateStream(request, metadata=tuple(target.headers.items())) for _ in range(_STREAMS)]
+        calls = [stub.GenerateStream(request, metadata=target.metadata) for _ in range(_STREAMS)]
         streams = [aiter(call) for call in calls]
         first = await asyncio.gather(*(_text(stream, 1) for stream in streams))
         server.process.terminate()
         rest = await asyncio.gather(*map(_text, streams))
     texts = [begin + end for begin, end in zip(first, rest, strict=True)]
     try:
-        code = await asyncio.to_thread(server.process.wait, GRACE_SECONDS + _EXIT_SECONDS)
+        code = await asyncio.to_thread(server.process.wait, GRACE_SECONDS + 10)
     except subprocess.TimeoutExpired:
         return _STREAMS, None
     return sum(text != ("abc" * _TOKENS)[:_TOKENS] for text in texts), code

@@ -71,8 +71,8 @@ def test_each_promise_can_break(figures: dict[str, object], broken: str) -> None
 
 def test_lag_is_that_of_the_slowest_callback_between_two_scrapes() -> None:
     name = "tgi_event_loop_lag_duration_bucket"
-    before = {(name, "0.1"): 5.0, (name, "0.15"): 5.0, (name, "+Inf"): 6.0}
-    after = {(name, "0.1"): 8.0, (name, "0.15"): 9.0, (name, "+Inf"): 10.0}
+    before: dict[tuple[str, ...], float] = {(name, "0.1"): 5.0, (name, "0.15"): 5.0, (name, "+Inf"): 6.0}
+    after: dict[tuple[str, ...], float] = {(name, "0.1"): 8.0, (name, "0.15"): 9.0, (name, "+Inf"): 10.0}
     assert max_lag_ms(before, after) == pytest.approx(150)
 
 
