@@ -84,7 +84,7 @@ fuzz: venv ## give readers of files and messages hostile bytes, for a minute eac
 soak: venv ## test a server for fifteen minutes under everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
-chaos: venv ## test a server for an hour beside faults and hostile clients; ARGS goes to benchmarks.chaos
+chaos: venv ## attack a server and check its promises to honest clients; ARGS goes to benchmarks.chaos
 	GRPC_VERBOSITY=NONE $(BIN)/python -m benchmarks.chaos $(ARGS)
 
 check: venv ## lint, formatting, types, stubs

@@ -1,6 +1,9 @@
 """Private parts of libraries are used in one file per library, so that an upgrade has one place to look at."""
 
 import ast
+import inspect
+import pydoc
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +13,7 @@ ROOT = REPOSITORY / "tgis"
 
 # Engines patch and record what torch and transformers do inside, each in its own place.
 FILES = {
+    "aiohttp": ["api/http/connections.py"],
     "grpcio": ["api/grpc/private.py"],
     "torch and transformers": [
         "engines/kernels/cpu/fused_ops.py",
@@ -34,7 +38,7 @@ def is_private(name: str) -> bool:
 
 def private_uses(tree: ast.AST, inherited: set[str]) -> Iterator[str]:
     """Private names that come from elsewhere; `inherited` are those that classes of ours give to their heirs."""
-    own = own_names(tree)
+    own, imports = own_names(tree), imported_names(tree)
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=value, attr=name) if is_private(name):
@@ -45,6 +49,39 @@ def private_uses(tree: ast.AST, inherited: set[str]) -> Iterator[str]:
                     yield name
             case ast.Import() | ast.ImportFrom():
                 yield from _private_imports(node)
+            case ast.ClassDef():
+                yield from sorted(filter(is_private, own_names(node) & library_names(node, imports)))
+
+
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """The modules and objects that a file imports, as dotted paths by local name."""
+    found = dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.asname or name.name.split(".")[0]: name.name if name.asname else "" for name in node.names}
+    return found
+
+
+def library_names(node: ast.ClassDef, imports: dict[str, str]) -> set[str]:
+    """The attributes that a class has from the libraries of its base classes."""
+    found = set[str]()
+    for base in node.bases:
+        name, _, rest = ast.unparse(base).partition("[")[0].partition(".")
+        path = f"{imports.get(name) or name}.{rest}".rstrip(".")
+        for each in getattr(pydoc.locate(path) if name in imports else None, "__mro__", ()):
+            if not each.__module__.startswith("tgis"):
+                found |= set(vars(each)) | _stored_on_self(each)
+    return found
+
+
+def _stored_on_self(library_class: type) -> set[str]:
+    """Attributes that the methods of a class set; nothing for a class without Python source."""
+    try:
+        return own_names(ast.parse(textwrap.dedent(inspect.getsource(library_class))))
+    except (OSError, TypeError):
+        return set()
 
 
 def _private_imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -114,6 +151,11 @@ def _names_of_classes(tree: ast.AST, names: set[str]) -> set[str]:
         ("class A(Handler):\n  def a(self): return self._request_count", ["_request_count"]),
         ("class A:\n  def a(self, other): self._b = other._b", []),
         ("class A(Server):\n  def _run(self): return super()._run()", ["_run"]),
+        ("from aiohttp import web\nclass A(web.RequestHandler):\n  def a(self): self._parser = 1", ["_parser"]),
+        ("from aiohttp import web\nclass A(web.RequestHandler):\n  def a(self): self._own_parser = 1", []),
+        ("from logging import Handler\nclass A(Handler):\n  def a(self): self._closed = True", ["_closed"]),
+        ("import threading\nclass A(threading.Thread):\n  def _bootstrap(self): pass", ["_bootstrap"]),
+        ("from tgis.errors import StartError\nclass A(StartError):\n  def a(self): self._b = 1", []),
         ("loop.set_task_factory(made)", ["set_task_factory"]),
         ("function.__globals__['a']", ["__globals__"]),
         ("getattr(model, '_tied', None)", ["_tied"]),

@@ -1,6 +1,6 @@
-"""`make chaos`: serves the small demo model in float32 under faults, for an hour.
+"""`make chaos`: attacks a server of the engine `fake`, one attack after the other, a new server for each.
 
-The last line is one JSON object; the exit code is 1 when anything is lost, wrong or leaked.
+Prints a JSON object with the figures of each attack; the exit code is 1 if a promise of `promises` is broken.
 """
 
 import argparse
@@ -8,129 +8,109 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import signal
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.chaos.attacks import ATTACKS
-from benchmarks.chaos.clients import HonestClients
-from benchmarks.chaos.fault_log import FaultLog
-from benchmarks.chaos.faults import FAULTS, Arena
-from benchmarks.chaos.files import AdapterFiles, CredentialFiles
-from benchmarks.chaos.http2 import Target
-from benchmarks.chaos.rounds import Chaos
-from benchmarks.chaos.shim import Shim
-from benchmarks.chaos.supervisor import Supervisor
-from demo.fetch import ensure
+from benchmarks.chaos.attacks import ATTACKS, Target, attackers
+from benchmarks.chaos.honest import HonestClients
+from benchmarks.chaos.probes import EXCESSIVE, GRACE_SECONDS, SLOW, drain, longest
+from benchmarks.chaos.promises import MAX_GROWTH_MIB, Figures, broken_promises, max_lag_ms
+from benchmarks.serving import Server, running_server
+from benchmarks.soak.memory import resident_bytes
+from benchmarks.soak.reconcile import parse_metrics
+from demo.fake_model import make_fake_model
 
-MAX_CONCURRENT_REQUESTS = 128  # of the honest clients, and as many of the hostile ones
-_MIB = 1 << 20
+_INPUTS_PER_CLIENT = 64
+_WARM_UP_SECONDS = 2.0
+_GIVE_UP_SECONDS = 30.0
+_MEMORY_SECONDS = 60.0
 
 
-def _server_options(
-    engine: str, model: Path, cache: Path, adapters: AdapterFiles, credentials: CredentialFiles
-) -> list[str]:
+def _serving(directory: Path, client_timeout: float) -> contextlib.AbstractContextManager[Server]:
+    model = make_fake_model(directory / "model", step_seconds=0.05, block_size=16)
+    (directory / "tokens").write_text("honest\nhostile\nprobe\n")
     options = {
-        "deployment-framework": engine,
-        "model-name": model,
-        "cache-dir": cache,
-        "dtype": "float32",
-        "max-batch-size": 8,  # fewer than the calls in flight, so that some queue
-        "kv-cache-size-mb": 4,  # too few blocks for that batch size, so that sequences are preempted
-        "max-concurrent-requests": 2 * MAX_CONCURRENT_REQUESTS,
-        "max-concurrent-requests-per-client": MAX_CONCURRENT_REQUESTS,
-        "shutdown-grace-seconds": 5,
-        "prefix-store-path": adapters.store,
-        "tls-cert-path": credentials.cert,
-        "tls-key-path": credentials.key,
-        "auth-token-path": credentials.tokens,
+        "deployment-framework": "fake",
+        "auth-token-path": directory / "tokens",
+        "max-concurrent-requests-per-client": _INPUTS_PER_CLIENT,
+        "client-timeout-seconds": client_timeout,
+        "shutdown-grace-seconds": GRACE_SECONDS,
     }
-    return [f"--{name}={value}" for name, value in options.items()]
+    flags = (f"--{name}={value}" for name, value in options.items())
+    return running_server(model, directory / "cache", *flags, log=directory / "log")
 
 
-async def chaos(engine: str, model: Path, cache: Path, seconds: float, seed: int, kinds: list[str]) -> Chaos:
-    """Run the server, the honest clients and the faults; the figures are in the report."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        shim, adapters, credentials = Shim(directory), AdapterFiles(directory, model), CredentialFiles(directory)
-        options = _server_options(engine, model, cache, adapters, credentials)
-        supervisor = Supervisor(options, os.environ | shim.environment)
-        honest = Target(supervisor.grpc_port, supervisor.http_port, credentials.ca, api_port=supervisor.api_port)
-        hostile = replace(honest, token=credentials.attackers_token)
-        faults = FaultLog()
-        clients = HonestClients(honest, credentials, adapters, faults, random.Random(seed))
-        running = Chaos(Arena(supervisor, shim, adapters, credentials, hostile), clients, faults, seed)
-        supervising = asyncio.create_task(supervisor.run())
-        running_task = asyncio.current_task()
-        assert running_task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running_task.cancel)  # stops the server, too
-        try:
-            await supervisor.wait_ready()
-            await clients.prepare(MAX_CONCURRENT_REQUESTS)
-            await running.run(seconds, kinds)
-        finally:
-            supervising.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await supervising
-            if code := supervisor.stop():
-                running.report.problems.append(f"the server's exit code is {code}")
-        running.report.problems += supervisor.exits
-        missed = [name for name in ATTACKS if faults.counts[name] and not running.arena.reached[name]]
-        running.report.problems += [f"no call of the attacker {name} has reached the server" for name in missed]
-        running.report.leaks += [text for life in running.report.lives for text in life.growth()]
-        return running
+async def measure(name: str, server: Server, seconds: float, client_timeout: float) -> Figures:
+    """Attack a server that has just started, and stop it under attack."""
+    _, authenticated = ATTACKS[name]
+    figures = Figures(name, authenticated, client_timeout)
+    hostile = Target(int(server.target.rpartition(":")[2]), server.http_port, "hostile" if authenticated else "")
+    honest, probe = (replace(hostile, token=token) for token in ("honest", "probe"))
+    await HonestClients(honest, server.pid).run(_WARM_UP_SECONDS)
+    figures.memory_mib["before"] = _mib(resident_bytes(server.pid))
+    with attackers(name, hostile):
+        await _under_attack(figures, HonestClients(honest, server.pid), server, probe, seconds)
+    figures.memory_mib["after"] = await _settled_memory(server.pid, figures.memory_mib["before"])
+    figures.answers = hostile.answers.value
+    with attackers(name, hostile):
+        await asyncio.sleep(_WARM_UP_SECONDS)
+        figures.lost_streams, figures.exit_code = await drain(server, honest)
+    return figures
 
 
-def _to_json(done: Chaos) -> dict[str, object]:
-    report = done.report
-    slopes = max((life for life in report.lives), key=lambda life: len(life.memory.get("engine", ()))).slopes()
-    return {
-        "rounds": report.rounds,
-        "calls": dict(report.calls),
-        "refused": dict(report.refused),
-        "left_before_an_answer": report.uncertain,
-        "compared": report.compared,
-        "faults": dict(done.faults.counts),
-        "reached": dict(done.arena.reached),
-        "lives": len(report.lives),
-        "lost_or_wrong": len(report.problems),
-        "leaked": len(report.leaks),
-        "memory_mib_per_minute": {name: round(slope / _MIB, 3) for name, slope in slopes.items()},
-        "peak_memory_mib": {name: max(life.peaks[name] for life in report.lives) >> 20 for name in slopes},
-        "memory": [life.memory for life in report.lives],  # minutes and bytes whenever the server was idle
-        "problems": report.problems[:100],
-        "leaks": report.leaks[:100],
-    }
+async def _under_attack(
+    figures: Figures, clients: HonestClients, server: Server, probe: Target, seconds: float
+) -> None:
+    before, until = parse_metrics(server.metrics()), time.monotonic() + seconds
+    async with asyncio.TaskGroup() as group:
+        group.create_task(clients.run(seconds))
+        excessive, slow = (
+            {name: group.create_task(longest(each, probe, until, _GIVE_UP_SECONDS)) for name, each in probes.items()}
+            for probes in (EXCESSIVE, SLOW)
+        )
+    after = parse_metrics(await asyncio.to_thread(server.metrics))
+    figures.lag_ms = max_lag_ms(before, after)
+    figures.descriptors = len(os.listdir(f"/proc/{server.pid}/fd"))
+    figures.memory_mib["peak"] = _mib(clients.peak_memory)
+    figures.succeeded, figures.failed, figures.wrong = clients.succeeded, dict(clients.failed), clients.wrong
+    figures.slowest_probe_s = round(clients.slowest_probe, 2)
+    figures.refused_after_s = {name: round(task.result(), 2) for name, task in excessive.items()}
+    figures.ended_after_s = {name: round(task.result(), 2) for name, task in slow.items()}
+
+
+async def _settled_memory(pid: int, before: float) -> float:
+    """MiB after a minute, or as soon as the promise is kept."""
+    until = time.monotonic() + _MEMORY_SECONDS
+    while (memory := _mib(resident_bytes(pid))) > before + MAX_GROWTH_MIB and time.monotonic() < until:
+        await asyncio.sleep(1.0)
+    return memory
+
+
+def _mib(size: int) -> float:
+    return round(size / (1 << 20), 1)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="soak a server under faults")
-    parser.add_argument("--engine", default="tgis_native", metavar="NAME")
-    parser.add_argument("--minutes", type=float, default=60.0, metavar="M")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--cache", type=Path, default=Path(".cache"), metavar="DIR")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="attack a server")
+    parser.add_argument("--attack", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="length of each attack (default 30)")
     args = parser.parse_args(arguments)
-    model, cache = ensure("glassllm", args.cache), args.cache.absolute()
-    done = asyncio.run(chaos(args.engine, model.absolute(), cache, 60 * args.minutes, args.seed, args.faults))
-    values = json.dumps(_to_json(done))
-    if args.json:
-        args.json.write_text(values + "\n")
-    for name in ATTACKS:
-        if done.faults.counts[name]:
-            print(f"attacker {name:<18} reached the server with {done.arena.reached[name]} calls")
-    for life in done.report.lives:
-        for name, samples in life.memory.items():
-            idle = f"{samples[0][1] >> 20} MiB when first idle, {samples[-1][1] >> 20} when last"
-            print(f"memory of the {name}: {idle}, {life.peaks[name] >> 20} at most")
-    for problem in (*done.report.problems, *done.report.leaks):
-        print(f"WRONG {problem}")
-    print(values)
-    return 1 if done.report.problems or done.report.leaks else 0
+    reports = []
+    for name in args.attack:
+        client_timeout = max(2.0, args.seconds / 3)
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            _serving(Path(directory), client_timeout) as server,
+        ):
+            figures = asyncio.run(measure(name, server, args.seconds, client_timeout))
+        reports.append(asdict(figures) | {"broken": list(broken_promises(figures))})
+        print(f"{name}: {'; '.join(reports[-1]['broken']) or 'kept'}", flush=True)
+    for report in reports:
+        print(json.dumps(report))
+    return int(any(report["broken"] for report in reports))
 
 
 if __name__ == "__main__":

@@ -1,57 +1,18 @@
-"""HTTP/2 by hand: attackers can break the rules that a client library would enforce.
-
-Frames are written as the caller asks. What the server sends is discarded, except that pings and settings are answered.
-"""
+"""HTTP/2 frames by hand, for clients that break the rules which a client library would enforce."""
 
 import asyncio
 import contextlib
 import itertools
-import ssl
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
 ACK = END_STREAM = 1
 END_HEADERS = 4
 _INITIAL_WINDOW_SIZE = 4
 MAX_WINDOW = (1 << 31) - 1
 _CANCEL = 8
-
-attack: ContextVar[str] = ContextVar("attack", default="")  # of this task
-reached: Counter[str] = Counter()  # attack -> its calls, or connections without any, that have reached the server
-
-
-def count_reached(calls: int = 1) -> None:
-    reached[attack.get()] += calls
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The ports of a server, and a client's credentials for it."""
-
-    grpc_port: int
-    http_port: int
-    ca: Path | None = None  # with TLS
-    token: str = ""
-    host: str = "127.0.0.1"
-    api_port: int = 0  # of the HTTP APIs, with the TLS of gRPC; 0: they are on http_port
-
-    @property
-    def address(self) -> str:
-        """Host and port of gRPC."""
-        return f"{self.host}:{self.grpc_port}"
-
-    def tls(self, protocol: str = "h2") -> ssl.SSLContext | None:
-        """The TLS context for the ports of gRPC and of the HTTP APIs; None without TLS."""
-        if self.ca is None:
-            return None
-        context = ssl.create_default_context(cafile=str(self.ca))
-        context.set_alpn_protocols([protocol])
-        return context
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -80,19 +41,19 @@ def _literal(text: str) -> bytes:
     return prefix + bytes((length,)) + text.encode()
 
 
-def grpc_message(body: bytes, *, compressed: bool = False) -> bytes:
-    return bytes((compressed,)) + len(body).to_bytes(4, "big") + body
+def grpc_message(body: bytes) -> bytes:
+    return b"\0" + len(body).to_bytes(4, "big") + body
 
 
 @dataclass(slots=True)
 class Connection:
-    """One connection to the gRPC port; raises OSError or EOFError once the server has closed it."""
+    """One connection to a gRPC port; raises OSError or EOFError once the server has closed it."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     metadata: tuple[tuple[str, str], ...] = ()
-    heard: bool = False  # from the server
-    unheard: int = 0  # calls before that
+    open_streams: set[int] = field(default_factory=set)
+    on_frame: Callable[[], None] = lambda: None
     _streams: Iterator[int] = field(default_factory=lambda: itertools.count(1, 2))
 
     async def send(self, *frames: bytes) -> None:
@@ -100,42 +61,44 @@ class Connection:
         await self.writer.drain()
 
     async def open_call(self, path: str, data: bytes = b"", *, end: bool = True) -> int:
-        """Start a call and return its stream; `data` is sent as it is, and must fit into the server's window."""
+        """Start a call and return its stream; `data` must fit into the server's window."""
         stream = next(self._streams)
+        self.open_streams.add(stream)
         frames = [frame(HEADERS, END_HEADERS, stream, header_block(path, *self.metadata))]
-        if data or end:
-            frames += [frame(DATA, 0, stream, data[at : at + 16384]) for at in range(0, len(data), 16384)]
-            frames += [frame(DATA, END_STREAM, stream)] * end
-        await self.send(*frames)
-        self.unheard += not self.heard
-        count_reached(self.heard)
+        frames += [frame(DATA, 0, stream, data[at : at + 16384]) for at in range(0, len(data), 16384)]
+        await self.send(*frames, *[frame(DATA, END_STREAM, stream)] * end)
         return stream
 
     async def reset(self, *streams: int) -> None:
+        self.open_streams.difference_update(streams)
         await self.send(*(frame(RST_STREAM, 0, stream, _CANCEL.to_bytes(4, "big")) for stream in streams))
 
+    async def wait_ended(self) -> None:
+        """Wait until the server has ended all calls."""
+        while self.open_streams:
+            await asyncio.sleep(0.02)
+
     async def serve(self) -> None:
-        """Answer pings and settings until the server closes the connection."""
+        """Answer pings and settings and discard the rest, until the server closes the connection."""
         while True:
             head = await self.reader.readexactly(9)
             payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
-            kind, flags = head[3], head[4]
-            count_reached(self.unheard + (kind == PING and flags & ACK))
-            self.heard, self.unheard = True, 0
-            if kind == GOAWAY:
-                raise EOFError
+            kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+            self.on_frame()
+            if kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
+                self.open_streams.discard(stream)
             if kind in (SETTINGS, PING) and not flags & ACK:
                 await self.send(frame(kind, ACK, 0, payload if kind == PING else b""))
 
 
 @contextlib.asynccontextmanager
-async def connect(target: Target, window: int = MAX_WINDOW) -> AsyncIterator[Connection]:
+async def connect(
+    port: int, token: str = "", window: int = MAX_WINDOW, on_frame: Callable[[], None] = lambda: None
+) -> AsyncIterator[Connection]:
     """A connection with a window of `window` bytes per stream; cancels the block when the server closes it."""
-    tls = target.tls()
-    name = "localhost" if tls else None
-    reader, writer = await asyncio.open_connection(target.host, target.grpc_port, ssl=tls, server_hostname=name)
-    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
-    connection = Connection(reader, writer, metadata)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    connection = Connection(reader, writer, metadata, on_frame=on_frame)
     try:
         await connection.send(PREFACE, frame(SETTINGS, 0, 0, window_setting(window)))
         async with asyncio.TaskGroup() as group:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -33,11 +32,8 @@ class SoakClient:
         bounds: ServerLimits,
         log: ClientLog,
         draw: random.Random,
-        excuse: Callable[[str, float], bool] = lambda _status, _since: False,
     ) -> None:
-        """`excuse(status, since)` is true if a call that began at `since` (`time.monotonic`) may end with `status`."""
         self.log = log
-        self._excuse = excuse
         self._stub = GenerationServiceStub(channel)
         self._raw = channel.unary_unary(_METHOD, bytes, bytes)
         self._cases = cases
@@ -93,11 +89,10 @@ class SoakClient:
     async def _cancel_unary(self) -> None:
         """A unary call that is cancelled before its answer."""
         case = self._draw.choice(self._cases)
-        started = time.monotonic()
         call = self._stub.Generate(batch_request(case.texts, case.params), timeout=CALL_TIMEOUT_SECONDS)
         await asyncio.sleep(self._random_patience())
         call.cancel()
-        await self._finish_unary(case, call, started, left=True)
+        await self._finish_unary(case, call, left=True)
 
     async def _cancel_stream(self) -> None:
         """A stream that is cancelled in the middle."""
@@ -105,7 +100,6 @@ class SoakClient:
         await self._stream(case, case.params, max_messages=self._draw.randint(1, 20))
 
     async def _invalid_request(self) -> None:
-        started = time.monotonic()
         status, request = self._draw.choice(self._invalid)
         if isinstance(request, pb.SingleGenerationRequest):
             call, kind, inputs = self._stub.GenerateStream(request, timeout=CALL_TIMEOUT_SECONDS), "stream", 1
@@ -115,22 +109,20 @@ class SoakClient:
             kind = _call_kind(inputs)
         code = await call.code()
         self.log.record_refused(code.name, kind, inputs)
-        if code is not status and not self._excuse(code.name, started):
+        if code is not status:
             self._problem(request, f"{code.name} instead of {status.name}")
 
     async def _malformed_bytes(self) -> None:
-        started = time.monotonic()
         self.log.malformed += 1
         code = await self._raw(b"\xff" * 9, timeout=CALL_TIMEOUT_SECONDS).code()
-        if code is not grpc.StatusCode.INVALID_ARGUMENT and not self._excuse(code.name, started):
+        if code is not grpc.StatusCode.INVALID_ARGUMENT:
             self.log.add_problem(f"{code.name} to bytes that are no message")
 
     async def _unary(self, case: Case, params: pb.Parameters, patience: float = CALL_TIMEOUT_SECONDS) -> None:
-        started = time.monotonic()
         call = self._stub.Generate(batch_request(case.texts, params), timeout=patience)
-        await self._finish_unary(case, call, started, left=patience < CALL_TIMEOUT_SECONDS)
+        await self._finish_unary(case, call, left=patience < CALL_TIMEOUT_SECONDS)
 
-    async def _finish_unary(self, case: Case, call: UnaryCall, started: float, *, left: bool) -> None:
+    async def _finish_unary(self, case: Case, call: UnaryCall, *, left: bool) -> None:
         code, inputs = await call.code(), len(case.texts)
         kind = _call_kind(inputs)
         if code is grpc.StatusCode.OK:
@@ -144,18 +136,15 @@ class SoakClient:
             self.log.record_uncertain(kind, inputs)
         else:
             self.log.record_refused(code.name, kind, inputs)
-            if not self._excuse(code.name, started):
-                self._problem(batch_request(case.texts, case.params), f"{code.name}: {await call.details()}")
+            self._problem(batch_request(case.texts, case.params), f"{code.name}: {await call.details()}")
 
     async def _stream(self, case: Case, params: pb.Parameters, max_messages: float = math.inf) -> None:
-        started = time.monotonic()
         call = self._stub.GenerateStream(stream_request(case.texts[0], params), timeout=CALL_TIMEOUT_SECONDS)
         messages = await read_messages(call, max_messages)
         code = await call.code()
         if code is not grpc.StatusCode.OK and len(messages) < max_messages:
             self.log.record_refused(code.name, "stream", 1)
-            if not self._excuse(code.name, started):
-                self._problem(stream_request(case.texts[0], params), f"{code.name}: {await call.details()}")
+            self._problem(stream_request(case.texts[0], params), f"{code.name}: {await call.details()}")
         else:
             self.log.record_call("stream", 1)
             self._check(case, 0, "stream", messages, whole=len(messages) < max_messages)

@@ -35,7 +35,6 @@ class Case:
     texts: list[str]
     params: pb.Parameters
     answers: list[Answer]
-    adapter: str | None = None
 
 
 def difference(expected: Answer, got: Answer) -> str:
@@ -75,15 +74,13 @@ def assemble_answer(responses: Sequence[pb.GenerationResponse]) -> Answer:
     return Answer(text, tokens, responses[-1].stop_reason if responses else pb.NOT_FINISHED, texts)
 
 
-async def make_cases(
-    stub: GenerationServiceStub, bounds: ServerLimits, count: int, draw: random.Random, adapter: str | None = None
-) -> list[Case]:
+async def make_cases(stub: GenerationServiceStub, bounds: ServerLimits, count: int, draw: random.Random) -> list[Case]:
     """Cases of all lengths, made one at a time so that the server is idle for each."""
     cases: list[Case] = []
     while len(cases) < count:
         inputs = draw.choice((1, 1, 1, 2, 4, 6))
         texts = [_random_text(draw, bounds) for _ in range(inputs)]
-        if case := await _make_case(stub, texts, bounds, draw, adapter):
+        if case := await _make_case(stub, texts, bounds, draw):
             cases.append(case)
     return cases
 
@@ -94,21 +91,21 @@ def _random_text(draw: random.Random, bounds: ServerLimits) -> str:
 
 
 async def _make_case(
-    stub: GenerationServiceStub, texts: list[str], bounds: ServerLimits, draw: random.Random, adapter: str | None
+    stub: GenerationServiceStub, texts: list[str], bounds: ServerLimits, draw: random.Random
 ) -> Case | None:
     """A case of these inputs; None if an output is too short or has a near tie too early."""
     params = _params(draw.randint(_MIN_TOKENS, min(bounds.max_new_tokens, _MAX_TOKENS)))
-    probes = [await _stream_messages(stub, text, params, adapter) for text in texts]
+    probes = [await _stream_messages(stub, text, params) for text in texts]
     most = min(_num_certain_tokens(probe) for probe in probes)
     if most < _MIN_TOKENS:
         return None
     params.stopping.max_new_tokens = min(most, params.stopping.max_new_tokens)
     if draw.random() < 0.2 and (stop := _random_substring("".join(r.text for r in probes[0]), draw)):
         params.stopping.stop_sequences.append(stop)
-    answers = [assemble_answer(await _stream_messages(stub, text, params, adapter)) for text in texts]
+    answers = [assemble_answer(await _stream_messages(stub, text, params)) for text in texts]
     whole = ["".join(message.text for message in probe) for probe in probes]
     answers = [replace(answer, text_without_stops=text) for answer, text in zip(answers, whole, strict=True)]
-    return Case(texts, params, answers, adapter)
+    return Case(texts, params, answers)
 
 
 def _params(max_new_tokens: int) -> pb.Parameters:
@@ -119,9 +116,9 @@ def _params(max_new_tokens: int) -> pb.Parameters:
 
 
 async def _stream_messages(
-    stub: GenerationServiceStub, text: str, params: pb.Parameters, adapter: str | None
+    stub: GenerationServiceStub, text: str, params: pb.Parameters
 ) -> list[pb.GenerationResponse]:
-    stream = stub.GenerateStream(stream_request(text, params, adapter), timeout=CASE_TIMEOUT_SECONDS)
+    stream = stub.GenerateStream(stream_request(text, params), timeout=CASE_TIMEOUT_SECONDS)
     return [response async for response in stream]
 
 

@@ -39,17 +39,6 @@ def nonzero_gauges(series: MetricValues) -> list[str]:
     return [f"{name} is {series[name,]:g}" for name in GAUGES if series[name,]]
 
 
-def shortfalls(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
-    """What the clients' log has and the server's counters lack, where other clients have made calls, too."""
-    grown = _growth(before, after)
-    for kind in _CALL_KINDS:
-        yield from _check_range(f"{kind} calls", grown["tgi_request_count_total", kind], log.calls[kind], math.inf)
-    for (kind, reason), seen in log.ends.items():
-        counted = grown.get(("tgi_request_success_total", kind, reason), 0)
-        yield from _check_range(f"{kind} inputs with {reason}", counted, seen, math.inf)
-    yield from _check_range("tokens", grown["tgi_request_generated_tokens_sum",], log.tokens, math.inf)
-
-
 def discrepancies(before: MetricValues, after: MetricValues, log: ClientLog) -> Iterator[str]:
     """Differences between the counters of a server that is idle again and the clients' log."""
     grown = _growth(before, after)

@@ -20,15 +20,13 @@ class ServerLimits:
 Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
-def batch_request(
-    texts: Sequence[str], params: pb.Parameters, adapter: str | None = None
-) -> pb.BatchedGenerationRequest:
+def batch_request(texts: Sequence[str], params: pb.Parameters) -> pb.BatchedGenerationRequest:
     requests = [pb.GenerationRequest(text=text) for text in texts]
-    return pb.BatchedGenerationRequest(requests=requests, params=params, adapter_id=adapter)
+    return pb.BatchedGenerationRequest(requests=requests, params=params)
 
 
-def stream_request(text: str, params: pb.Parameters, adapter: str | None = None) -> pb.SingleGenerationRequest:
-    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params, adapter_id=adapter)
+def stream_request(text: str, params: pb.Parameters) -> pb.SingleGenerationRequest:
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
 
 
 def invalid_requests(bounds: ServerLimits) -> list[tuple[StatusCode, Request]]:

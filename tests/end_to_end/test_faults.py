@@ -33,8 +33,8 @@ from harness import (
 )
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message
 
-from benchmarks.chaos.attacks import channel
-from benchmarks.chaos.http2 import Target, connect, grpc_message
+from benchmarks.chaos.attacks import open_channel
+from benchmarks.chaos.http2 import connect, grpc_message
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
@@ -289,10 +289,10 @@ def test_temporary_files_are_in_the_cache_directory_until_the_server_ends(tmp_pa
 async def test_a_burst_of_cancelled_calls_cancels_no_other(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(start(tmp_path))
-        target = Target(server.grpc_port, server.http_port)
-        stub: Any = pb_grpc.GenerationServiceStub(await stack.enter_async_context(channel(target)))
+        channel = await stack.enter_async_context(open_channel(server.grpc_port))
+        stub: Any = pb_grpc.GenerationServiceStub(channel)
         await stub.Generate(unary_request("abc", 3))
-        hostile = [await stack.enter_async_context(connect(target)) for _ in range(5)]
+        hostile = [await stack.enter_async_context(connect(server.grpc_port)) for _ in range(5)]
         server.process.send_signal(signal.SIGSTOP)  # so that all arrive at once
         message = grpc_message(as_stream_request(unary_request("abc", 5)).SerializeToString())
         for connection in hostile * 300:
