@@ -47,7 +47,7 @@ def test_the_adapter_store_must_be_a_directory(tmp_path: Path, name: str) -> Non
     assert read(**{name: str(tmp_path)}).prefix_store_path == tmp_path
     for path in (f"{tmp_path}/absent", __file__, f"{tmp_path}/{'x' * 300}"):
         assert refusal(**{name: path}).startswith(f"{name}={path[:20]!r}"[:-1])
-        assert refusal(**{name: path}).endswith(" is not a directory")
+        assert refusal(**{name: path}).endswith(" must be a directory")
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ ROOT = REPOSITORY / "tgis"
 
 # Engines patch and record what torch and transformers do inside, each in its own place.
 FILES = {
-    "aiohttp": ["api/http/connections.py"],
-    "grpcio": ["api/grpc/private.py"],
     "torch and transformers": [
         "engines/kernels/cpu/fused_ops.py",
         "engines/kernels/cpu/gemm.py",
@@ -28,7 +26,7 @@ FILES = {
     ],
 }
 _PUBLIC = {"_exit", "_replace", "_name"}  # documented: of os, of named tuples, of libraries in ctypes
-_INTERNALS = {"__globals__", "__closure__", "__code__", "set_task_factory"}
+_INTERNALS = {"__globals__", "__closure__", "__code__"}
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
@@ -156,7 +154,6 @@ def _names_of_classes(tree: ast.AST, names: set[str]) -> set[str]:
         ("from logging import Handler\nclass A(Handler):\n  def a(self): self._closed = True", ["_closed"]),
         ("import threading\nclass A(threading.Thread):\n  def _bootstrap(self): pass", ["_bootstrap"]),
         ("from tgis.errors import StartError\nclass A(StartError):\n  def a(self): self._b = 1", []),
-        ("loop.set_task_factory(made)", ["set_task_factory"]),
         ("function.__globals__['a']", ["__globals__"]),
         ("getattr(model, '_tied', None)", ["_tied"]),
         ("os._exit(1)", []),

@@ -212,11 +212,18 @@ def test_too_many_inputs_for_any_time(stub: Stub, method: str, most: int) -> Non
         assert violation(error) == "requests"
 
 
-def test_a_text_that_is_too_long_is_refused_with_the_number_of_its_tokens(stub: Stub) -> None:
-    num_tokens = 20 * MAX_LENGTH
+@pytest.mark.parametrize(
+    ("num_tokens", "message"),
+    [
+        (2 * MAX_LENGTH, f"input tokens ({2 * MAX_LENGTH}) plus prefix length (0) must be < {MAX_LENGTH}"),
+        # The longest token of the fake model has 4 bytes.
+        (20 * MAX_LENGTH, f"requests[0].text has {20 * MAX_LENGTH} bytes, at most {4 * MAX_LENGTH} fit into any input"),
+    ],
+)
+def test_a_text_that_is_too_long_is_refused_and_may_be_truncated(stub: Stub, num_tokens: int, message: str) -> None:
     error = failure(lambda: stub.Generate(unary_request("x" * num_tokens)))
     assert (error.code(), violation(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "requests[0].text")
-    assert error.details() == f"input tokens ({num_tokens}) plus prefix length (0) must be < {MAX_LENGTH}"
+    assert error.details() == message
     truncated = unary_request("x" * num_tokens + "ab", 4)
     truncated.params.truncate_input_tokens = 2
     assert stub.Generate(truncated).responses[0].text == "abab"
