@@ -43,6 +43,11 @@ from tgis.errors import StartError, Unsupported
 from tgis.ipc.request import Request
 
 NEW_TOKENS = 12
+# models whose code in transformers is a copy of another's here
+SIMILAR = {
+    *("Qwen2", "OPT, galactica", "GPTBigCode, many heads", "Starcoder2", "Gemma"),
+    *("MT5", "MBart", "Marian", "Pegasus", "Blenderbot", "BlenderbotSmall", "PLBart", "Mvp"),
+}
 
 
 class Reference:
@@ -89,6 +94,10 @@ def class_name(name: str) -> str:
     return names[config.model_type]
 
 
+def slow_if_similar(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.slow] if name in SIMILAR else [])
+
+
 def slow_if_native(name: str) -> Any:
     marks = [pytest.mark.slow] if TABLE[class_name(name)][0] == "tgis_native" else []
     return pytest.param(name, marks=marks)
@@ -101,7 +110,7 @@ def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path
     check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [slow_if_similar(name) for name in (*ARCHITECTURES, *ENCODER_DECODERS)])
 def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
     directory = make_model(name, tmp_path)

@@ -42,7 +42,7 @@ from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import MaskThreads, TokenTable
 
-ROWS, REQUESTS, NEW_TOKENS = 6, 40, 14
+ROWS, REQUESTS, NEW_TOKENS = 6, 28, 14
 SPECIAL = 4  # the first tokens, without a text
 PATTERNS = [
     r"[a-d]{4,30}",

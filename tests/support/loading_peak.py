@@ -1,9 +1,11 @@
-"""Loads a model on the CPU and prints the peak bytes of memory that this took, mapped files excluded:
-MODEL DTYPE [QUANTIZE].
+"""Loads a model on the CPU, once for each QUANTIZE, and prints the peak bytes of memory that each took, mapped files
+excluded: MODEL DTYPE QUANTIZE...
 
-Runs as its own process, so that nothing else is counted.
+Each has a process, forked before anything was loaded, so that nothing else is counted.
 """
 
+import json
+import multiprocessing
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +19,7 @@ from tgis.engines.loading.loader import load_model
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
 
 
-def main(model: Path, dtype: str, quantize: str = "none") -> int:
+def peak_bytes(model: Path, dtype: str, quantize: str) -> int:
     options = engine_options(model, 8, dtype=dtype, quantize=quantize, quantize_logits=quantize != "none")
     idle = read_proc_bytes(PROCESS / "status", "RssAnon")
     seen = [idle]
@@ -33,4 +35,6 @@ def main(model: Path, dtype: str, quantize: str = "none") -> int:
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1]), *sys.argv[2:]))
+    cases = [(Path(sys.argv[1]), sys.argv[2], quantize) for quantize in sys.argv[3:]]
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(json.dumps(pool.starmap(peak_bytes, cases, chunksize=1)))

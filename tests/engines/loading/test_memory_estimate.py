@@ -61,7 +61,7 @@ STARTS: dict[str, tuple[Any, str, Any]] = {  # a model, KV_CACHE_DTYPE, and what
     "qwen2, a draft model": (GROUPED, "auto", DRAFTER),
     "qwen2, an MLP speculator": (GROUPED, "auto", MLP),
 }
-FAST = ("llama", "t5", "qwen2, KV int8")
+FAST = ("t5", "qwen2, KV int8")
 CASES = [pytest.param(name in FAST, name, id=name, marks=() if name in FAST else pytest.mark.slow) for name in STARTS]
 
 

@@ -52,6 +52,12 @@ def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
     return store_for(setup, tuned.store)
 
 
+@pytest.fixture(autouse=True)
+def no_model_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT takes as long for one as for the adapter."""
+    monkeypatch.setattr(PeftModel, "create_or_update_model_card", lambda *_: None)
+
+
 def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
     """A PEFT model with a random adapter, saved; adapters of a directory have different ranks."""
     torch.manual_seed(number)
@@ -97,7 +103,9 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("name", ["T5", "Bart", "M2M100", "LongT5", "T5Gemma"])
+@pytest.mark.parametrize(
+    "name", ["T5", "Bart", "T5Gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("M2M100", "LongT5"))]
+)
 def test_adapters_change_encoder_and_decoder_beside_soft_prompts(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

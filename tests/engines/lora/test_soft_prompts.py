@@ -170,7 +170,8 @@ def soft_prompt_of(adapted: Any) -> SoftPrompt:
     return SoftPrompt(1, adapted.get_prompt_embedding_to_save("default"))
 
 
-ENCODER_DECODERS = ["T5", "Bart", "M2M100", "Marian", "Pegasus", "T5Gemma"]
+ENCODER_DECODERS: list[Any] = ["T5", "Bart", "Marian", "T5Gemma"]
+ENCODER_DECODERS += [pytest.param(name, marks=pytest.mark.slow) for name in ("M2M100", "Pegasus")]
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -1,5 +1,6 @@
 """A model too big for the memory is refused before it is loaded; one that fits is not."""
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,19 @@ def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, fami
     model_size.check_model_fits(family, options, load_config(options), dtype, device)
 
 
+@functools.cache
+def peaks(model: Path, dtype: str, *quantize: str) -> dict[str, int]:
+    """The peak bytes of loading the model, by QUANTIZE; of one process, since its imports take longest."""
+    values = run_python("tests/support/loading_peak.py", model, dtype, *quantize, **LIBRARY_ENVIRONMENT)
+    return dict(zip(quantize, values, strict=True))
+
+
+def peak_bytes(model: Path, dtype: str, quantize: str = "none") -> int:
+    fast = "none", "int4"
+    together = fast if dtype == "bfloat16" and quantize in fast else (quantize,)
+    return peaks(model, dtype, *together)[quantize]
+
+
 needs_packed_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bfloat16 weights stay in mapped files on this CPU"
 )
@@ -57,7 +71,7 @@ needs_packed_bfloat16 = pytest.mark.skipif(
 def test_loading_needs_the_predicted_memory(
     smollm2_dir: Path, dtype: str, expected: int, free: Free, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peak = run_python("tests/support/loading_peak.py", smollm2_dir, dtype, **LIBRARY_ENVIRONMENT)
+    peak = peak_bytes(smollm2_dir, dtype)
     assert 0.98 * expected < peak < 2 * expected  # the C library keeps some of what is given back
     options = engine_options(smollm2_dir, 8, dtype=dtype)
     free(cpu=expected)
@@ -72,7 +86,7 @@ def test_loading_needs_the_predicted_memory(
 def test_quantizing_needs_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
     head = 49152 * 576
     result, largest = (LINEARS - head) * bits // 8 + head, 2 * head
-    peak = run_python("tests/support/loading_peak.py", smollm2_dir, "bfloat16", asked, **LIBRARY_ENVIRONMENT)
+    peak = peak_bytes(smollm2_dir, "bfloat16", asked)
     assert 0.9 * result < peak < 1.1 * (result + largest)
     options = engine_options(smollm2_dir, 8, dtype="bfloat16", quantize=asked, quantize_logits=True)
     *_, found = look_at_model(options, CPU)
