@@ -14,7 +14,7 @@ from tgis.ipc.request import LogprobOptions, SamplingParams
 class Constraints:
     """Where the rules for parameters differ between APIs; the defaults are TGIS's."""
 
-    min_temperature: float = 0.05  # above 0
+    min_temperature: float = 0.05  # 0, which is greedy, is always allowed
     max_stop_sequences: int = 6
     max_stop_sequence_bytes: int = 240
     max_top_n_tokens: int | None = None  # None: the server's
@@ -41,7 +41,7 @@ class Params(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True  # unless the server turns them off
     skip_special_tokens: bool | None = None  # in the output; None: the server's default
     input_text: bool = False
-    token_ids: bool = False  # of the tokens that `logprob_options` reports
+    token_ids: bool = False  # report the ids of tokens
     constraints: Constraints = Constraints()
 
     @classmethod

@@ -8,7 +8,7 @@ import sampling_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_oracle import make_row
+from sampling_oracle import make_row, samplings
 from sampling_steps import sample_batch
 
 from tgis.engines.sampling import logits_processors, logprobs
@@ -17,29 +17,6 @@ from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
-SHARES = st.one_of(st.just(1.0), st.floats(0.01, 0.999))
-
-samplings = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
-    top_k=st.one_of(st.sampled_from([0, 2**32 - 1]), st.integers(1, 12)),
-    top_p=SHARES,
-    typical_p=SHARES,
-    seed=st.integers(0, 2**64 - 1),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5, 2.0]),
-    length_penalty=st.one_of(st.none(), st.tuples(st.integers(0, 4), st.sampled_from([1.0, 1.5, 2.0]))),
-    min_new_tokens=st.integers(0, 3),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.0]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 0.25, -2.0]),
-    logit_bias=st.one_of(
-        st.none(), st.dictionaries(st.integers(0, 7), st.sampled_from([-100.0, -1.0, 0.5, 100.0]), max_size=3)
-    ),
-    watermark=st.sampled_from([False, False, True]),
-    min_p=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.001, 0.999)),
-    stop_token_ids=st.lists(st.integers(0, 7), max_size=3).map(tuple),
-    allowed_token_ids=st.one_of(st.none(), st.none(), st.lists(st.integers(0, 7), min_size=1, max_size=6).map(tuple)),
-    bad_words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
-)
 details = st.builds(
     LogprobOptions, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5, 99])
 )
