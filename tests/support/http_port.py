@@ -11,7 +11,6 @@ from tgis.api.http.app import HttpServer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.operations import HttpApi
 from tgis.api.http.pages.routes import page_routes
-from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
@@ -40,8 +39,7 @@ async def serving(
 async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
     config = Config(model_name="m")
-    template: asyncio.Future[ChatTemplate | None] = asyncio.get_running_loop().create_future()
-    openai = OpenAIApi(config, AdapterCatalog(None), {}, template)
+    openai = OpenAIApi(config, AdapterCatalog(None), {}, asyncio.get_running_loop().create_future())
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, admission(config), lambda *_: None, asyncio.Future())
     async with serving(
