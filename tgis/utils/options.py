@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
