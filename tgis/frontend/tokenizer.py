@@ -115,17 +115,22 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         size = len(texts) + sum(map(len, texts))
-        return await self.pool.run(size, lambda: self._encode(texts, options))
+        if (encodings := await self.pool.run(size, lambda: self._encode(texts, options))) is None:
+            reason = f"the text has more than {options.max_tokens} tokens: send less, or ask for less about it"
+            raise InvalidRequest("", reason)
+        return encodings
 
-    def _encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoding]:
+    def _encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoding] | None:
+        """Return None for too many tokens: an exception would keep the encodings, up to 1 GiB, in its frames."""
         # Both release the GIL, unlike `encode`. Their async variants copy the added vocabulary for every call.
         encode = self._backend.encode_batch if options.offsets else self._backend.encode_batch_fast
         try:
             encodings = encode(texts, add_special_tokens=self._add_special_tokens and options.special_tokens)
         except BaseException as error:  # panics of the library are not Exceptions
             raise InvalidRequest("text", f"tokenizer error {error}") from error
-        if options.max_tokens is not None:
-            _check_num_tokens(encodings, options.keep_last, options.max_tokens)
+        num_kept = sum([min(len(encoding), options.keep_last) for encoding in encodings])
+        if options.max_tokens is not None and num_kept > options.max_tokens:
+            return None
         return [_packed(text, encoding, options) for text, encoding in zip(texts, encodings, strict=True)]
 
     def encode_without_special_tokens(self, text: str) -> list[int]:
@@ -168,11 +173,6 @@ class Tokenizer:
 def reply_too_large(max_bytes: int) -> InvalidRequest:
     """The error for texts whose tokens do not fit into a reply."""
     return InvalidRequest("", f"the reply has more than {max_bytes} bytes: send less text, or ask for less about it")
-
-
-def _check_num_tokens(encodings: Sequence[tokenizers.Encoding], keep_last: int, limit: int) -> None:
-    if sum(min(len(encoding), keep_last) for encoding in encodings) > limit:
-        raise InvalidRequest("", f"the text has more than {limit} tokens: send less, or ask for less about it")
 
 
 def _packed(text: str, encoding: tokenizers.Encoding, options: EncodeOptions) -> Encoding:

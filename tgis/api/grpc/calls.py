@@ -125,10 +125,13 @@ class GrpcCalls:
 
         async def handle(_requests: object, context: Context) -> None:
             async with self.open(context, name) as call:
-                with self.admission.calls.hold(call.client, 1):
-                    if (data := await call.read()) is None:
-                        raise InvalidRequest("", "the call has no message")
-                    async with self.admission.running(call.client, len(data)):
-                        await method(data, call)
+                await self._run(method, call)
 
         return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def _run(self, method: Method, call: GrpcCall) -> None:
+        with self.admission.calls.hold(call.client, 1):
+            if (data := await call.read()) is None:
+                raise InvalidRequest("", "the call has no message")
+            async with self.admission.running(call.client, len(data)):
+                await method(data, call)

@@ -50,6 +50,7 @@ async def error_boundary(context: Context) -> AsyncIterator[None]:
             try:
                 yield
             except RequestError as error:
+                error.__traceback__ = None  # grpc.aio keeps the exceptions: their frames would keep the message
                 await abort(context, error)
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
