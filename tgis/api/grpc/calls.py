@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from tgis.api.grpc.status import Context, abort_with, error_boundary, status_name
+from tgis.api.grpc.status import Context, error_boundary, status_name
 from tgis.config import Config
 from tgis.errors import ClientTimeout, InvalidRequest
 from tgis.frontend.admission import Admission
@@ -39,12 +39,13 @@ def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
 class GrpcCall:
     """One call, for its handler."""
 
-    __slots__ = ("_timeout", "client", "context", "identity", "metadata")
+    __slots__ = ("_timeout", "address", "client", "context", "identity", "metadata")
 
-    def __init__(self, context: Context, client: bytes, identity: bytes, timeout: float) -> None:
+    def __init__(self, context: Context, admission: Admission, identity: bytes, timeout: float) -> None:
         """`client` is the key in quotas, `identity` what the caller has proven; reads and writes have a timeout."""
         self.context, self.metadata = context, context.invocation_metadata() or ()
-        self.client, self.identity = client, identity
+        self.address = context.peer().rpartition(":")[0]
+        self.client, self.identity = admission.client(identity, self.address), identity
         self._timeout = timeout
 
     async def read(self, max_bytes: int | None = None) -> bytes | None:
@@ -109,10 +110,9 @@ class GrpcCalls:
             async with error_boundary(context):
                 if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
                     self._on_rejected()
-                    await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
                 identity = caller_identity(context, bearer_auth=self._tokens is not None)
-                client = self.admission.client(identity, context.peer().rpartition(":")[0])  # each call has a port
-                yield GrpcCall(context, client, identity, self._config.client_timeout_seconds)
+                yield GrpcCall(context, self.admission, identity, self._config.client_timeout_seconds)
             status = grpc.StatusCode.OK.name
         except grpc.aio.AbortError:
             status = status_name(context)

@@ -11,12 +11,12 @@ from grpc_health.v1 import health_pb2
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
-from tgis.api.grpc.status import Context, abort_with
-from tgis.errors import Overloaded
+from tgis.api.grpc.status import Context
+from tgis.frontend.admission import Quota
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_REQUEST_BYTES = 256
-MAX_OPEN_CALLS = 1024
+MAX_OPEN_CALLS, MAX_CALLS_PER_ADDRESS = 1024, 256
 
 _Response = health_pb2.HealthCheckResponse
 _SERVING: bytes = _Response(status=_Response.SERVING).SerializeToString()
@@ -33,7 +33,7 @@ class HealthServicer:
 
     def __init__(self, calls: GrpcCalls) -> None:
         self._calls = calls
-        self._open: dict[asyncio.Timeout, None] = {}  # oldest first
+        self._places = Quota("open health calls", MAX_OPEN_CALLS, MAX_CALLS_PER_ADDRESS)
         self._state = _NOT_SERVING
         self._changed = asyncio.Event()
 
@@ -53,14 +53,14 @@ class HealthServicer:
 
     async def _check(self, _requests: object, context: Context) -> None:
         """The state of one service; NOT_FOUND for an unknown one."""
-        async with self._calls.open(context, "Check", public=True) as call, self._place():
+        async with self._open(context, "Check") as call:
             if not await self._asks_for_known_service(call):
-                await abort_with(context, grpc.StatusCode.NOT_FOUND, "unknown service")
+                await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
             await call.write(self._state)
 
     async def _watch(self, _requests: object, context: Context) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
-        async with self._calls.open(context, "Watch", public=True) as call, self._place():
+        async with self._open(context, "Watch") as call:
             known, last = await self._asks_for_known_service(call), None
             while True:
                 changed = self._changed
@@ -71,21 +71,10 @@ class HealthServicer:
                 await changed.wait()
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Hold a place; if all are taken, the oldest call ends, so that no caller without a token fails a probe."""
-        if len(self._open) >= MAX_OPEN_CALLS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.reschedule(0)
-        try:
-            async with asyncio.timeout(None) as until:
-                self._open[until] = None
-                try:
-                    yield
-                finally:
-                    self._open.pop(until, None)
-        except TimeoutError:
-            raise Overloaded(f"more than {MAX_OPEN_CALLS} health calls are open") from None
+    async def _open(self, context: Context, name: str) -> AsyncIterator[GrpcCall]:
+        async with self._calls.open(context, name, public=True) as call:
+            with self._places.hold(call.address.encode(), 1):
+                yield call
 
     async def _asks_for_known_service(self, call: GrpcCall) -> bool:
         data = await call.read(MAX_REQUEST_BYTES) or b""

@@ -87,12 +87,7 @@ async def abort(context: Context, error: RequestError) -> None:
         for detail in details:
             status.details.add().Pack(detail)
         metadata = (*metadata, ("grpc-status-details-bin", status.SerializeToString()))
-    await abort_with(context, code, message, metadata)
-
-
-async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
-    """End the call with this status; raises AbortError."""
-    await context.abort(code, text, metadata)
+    await context.abort(code, message, metadata)
 
 
 def _limited(text: str) -> str:

@@ -14,8 +14,9 @@ from aiohttp.typedefs import Handler
 from tgis.api.http.cors import HostCheck, allow_origin, preflight_response
 from tgis.api.http.operations import REQUEST_ID
 from tgis.api.http.probes import Probes
+from tgis.api.listen import listen
 from tgis.config import Config
-from tgis.errors import RETRY_SECONDS, StartError
+from tgis.errors import RETRY_SECONDS
 from tgis.frontend.admission import Admission
 from tgis.security.tls import Certificates
 
@@ -119,14 +120,7 @@ class HttpServer:
         return port
 
     def _bind(self) -> socket.socket:
-        host = self._config.bind_address
-        try:
-            listener = socket.create_server(
-                (host, self._port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as error:
-            reason = str(error.strerror).partition(" (")[0]  # without the address
-            raise StartError(f"cannot listen for HTTP on {host}:{self._port}: {reason}") from error
+        listener = listen("HTTP", self._config.bind_address, self._port)
         # Accepted connections inherit it: the system ends those whose clients do not read, also while they close.
         milliseconds = math.ceil(self._config.client_timeout_seconds * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
