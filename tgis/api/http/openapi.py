@@ -32,11 +32,7 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
         path[operation.method.lower()] = _operation(operation, by_type)
     document: Json = {
         "openapi": "3.1.0",
-        "info": {
-            "title": "tgis",
-            "version": __version__,
-            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        },
+        "info": {"title": "tgis", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }
