@@ -13,6 +13,7 @@ from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
+_SETUP_TIMEOUT = 30.0  # seconds for the first call of each connection
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # else channels to one target share one connection
     ("grpc.max_receive_message_length", 64 << 20),
@@ -47,7 +48,7 @@ class GrpcClient:
 
     async def _connect(self, stub: GenerationServiceStub) -> None:
         try:
-            timeout = self._settings.setup_timeout
+            timeout = min(_SETUP_TIMEOUT, self._settings.timeout)
             await stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNIMPLEMENTED:

@@ -10,20 +10,12 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, TEXT, ValueType, decimal
-
-
-class AddsArguments(Protocol):
-    """A parser or a group of its arguments."""
-
-    @property
-    def add_argument(self) -> Callable[..., argparse.Action]: ...
-
 
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
@@ -63,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_
     group = parser.add_argument_group("Server")
     help_text = f"gRPC address (default: {GRPC_TARGET})"
     group.add_argument("--target", type=ADDRESS, default=GRPC_TARGET, metavar="HOST:PORT", help=help_text)
-    add_call_arguments(group, timeout)
+    add_call_arguments(group.add_argument, timeout)
 
 
-def add_call_arguments(group: AddsArguments, timeout: float | None) -> None:
+def add_call_arguments(add: Callable[..., argparse.Action], timeout: float | None) -> None:
     """Add the options of a call over any protocol."""
-    add, limit = group.add_argument, "no limit" if timeout is None else f"{timeout:g}"
+    limit = "no limit" if timeout is None else f"{timeout:g}"
     help_text = f"seconds that a call may take (default: {limit})"
     add("--timeout", type=decimal(0, 86400, exclude_low=True), default=timeout, metavar="X", help=help_text)
     add("--token-file", type=PATH, metavar="PATH", help="file with a bearer token in its first line")
