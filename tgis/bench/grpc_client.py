@@ -44,15 +44,11 @@ class GrpcClient:
         self._next_stub = itertools.cycle(self._stubs)
 
     async def open_connections(self) -> None:
-        await asyncio.gather(*map(self._connect, self._stubs))
-
-    async def _connect(self, stub: GenerationServiceStub) -> None:
-        try:
-            timeout = min(_SETUP_TIMEOUT, self._settings.timeout)
-            await stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.UNIMPLEMENTED:
-                raise
+        timeout = min(_SETUP_TIMEOUT, self._settings.timeout)
+        requests = (
+            stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata) for stub in self._stubs
+        )
+        await asyncio.gather(*requests)
 
     async def send(self, text: str, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

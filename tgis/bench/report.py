@@ -75,7 +75,4 @@ def _records(result: LevelResult) -> dict[str, object]:
 def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
-    if isinstance(value, int):
-        return str(value)
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f}"
+    return str(value) if isinstance(value, int) else f"{value:.2f}"
