@@ -14,11 +14,14 @@ from typing import Any, NoReturn
 
 import grpc
 
-from tgis.api.grpc.status import Context, error_boundary, status_name
+from tgis.api.grpc.status import Context, abort, status_name
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest
+from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
 from tgis.frontend.admission import Admission
 from tgis.security.bearer import TokenFile, caller_identity, token_of
+from tgis.utils import logs
+
+CORRELATION_ID_KEY = "x-correlation-id"
 
 log = logging.getLogger(__name__)
 
@@ -106,19 +109,36 @@ class GrpcCalls:
     async def open(self, context: Context, name: str, *, public: bool = False) -> AsyncIterator[GrpcCall]:
         """Authenticate a call, unless its method is public, and end it with a status if the block raises."""
         status = grpc.StatusCode.CANCELLED.name
+        correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
+        context.set_trailing_metadata(((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ())
         try:
-            async with error_boundary(context):
-                if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
-                    self._on_rejected()
-                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
-                identity = caller_identity(context, bearer_auth=self._tokens is not None)
-                yield GrpcCall(context, self.admission, identity, self._config.client_timeout_seconds)
+            with logs.correlation_scope(correlation_id):
+                try:
+                    yield await self._authenticate(context, public=public)
+                except RequestError as error:
+                    await abort(context, error)
             status = grpc.StatusCode.OK.name
         except grpc.aio.AbortError:
             status = status_name(context)
             raise
+        except grpc.aio.UsageError:
+            raise
+        except grpc.aio.BaseError:  # the call was cancelled while its response was sent, or the server has stopped
+            log.info("the call has ended before its response was sent")
+            raise asyncio.CancelledError from None  # gRPC is about to raise it, and would first try to send a status
+        except Exception as error:
+            log.exception("internal error in a call")
+            status = grpc.StatusCode.INTERNAL.name
+            await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
         finally:
             self._count("grpc", name, status)
+
+    async def _authenticate(self, context: Context, *, public: bool) -> GrpcCall:
+        if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
+            self._on_rejected()
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
+        identity = caller_identity(context, bearer_auth=self._tokens is not None)
+        return GrpcCall(context, self.admission, identity, self._config.client_timeout_seconds)
 
     def handler(self, name: str, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
         """Make the handler of a method with one request message."""
