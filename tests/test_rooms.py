@@ -29,9 +29,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "prompts": "errors ipc utils",
     # the front-end process
     "frontend": "errors ipc models tracing utils",
-    "api": "",
-    "api/grpc": "config errors frontend ipc pb security tracing utils",
-    "api/http": "config errors frontend ipc security utils",
+    "api": "errors",
+    "api/grpc": "api config errors frontend ipc pb security tracing utils",
+    "api/http": "api config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc models prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
     "startup_log": "config ipc utils",

@@ -3,13 +3,16 @@
 import asyncio
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.server import GrpcServer
 from tgis.api.grpc.servicer import GenerationServicer
+from tgis.api.http.app import HttpPorts
 from tgis.api.http.auth import HttpAuth
+from tgis.api.http.debug import InspectBatch, debug_route
 from tgis.api.http.operations import HttpApi
 from tgis.api.http.pages.routes import page_routes
-from tgis.api.http.ports import HttpPorts
 from tgis.api.http.probes import Probes
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.operations import OpenAIApi
@@ -39,18 +42,24 @@ class Apis:
         servicer = GenerationServicer(calls, config, self.generator)
         return GrpcServer([servicer.handler()], config, calls, self.preparation.certificates)
 
-    def http_auth(self) -> HttpAuth:
+    def http_ports(self, probes: Probes, inspect_batch: InspectBatch) -> HttpPorts:
+        """Probes, the REST APIs and their pages, and /debug/batch."""
+        config, auth = self.preparation.config, self._http_auth()
+        routes = [debug_route(auth, inspect_batch)] if config.debug_batch else []
+        if config.http_api:
+            routes += self._api_routes(auth)
+        return HttpPorts(config, probes, routes, self.admission, self.preparation.certificates)
+
+    def _http_auth(self) -> HttpAuth:
         api_key = self.preparation.config.api_key
         rejected = self.metrics.authentication_failure.inc
         return HttpAuth(self.preparation.tokens, api_key.text if api_key else None, rejected)
 
-    def http_ports(self, probes: Probes, auth: HttpAuth) -> HttpPorts:
-        """Probes, the REST APIs and their pages."""
+    def _api_routes(self, auth: HttpAuth) -> list[web.RouteDef]:
         config = self.preparation.config
         api = HttpApi(config, auth, self.admission, self.metrics.call_ended, self.generator)
         catalog = AdapterCatalog(self.preparation.adapter_store)
         openai = OpenAIApi(config, catalog, self.preparation.model.generation_config, self.chat_template)
         operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
-        routes = [api.route(operation) for operation in operations]
         pages = page_routes(operations, config.shown_model, needs_token=auth.needed)
-        return HttpPorts(config, probes, [*routes, *pages], self.admission, self.preparation.certificates)
+        return [*map(api.route, operations), *pages]

@@ -246,7 +246,7 @@ class Config:
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(
         NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
-    debug_batch: bool = option(NETWORK, BOOLEAN, "serve /debug/batch on PORT: the batch and the queue", False)
+    debug_batch: bool = option(NETWORK, BOOLEAN, "serve /debug/batch: the batch and the queue, as JSON", False)
     tls_cert_path: Path | None = option(
         NETWORK, PATH, "PEM certificate of the gRPC port", None, vllm_names=("ssl_certfile",))
     tls_key_path: Path | None = option(

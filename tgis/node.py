@@ -10,7 +10,6 @@ import time
 import msgspec
 
 from tgis.api.http.app import HttpServer
-from tgis.api.http.auth import HttpAuth
 from tgis.api.http.probes import Probes
 from tgis.config import Config
 from tgis.errors import StartError
@@ -41,7 +40,7 @@ class Node:
     async def serve(self) -> int:
         started = time.monotonic()
         stop, hurry = stop_signals.futures()
-        probes = Probes(lambda: self._unhealthy_reason, _no_metrics, HttpAuth(None, None, lambda: None))
+        probes = Probes(lambda: self._unhealthy_reason, _no_metrics)
         http = HttpServer(self._config, self._config.port, probes.health_routes(), admission(self._config))
         try:
             port = await http.start()

@@ -81,10 +81,8 @@ class Server:
         self._generator: asyncio.Future[Generator] = loop.create_future()
         self._template: asyncio.Future[ChatTemplate | None] = loop.create_future()
         apis = Apis(preparation, self._admission, self._service_metrics, self._generator, self._template)
-        auth = apis.http_auth()
-        batch_state = self._batch_state if config.debug_batch else None
-        probes = Probes(lambda: self._unhealthy_reason, self._scrape, auth, batch_state)
-        self._grpc, self._http = apis.grpc_server(), apis.http_ports(probes, auth)
+        probes = Probes(lambda: self._unhealthy_reason, self._scrape)
+        self._grpc, self._http = apis.grpc_server(), apis.http_ports(probes, self._batch_state)
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""

@@ -17,7 +17,8 @@ from http_port import NO_AUTH, no_metrics
 from mounted_secret import Clock, Secret
 
 from benchmarks.certificates import make_pair
-from tgis.api.http.ports import HttpPorts
+from tgis.api.http.app import HttpPorts
+from tgis.api.http.debug import debug_route
 from tgis.api.http.probes import Probes
 from tgis.config import Config
 from tgis.errors import Unavailable
@@ -38,7 +39,8 @@ async def serving(certificates: Certificates | None = None, **options: Any) -> A
     async def batch_state() -> BatchState:
         raise Unavailable("no engine")
 
-    probes, routes = Probes(lambda: None, no_metrics, NO_AUTH, batch_state), [web.get("/identity", identity)]
+    api_routes = [web.get("/identity", identity)] if config.http_api else []
+    probes, routes = Probes(lambda: None, no_metrics), [debug_route(NO_AUTH, batch_state), *api_routes]
     ports = HttpPorts(config, probes, routes, admission(config), certificates)
     numbers = await ports.start()
     try:
@@ -59,15 +61,14 @@ async def statuses(port: int, **options: Any) -> dict[str, int]:
 
 
 ALL = {"health": 200, "ping": 200, "metrics": 200, "debug/batch": 503, "identity": 200}
-PROBES, API = ALL | {"identity": 404}, ALL | {"metrics": 404, "debug/batch": 404}
-PROBES_BESIDE_TLS, API_IN_TLS = PROBES | {"debug/batch": 404}, ALL | {"metrics": 404}
+PROBES, API = ALL | {"identity": 404, "debug/batch": 404}, ALL | {"metrics": 404}
 
 
 @pytest.mark.parametrize(
     ("options", "on_probes", "on_api"),
     [
         ({}, ALL, ALL),
-        ({"http_api": False}, PROBES, None),
+        ({"http_api": False}, ALL | {"identity": 404}, None),
         ({"http_api_port": 0}, PROBES, API),
     ],
 )
@@ -97,8 +98,8 @@ def client_context(directory: Path, secret: Secret, *, mutual: bool) -> ssl.SSLC
 async def test_with_tls_the_apis_need_a_port(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Certificates(secret.files())) as (probes, api):
         assert api is None
-        assert await statuses(probes) == PROBES_BESIDE_TLS
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+        assert await statuses(probes) == PROBES
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert all("HTTP_API_PORT" in message for message in caplog.messages)
 
 
@@ -108,15 +109,15 @@ async def test_tls_follows_changes_of_its_files(mutual: bool, secret: Secret, tm
     clock = Clock()
     async with serving(Certificates(secret.files(mutual=mutual), clock), http_api_port=0) as (probes, api):
         assert api is not None
-        assert await statuses(probes) == PROBES_BESIDE_TLS
+        assert await statuses(probes) == PROBES
         before = client_context(tmp_path, secret, mutual=mutual)
-        assert await statuses(api, ssl=before) == API_IN_TLS
+        assert await statuses(api, ssl=before) == API
         secret.authority = make_pair()
         secret.renew()
         clock.next_check()
         with pytest.raises(aiohttp.ClientError):
             await statuses(api, ssl=before)
-        assert await statuses(api, ssl=client_context(tmp_path, secret, mutual=mutual)) == API_IN_TLS
+        assert await statuses(api, ssl=client_context(tmp_path, secret, mutual=mutual)) == API
         if mutual:
             with pytest.raises((aiohttp.ClientError, ConnectionError)):
                 await statuses(api, ssl=client_context(tmp_path, secret, mutual=False))

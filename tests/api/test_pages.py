@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from harness import run_async
-from http_port import NO_AUTH, no_metrics, serving, serving_while_loading
+from http_port import no_metrics, serving, serving_while_loading
 
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.probes import Probes
@@ -49,12 +49,12 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
         ("/", "text/html,*/*;q=0.8", (307, "ui")),
         ("/", "*/*", (200, None)),
         ("/health", "text/html", (200, None)),
-        ("/ui/", "text/html", (308, "../ui")),
+        ("/ui/", "text/html", (308, "/ui")),
     ],
 )
 @run_async
 async def test_a_browser_is_sent_to_the_page_where_there_is_one(path: str, accept: str, found: tuple[int, Any]) -> None:
-    probes, ui = Probes(lambda: None, no_metrics, NO_AUTH).routes(), page_routes([], "m", needs_token=False)
+    probes, ui = Probes(lambda: None, no_metrics).routes(), page_routes([], "m", needs_token=False)
     for routes, expected in ((probes, (404 if "ui" in path else 200, None)), ([*probes, *ui], found)):
         async with (
             serving(routes) as port,

@@ -11,11 +11,10 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from grpc_calls import connected, service, serving
+from grpc_calls import CONFIG, connected, make_calls, service, serving
 from grpc_status import rpc_status
 from harness import Server, as_stream_request, run_async, running_fake, unary_request, wait_until
 
-from tgis.api.grpc.status import error_boundary
 from tgis.errors import InvalidRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -299,7 +298,7 @@ def violations(error: Any) -> list[error_details_pb2.BadRequest.FieldViolation]:
 @run_async
 async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
     async def refuse(_request: bytes, context: Any) -> bytes:
-        async with error_boundary(context):
+        async with make_calls(CONFIG).open(context, "Test"):
             raise InvalidRequest("text", "ä" * 20_000)
         return b""
 
@@ -321,7 +320,7 @@ async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(capl
         begun.set()
         await stopped.wait()
         try:
-            async with error_boundary(context):
+            async with make_calls(CONFIG).open(context, "Test"):
                 await context.read()
         except BaseException as error:
             found.append(type(error))

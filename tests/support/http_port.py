@@ -39,7 +39,7 @@ async def serving(
 async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
     config = Config(model_name="m")
-    openai = OpenAIApi(config, AdapterCatalog(None), {}, asyncio.get_running_loop().create_future())
+    openai = OpenAIApi(config, AdapterCatalog(None), {}, asyncio.Future())
     operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, admission(config), lambda *_: None, asyncio.Future())
     async with serving(

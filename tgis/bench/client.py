@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tgis.bench.load import ClosedLoop, Level
 
-_SETUP_TIMEOUT = 30.0
 STREAMS_PER_CONNECTION = 100  # a common limit of servers
 OPEN_LOOP_CONNECTIONS = 8
 
@@ -32,11 +31,6 @@ class BenchSettings:
     adapter_id: str | None = None
     prefix_id: str | None = None
     timeout: float = 600.0  # seconds, per request
-
-    @property
-    def setup_timeout(self) -> float:
-        """Seconds for the first call of each connection."""
-        return min(_SETUP_TIMEOUT, self.timeout)
 
     @property
     def connections(self) -> int:

@@ -13,6 +13,7 @@ from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
+_SETUP_TIMEOUT = 30.0  # seconds for the first call of each connection
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # else channels to one target share one connection
     ("grpc.max_receive_message_length", 64 << 20),
@@ -43,15 +44,11 @@ class GrpcClient:
         self._next_stub = itertools.cycle(self._stubs)
 
     async def open_connections(self) -> None:
-        await asyncio.gather(*map(self._connect, self._stubs))
-
-    async def _connect(self, stub: GenerationServiceStub) -> None:
-        try:
-            timeout = self._settings.setup_timeout
-            await stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.UNIMPLEMENTED:
-                raise
+        timeout = min(_SETUP_TIMEOUT, self._settings.timeout)
+        requests = (
+            stub.ModelInfo(pb.ModelInfoRequest(), timeout=timeout, metadata=self._metadata) for stub in self._stubs
+        )
+        await asyncio.gather(*requests)
 
     async def send(self, text: str, record: RequestRecord) -> None:
         record.sent_at = perf_counter()

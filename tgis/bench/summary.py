@@ -14,14 +14,8 @@ from dataclasses import dataclass
 
 from tgis.bench.client import RequestRecord
 
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Percentiles of one figure over the requests; None if no request has it."""
-
-    p50: float | None
-    p90: float | None
-    p99: float | None
+TIMES = ("ttft", "tpot", "gap", "latency")
+Percentiles = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +41,46 @@ class Summary:
     client_cpu: float  # share of one core that the load generator used
     server_cpu_us_per_token: float | None  # of the process asked for, per output token
 
-    @property
-    def num_failed(self) -> int:
-        return sum(self.failed.values())
-
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
-    """Percentiles in milliseconds."""
+    """Percentiles of one figure over the requests, in milliseconds; None if no request has it."""
     if len(seconds) < 2:
-        return Percentiles(*[1000 * seconds[0] if seconds else None] * 3)
+        return dict.fromkeys(("p50", "p90", "p99"), 1000 * seconds[0] if seconds else None)
     hundredths = statistics.quantiles(seconds, n=100, method="inclusive")
-    return Percentiles(*(1000 * hundredths[percent - 1] for percent in (50, 90, 99)))
+    return {f"p{percent}": 1000 * hundredths[percent - 1] for percent in (50, 90, 99)}
 
 
-def request_times(sample: RequestRecord) -> dict[str, float]:
-    """Seconds that one request took, by name; unary calls and streams of one message do not have all."""
-    times = {"latency": sample.ended_at - sample.scheduled_at}
-    if not sample.first_output_at:
-        return times
-    times["ttft"] = sample.first_output_at - sample.scheduled_at
-    if sample.last_output_at > sample.first_output_at:
-        times["gap"] = sample.max_gap
-        if tokens := sample.output_tokens - sample.first_message_tokens:
-            times["tpot"] = (sample.last_output_at - sample.first_output_at) / tokens
+def request_times(record: RequestRecord) -> dict[str, float]:
+    """Seconds by name, of `TIMES`; unary calls and streams of one message do not have all."""
+    times = {"latency": record.ended_at - record.scheduled_at}
+    if record.first_output_at:
+        times["ttft"] = record.first_output_at - record.scheduled_at
+    if record.last_output_at > record.first_output_at:
+        times["gap"] = record.max_gap
+        if tokens := record.output_tokens - record.first_message_tokens:
+            times["tpot"] = (record.last_output_at - record.first_output_at) / tokens
     return times
 
 
 def summarize(
-    samples: Sequence[RequestRecord],
+    records: Sequence[RequestRecord],
     cpu_seconds: float,
     slo: Mapping[str, float] | None = None,
     server_cpu_seconds: float | None = None,
 ) -> Summary:
     """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`."""
-    finished = [sample for sample in samples if sample.status]
-    ok = [sample for sample in finished if sample.status == "OK"]
+    finished = [record for record in records if record.status]
+    ok = [record for record in finished if record.status == "OK"]
     duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)
     rate = 1 / duration if duration else 0.0
-    times = [request_times(sample) for sample in ok]
-    good = sum(all(1000 * each.get(name, 0.0) <= most for name, most in slo.items()) for each in times) if slo else None
+    times = [request_times(record) for record in ok]
+    columns = {name: percentiles([row[name] for row in times if name in row]) for name in TIMES}
+    good = sum(all(1000 * row.get(name, 0.0) <= most for name, most in slo.items()) for row in times) if slo else None
     tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
     return Summary(
         ok=len(ok),
-        failed=dict(Counter(sample.status for sample in finished if sample.status != "OK")),
-        short=sum(sample.output_tokens < sample.requested_tokens for sample in ok),
+        failed=dict(Counter(record.status for record in finished if record.status != "OK")),
+        short=sum(record.output_tokens < record.requested_tokens for record in ok),
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
@@ -99,11 +89,11 @@ def summarize(
         goodput_per_s=None if good is None else good * rate,
         input_tokens_per_s=tokens_in * rate,
         output_tokens_per_s=tokens_out * rate,
-        ttft_ms=percentiles([each["ttft"] for each in times if "ttft" in each]),
-        tpot_ms=percentiles([each["tpot"] for each in times if "tpot" in each]),
-        max_gap_ms=percentiles([each["gap"] for each in times if "gap" in each]),
-        latency_ms=percentiles([each["latency"] for each in times]),
-        send_delay_ms=percentiles([sample.sent_at - sample.scheduled_at for sample in finished]),
+        ttft_ms=columns["ttft"],
+        tpot_ms=columns["tpot"],
+        max_gap_ms=columns["gap"],
+        latency_ms=columns["latency"],
+        send_delay_ms=percentiles([record.sent_at - record.scheduled_at for record in finished]),
         client_cpu=cpu_seconds * rate,
         server_cpu_us_per_token=server_cpu_seconds * 1e6 / tokens_out if server_cpu_seconds and tokens_out else None,
     )

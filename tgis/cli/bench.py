@@ -16,7 +16,8 @@ from tgis.bench import grpc_client
 from tgis.bench.client import BenchSettings
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import Report, measure
-from tgis.bench.report import TIMES, dump_line, format_notes, format_table, to_json
+from tgis.bench.report import dump_line, format_notes, format_table, to_json
+from tgis.bench.summary import TIMES
 from tgis.cli import client
 from tgis.errors import OptionError, file_errors
 from tgis.utils.options import Parser, ValueType, decimal, integer

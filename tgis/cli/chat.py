@@ -39,13 +39,10 @@ def main(argv: list[str], prog: str) -> int:
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Chat with the model: each line is a message, /reset forgets the chat.")
-    server = parser.add_argument_group("Server")
-    help_text = f"of HTTP (default: {TARGET})"
-    server.add_argument("--target", type=client.ADDRESS, default=TARGET, metavar="HOST:PORT", help=help_text)
-    server.add_argument("--model", type=TEXT, metavar="NAME", help="an adapter (default: the model without one)")
-    client.add_call_arguments(server, timeout=None)
-    parser.add_argument("--system", type=TEXT, metavar="TEXT", help="what the model is told before the chat")
-    parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="maximum number of tokens of each")
+    client.add_arguments(parser, timeout=None, target=TARGET)
+    parser.add_argument("--model", type=TEXT, metavar="NAME", help="adapter to chat with (default: the model)")
+    parser.add_argument("--system", type=TEXT, metavar="TEXT", help="system message, sent before the chat")
+    parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="maximum number of tokens of each answer")
     return parser
 
 

@@ -8,22 +8,14 @@ import re
 import ssl
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, TEXT, ValueType, decimal
-
-
-class AddsArguments(Protocol):
-    """A parser or a group of its arguments."""
-
-    @property
-    def add_argument(self) -> Callable[..., argparse.Action]: ...
-
 
 GRPC_TARGET = "localhost:8033"
 CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
@@ -35,7 +27,7 @@ _CAUSES = {
     r"http1\.x server|ALPN": "{target} is an HTTP port: gRPC has another, 8033 by default",
     "(?i)bad ?status ?line|closing transport": "{target} is a gRPC port: HTTP has another, 3000 by default",
     "WRONG_VERSION_NUMBER": "{target} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name",
-    "[Hh]ostname (Ver|mis)|Peer name": "the certificate of {target} has another name, which --tls-server-name may tell",
+    "[Hh]ostname (Ver|mis)|Peer name": "the certificate of {target} has another name, see --tls-server-name",
     "CERTIFICATE_VERIFY_FAILED": "the certificate of {target} is not trusted: --ca-cert names a file with its CA",
     "security handshaker": "--ca-cert, --tls-cert and --tls-key must name PEM files of certificates and their key",
     _CLOSED: "{target} closes the connection: it may want {wanted}",
@@ -58,17 +50,13 @@ def _address(text: str) -> str:
 ADDRESS = ValueType("HOST:PORT", _address)
 
 
-def add_arguments(parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS) -> None:
-    """Add the options for the server and how to call it; `timeout` is the default of --timeout, None for no limit."""
-    group = parser.add_argument_group("Server")
-    help_text = f"gRPC address (default: {GRPC_TARGET})"
-    group.add_argument("--target", type=ADDRESS, default=GRPC_TARGET, metavar="HOST:PORT", help=help_text)
-    add_call_arguments(group, timeout)
-
-
-def add_call_arguments(group: AddsArguments, timeout: float | None) -> None:
-    """Add the options of a call over any protocol."""
-    add, limit = group.add_argument, "no limit" if timeout is None else f"{timeout:g}"
+def add_arguments(
+    parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS, target: str = GRPC_TARGET
+) -> None:
+    """Add the options for the server and how to call it, with their defaults; a `timeout` of None is no limit."""
+    add, limit = parser.add_argument_group("Server").add_argument, "no limit" if timeout is None else f"{timeout:g}"
+    help_text = f"address of the server (default: {target})"
+    add("--target", type=ADDRESS, default=target, metavar="HOST:PORT", help=help_text)
     help_text = f"seconds that a call may take (default: {limit})"
     add("--timeout", type=decimal(0, 86400, exclude_low=True), default=timeout, metavar="X", help=help_text)
     add("--token-file", type=PATH, metavar="PATH", help="file with a bearer token in its first line")

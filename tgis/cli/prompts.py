@@ -4,9 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from tgis.errors import AdapterError, OptionError, file_errors
 from tgis.ipc.lookups import AdapterProblem
@@ -19,10 +17,8 @@ from tgis.utils.options import Parser, choice, integer
 if TYPE_CHECKING:
     from tgis.prompts.store import AdapterStore  # needs torch
 
-_COLUMNS = ("ID", "ADAPTER", "RANK", "TOKENS", "STATE")
 
-
-class StoreEntry(msgspec.Struct):
+class StoreEntry(NamedTuple):
     """One directory of the store: `size` in bytes of memory, `length` in virtual tokens."""
 
     id: str
@@ -40,10 +36,7 @@ def main(argv: list[str], prog: str) -> int:
         raise OptionError(f"{options.path} is not a directory")
     with file_errors(f"cannot read {options.path}", OptionError):
         entries = list(_check_store(options))
-    if options.json:
-        print(*(msgspec.json.encode(entry).decode() for entry in entries), sep="\n")
-    else:
-        _print(entries)
+    _print(entries)
     return int(any(entry.problem for entry in entries))
 
 
@@ -59,7 +52,6 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--dtype", type=dtype, metavar="NAME", default="float32", help=help_text)
     help_text = "size of the adapter cache: PROMPT_CACHE_SIZE_MB of a server (default: 512)"
     parser.add_argument("--cache-mb", type=integer(1), metavar="N", default=512, help=help_text)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON per adapter")
     return parser
 
 
@@ -67,7 +59,7 @@ def _check_store(options: Namespace) -> Iterator[StoreEntry]:
     """Check every directory that may be meant as an adapter, sorted by id."""
     import torch  # noqa: PLC0415 - slow; not needed for --help
 
-    from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - likewise
+    from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - slow
     from tgis.prompts.tensor_file import TargetModel  # noqa: PLC0415
 
     config = find_model(options.model, None, None).config if options.model else {}
@@ -97,18 +89,16 @@ def _check(store: "AdapterStore", adapter_id: str) -> StoreEntry:
     try:
         adapter = store.find(adapter_id).adapter
     except AdapterError as error:
-        is_unsupported = error.problem == AdapterProblem.UNSUPPORTED
-        return StoreEntry(
-            adapter_id, problem=f"adapter type {error} is not supported" if is_unsupported else str(error)
-        )
+        unsupported = error.problem == AdapterProblem.UNSUPPORTED
+        return StoreEntry(adapter_id, problem=f"adapter type {error} is not supported" if unsupported else str(error))
     kind = "LoRA" if adapter.rank else "soft prompt"
     return StoreEntry(adapter_id, kind, adapter.rank, adapter.length, adapter.size)
 
 
 def _print(entries: list[StoreEntry]) -> None:
-    rows = [(escape(e.id), e.kind, str(e.rank or ""), str(e.length or ""), e.problem or "ok") for e in entries]
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    for row in [_COLUMNS, *rows]:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    width = 2 + max((len(escape(entry.id)) for entry in entries), default=0)
+    for entry in entries:
+        shape = f"rank {entry.rank}" if entry.rank else f"{entry.length} tokens"
+        print(f"{escape(entry.id):<{width}}{entry.problem or f'ok: {entry.kind}, {shape}'}")
     wrong, size = sum(bool(entry.problem) for entry in entries), sum(entry.size for entry in entries)
     print(f"\n{len(entries) - wrong} good, {size / 1024:,.0f} KiB in memory; {wrong} with a problem")

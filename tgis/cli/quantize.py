@@ -1,6 +1,5 @@
 """`tgis quantize`: quantizes the weights of a model on this machine, for any server that reads the format."""
 
-import sys
 from typing import Any
 
 from tgis.bench.workload import read_texts
@@ -10,7 +9,6 @@ from tgis.errors import OptionError
 from tgis.models.quantize import FORMATS, Recipe, quantize_model
 from tgis.utils.options import PATH, Parser, ValueType, choice, decimal, integer
 
-_NO_EFFECT = "auto-round tunes the rounding of weights, in the order of the inputs"
 _GROUP_SIZES = ("-1", "32", "64", "128", "256", "512", "1024")
 _GROUPS = "inputs that share a scale, halved until they divide every layer; -1: all of a layer"
 _OPTIONS: list[tuple[str, ValueType[Any], Any, str, str]] = [  # name, type, default, metavar, help
@@ -19,7 +17,7 @@ _OPTIONS: list[tuple[str, ValueType[Any], Any, str, str]] = [  # name, type, def
     ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
     ("--iterations", integer(1, 10_000), 200, "N", "of calibration, for each block (default: 200)"),
     ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
-    ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect"),
+    ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect; an option of TGIS"),
 ]
 
 
@@ -29,9 +27,6 @@ def main(argv: list[str], prog: str) -> int:
     bits = int(options.bits)
     if options.format == "awq" and bits != 4:
         raise OptionError(f"--format=awq has weights of 4 bits only, not --bits={bits}")
-    for name in ("percdamp", "act_order"):
-        if getattr(options, name) is not None:
-            print(f"--{name.replace('_', '-')} has no effect: {_NO_EFFECT}", file=sys.stderr)
     size = int(options.group_size or (128 if bits == 4 else -1))
     texts = read_texts(options.calibration, "--calibration") if options.calibration else None
     recipe = Recipe(bits, None if size == -1 else size, options.format, texts, options.iterations)
@@ -50,6 +45,6 @@ def _parser(prog: str) -> Parser:
     )
     for name, kind, default, metavar, help_text in _OPTIONS:
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=help_text)
-    parser.add_argument("--act-order", action="store_true", default=None, help="no effect")
+    parser.add_argument("--act-order", action="store_true", help="no effect; an option of TGIS")
     parser.add_argument("out", type=PATH, metavar="OUT", help="output directory, to be created")
     return parser

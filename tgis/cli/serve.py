@@ -1,6 +1,5 @@
 """`tgis serve`: parse the options, set up logging and the environment, then run the server or only check it."""
 
-import fcntl
 import logging
 import os
 import resource
@@ -15,7 +14,6 @@ from tgis.utils import logs
 from tgis.utils.options import Option, format_value
 
 MAX_OPEN_FILES = 1 << 16  # more than connections ever need; containers often have a hard limit of a billion
-FILE_TABLE_SIZE = 1 << 13
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ def _serve(config: Config) -> int:
     logs.configure(level=config.log_level, json_output=config.json_output)
     try:
         raise_file_limit()
-        enlarge_file_table()
         prepare_environment(config)
         from tgis import server  # noqa: PLC0415 - slow; not needed for --help or a bad option
 
@@ -66,17 +63,6 @@ def raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         log.info("limit of open files raised from %d to %d", soft, wanted)
-
-
-def enlarge_file_table() -> None:
-    """Have the kernel's table of open files as large as many connections need; call it before threads are started.
-
-    It grows when a file is opened, and where there are threads that waits for all CPUs: up to a second, in accept().
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    size = FILE_TABLE_SIZE if soft == resource.RLIM_INFINITY else min(soft, FILE_TABLE_SIZE)
-    with open(os.devnull) as file:
-        os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, size - 1))
 
 
 def _log_fatal(error: StartError) -> int:

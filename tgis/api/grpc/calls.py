@@ -7,18 +7,20 @@ bytes and parses them only after the call has been admitted.
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
-from tgis.api.grpc.status import Context, abort_with, error_boundary, status_name
+from tgis.api.grpc.status import Context, abort, status_name
 from tgis.config import Config
-from tgis.errors import ClientTimeout, InvalidRequest
+from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
 from tgis.frontend.admission import Admission
 from tgis.security.bearer import TokenFile, caller_identity, token_of
+from tgis.utils import logs
+
+CORRELATION_ID_KEY = "x-correlation-id"
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +82,13 @@ class GrpcCall:
         raise asyncio.CancelledError
 
 
+Run = Callable[[GrpcCall], Awaitable[None]]
 Method = Callable[[bytes, GrpcCall], Awaitable[None]]  # gets the message; writes the answer
 CountCall = Callable[[str, str, str], object]  # called at the end of a call with its API, method and status
 
 
 class GrpcCalls:
-    """Admits the calls of a gRPC port."""
+    """Makes the handlers of a gRPC port."""
 
     def __init__(
         self,
@@ -101,37 +104,56 @@ class GrpcCalls:
         self._tokens, self._on_rejected = tokens, on_rejected
         self._count = count
 
-    @asynccontextmanager
-    async def open(self, context: Context, name: str, *, public: bool = False) -> AsyncIterator[GrpcCall]:
-        """Authenticate a call, unless its method is public, and end it with a status if the block raises."""
-        status = grpc.StatusCode.CANCELLED.name
-        try:
-            async with error_boundary(context):
-                if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
-                    self._on_rejected()
-                    await abort_with(context, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
-                identity = caller_identity(context, bearer_auth=self._tokens is not None)
-                client = self.admission.client(identity, context.peer().rpartition(":")[0])  # each call has a port
-                yield GrpcCall(context, client, identity, self._config.client_timeout_seconds)
-            status = grpc.StatusCode.OK.name
-        except grpc.aio.AbortError:
-            status = status_name(context)
-            raise
-        finally:
-            self._count("grpc", name, status)
-
     def handler(self, name: str, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
         """Make the handler of a method with one request message."""
 
+        async def run(call: GrpcCall) -> None:
+            with self.admission.calls.hold(call.client, 1):
+                if (data := await call.read()) is None:
+                    raise InvalidRequest("", "the call has no message")
+                async with self.admission.running(call.client, len(data)):
+                    await method(data, call)
+
+        return self.stream_handler(name, run)
+
+    def stream_handler(self, name: str, run: Run, *, public: bool = False) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Make the handler of a method that reads its messages itself; a public one needs no token."""
+
         async def handle(_requests: object, context: Context) -> None:
-            async with self.open(context, name) as call:
-                await self._run(method, call)
+            status = grpc.StatusCode.CANCELLED.name
+            correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
+            context.set_trailing_metadata(((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ())
+            try:
+                with logs.correlation_scope(correlation_id):
+                    if (error := await self._outcome(run, context, public=public)) is not None:
+                        await abort(context, error)
+                status = grpc.StatusCode.OK.name
+            except grpc.aio.AbortError:
+                status = status_name(context)
+                raise
+            finally:
+                self._count("grpc", name, status)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
-    async def _run(self, method: Method, call: GrpcCall) -> None:
-        with self.admission.calls.hold(call.client, 1):
-            if (data := await call.read()) is None:
-                raise InvalidRequest("", "the call has no message")
-            async with self.admission.running(call.client, len(data)):
-                await method(data, call)
+    async def _outcome(self, run: Run, context: Context, *, public: bool) -> RequestError | None:
+        """Run a call and return its error, without the frames: grpc.aio would keep these, and the message in them."""
+        try:
+            if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
+                self._on_rejected()
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
+            identity = caller_identity(context, bearer_auth=self._tokens is not None)
+            client = self.admission.client(identity, context.peer().rpartition(":")[0])
+            await run(GrpcCall(context, client, identity, self._config.client_timeout_seconds))
+        except RequestError as error:
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            return error
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except grpc.aio.BaseError:  # the call was cancelled while its response was sent, or the server has stopped
+            log.info("the call has ended before its response was sent")
+            raise asyncio.CancelledError from None  # gRPC is about to raise it, and would first try to send a status
+        except Exception as error:
+            log.exception("internal error in a call")
+            return EngineFailure(f"internal error: {type(error).__name__}")
+        return None

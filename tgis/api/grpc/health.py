@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
-from tgis.api.grpc.status import Context, abort_with
 from tgis.errors import Overloaded
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -31,17 +30,16 @@ class HealthServicer:
     blocks every later change of the state.
     """
 
-    def __init__(self, calls: GrpcCalls) -> None:
-        self._calls = calls
+    def __init__(self) -> None:
         self._open: dict[asyncio.Timeout, None] = {}  # oldest first
         self._state = _NOT_SERVING
         self._changed = asyncio.Event()
 
-    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
+    def handler(self, calls: GrpcCalls) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
         methods = {
-            "Check": grpc.stream_stream_rpc_method_handler(self._check),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._watch),
+            "Check": calls.stream_handler("Check", self._check, public=True),
+            "Watch": calls.stream_handler("Watch", self._watch, public=True),
         }
         return grpc.method_handlers_generic_handler(HEALTH_SERVICE, methods)
 
@@ -51,17 +49,17 @@ class HealthServicer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _check(self, _requests: object, context: Context) -> None:
+    async def _check(self, call: GrpcCall) -> None:
         """The state of one service; NOT_FOUND for an unknown one."""
-        async with self._calls.open(context, "Check", public=True) as call, self._place():
-            if not await self._asks_for_known_service(call):
-                await abort_with(context, grpc.StatusCode.NOT_FOUND, "unknown service")
+        async with self._place():
+            if not await _asks_for_known_service(call):
+                await call.context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
             await call.write(self._state)
 
-    async def _watch(self, _requests: object, context: Context) -> None:
+    async def _watch(self, call: GrpcCall) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
-        async with self._calls.open(context, "Watch", public=True) as call, self._place():
-            known, last = await self._asks_for_known_service(call), None
+        async with self._place():
+            known, last = await _asks_for_known_service(call), None
             while True:
                 changed = self._changed
                 state = self._state if known else _UNKNOWN
@@ -87,6 +85,7 @@ class HealthServicer:
         except TimeoutError:
             raise Overloaded(f"more than {MAX_OPEN_CALLS} health calls are open") from None
 
-    async def _asks_for_known_service(self, call: GrpcCall) -> bool:
-        data = await call.read(MAX_REQUEST_BYTES) or b""
-        return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)
+
+async def _asks_for_known_service(call: GrpcCall) -> bool:
+    data = await call.read(MAX_REQUEST_BYTES) or b""
+    return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)

@@ -2,18 +2,17 @@
 
 import asyncio
 import functools
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tgis.api.grpc.calls import GrpcCalls, remember_creators
+from tgis.api.grpc.calls import GrpcCall, GrpcCalls, remember_creators
 from tgis.api.grpc.health import HEALTH_SERVICE, HealthServicer
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.servicer import GENERATION_SERVICE
-from tgis.api.grpc.status import Context
+from tgis.api.listen import listen
 from tgis.config import Config
 from tgis.errors import StartError
 from tgis.frontend.admission import Admission, Quota
@@ -43,24 +42,21 @@ class GrpcServer:
     ) -> None:
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
-        self._health = HealthServicer(calls)
-        handlers = [*handlers, self._health.handler(), *_reflection_handlers(calls)]
+        self._health = HealthServicer()
+        handlers = [*handlers, self._health.handler(calls), *_reflection_handlers(calls)]
         remember_creators(asyncio.get_running_loop())
         self._server = grpc.aio.server(handlers=handlers, options=_channel_arguments(config, calls.admission))
 
     def bind(self) -> int:
         """Bind the port, or any free one if it is 0, and return its number; StartError if that fails."""
+        listen("gRPC", self._host, self._port).close()  # gRPC does not say why it cannot bind a port
         address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         try:
             if self._certificates is None:
-                port: int = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._certificates.server_credentials())
-        except RuntimeError:  # grpcio's, without the reason
-            port = 0
-        if not port:
-            raise StartError(f"cannot listen for gRPC on {address}: {_bind_error(self._host, self._port)}")
-        return port
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, self._certificates.server_credentials())
+        except RuntimeError as error:
+            raise StartError(f"cannot listen for gRPC on {address}") from error
 
     async def start(self) -> None:
         """Accept calls; health is NOT_SERVING until `set_serving`."""
@@ -100,13 +96,12 @@ def _reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, 
 
     places = Quota("open reflection calls", MAX_REFLECTION_CALLS, MAX_REFLECTION_CALLS // 2)
 
-    async def reflect(_requests: object, context: Context) -> None:
-        async with calls.open(context, "ServerReflectionInfo") as call:
-            with places.hold(call.client, 1):
-                while (data := await call.read(MAX_REFLECTION_BYTES)) is not None:
-                    await call.write(answer(data))
+    async def reflect(call: GrpcCall) -> None:
+        with places.hold(call.client, 1):
+            while (data := await call.read(MAX_REFLECTION_BYTES)) is not None:
+                await call.write(answer(data))
 
-    methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(reflect)}
+    methods = {"ServerReflectionInfo": calls.stream_handler("ServerReflectionInfo", reflect)}
     return [grpc.method_handlers_generic_handler(name, methods) for name in _REFLECTIONS]
 
 
@@ -130,13 +125,3 @@ def _channel_arguments(config: Config, admission: Admission) -> list[tuple[str, 
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]
-
-
-def _bind_error(host: str, port: int) -> str:
-    """The operating system's reason for a failed bind, which gRPC does not report."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, port))
-    except OSError as error:
-        return error.strerror or str(error)
-    return "refused by gRPC"

@@ -1,9 +1,5 @@
 """How a call ends: exceptions as status codes."""
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,11 +16,7 @@ from tgis.errors import (
     RequestError,
     Unavailable,
 )
-from tgis.utils import logs
 
-log = logging.getLogger(__name__)
-
-CORRELATION_ID_KEY = "x-correlation-id"
 _MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, and clients take 8 KiB of them
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
@@ -37,29 +29,6 @@ _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
 }
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-@asynccontextmanager
-async def error_boundary(context: Context) -> AsyncIterator[None]:
-    """Ends the call with a status for any exception raised in the block; sets its correlation id."""
-    correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
-    metadata = ((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ()
-    context.set_trailing_metadata(metadata)
-    try:
-        with logs.correlation_scope(correlation_id):
-            try:
-                yield
-            except RequestError as error:
-                error.__traceback__ = None  # grpc.aio keeps the exceptions: their frames would keep the message
-                await abort(context, error)
-    except (grpc.aio.AbortError, grpc.aio.UsageError):
-        raise
-    except grpc.aio.BaseError:  # the call was cancelled while its response was sent, or the server has stopped
-        log.info("the call has ended before its response was sent")
-        raise asyncio.CancelledError from None  # gRPC is about to raise it, and would first try to send a status
-    except Exception as error:
-        log.exception("internal error in a call")
-        await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
 
 
 def status_name(context: Context) -> str:
@@ -88,12 +57,7 @@ async def abort(context: Context, error: RequestError) -> None:
         for detail in details:
             status.details.add().Pack(detail)
         metadata = (*metadata, ("grpc-status-details-bin", status.SerializeToString()))
-    await abort_with(context, code, message, metadata)
-
-
-async def abort_with(context: Context, code: grpc.StatusCode, text: str, metadata: Any = ()) -> None:
-    """End the call with this status; raises AbortError."""
-    await context.abort(code, text, metadata)
+    await context.abort(code, message, metadata)
 
 
 def _limited(text: str) -> str:

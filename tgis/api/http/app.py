@@ -13,8 +13,10 @@ from aiohttp.typedefs import Handler
 
 from tgis.api.http.cors import HostCheck, allow_origin, preflight_response
 from tgis.api.http.operations import REQUEST_ID
+from tgis.api.http.probes import Probes
+from tgis.api.listen import listen
 from tgis.config import Config
-from tgis.errors import RETRY_SECONDS, StartError
+from tgis.errors import RETRY_SECONDS
 from tgis.frontend.admission import Admission
 from tgis.security.tls import Certificates
 
@@ -25,6 +27,11 @@ LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
 HANDSHAKE_SECONDS = 5.0  # of TLS
 SHUTDOWN_SECONDS = 1.0  # to write answers that have begun
 _LAST_REQUESTS_SECONDS = 0.1  # for requests of connections that were accepted just before the port closed
+
+# The redirect of a path with a slash at its end: addresses in pages are relative.
+_WITHOUT_SLASH = web.normalize_path_middleware(
+    append_slash=False, remove_slash=True, merge_slashes=False, redirect_class=web.HTTPPermanentRedirect
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +97,9 @@ class HttpServer:
         self._admission = admission
         self._certificates = certificates
         self._hosts = HostCheck(config)
-        application = web.Application(middlewares=[self._answer], client_max_size=config.payload_limit)
+        application = web.Application(middlewares=[self._answer, _WITHOUT_SLASH], client_max_size=config.payload_limit)
         application.on_response_prepare.append(self._add_headers)
         application.add_routes(routes)
-        application.add_routes(
-            web.route(route.method, f"{route.path}/", route.handler, **route.kwargs)
-            for route in routes
-            if not route.path.endswith("/")
-        )
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
         self._listener: asyncio.Server | None = None
 
@@ -118,14 +120,7 @@ class HttpServer:
         return port
 
     def _bind(self) -> socket.socket:
-        host = self._config.bind_address
-        try:
-            listener = socket.create_server(
-                (host, self._port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as error:
-            reason = str(error.strerror).partition(" (")[0]  # without the address
-            raise StartError(f"cannot listen for HTTP on {host}:{self._port}: {reason}") from error
+        listener = listen("HTTP", self._config.bind_address, self._port)
         # Accepted connections inherit it: the system ends those whose clients do not read, also while they close.
         milliseconds = math.ceil(self._config.client_timeout_seconds * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
@@ -162,6 +157,42 @@ class HttpServer:
         if self._admission.draining or not request.content.is_eof():
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"
+
+
+class HttpPorts:
+    """PORT, with probes and metrics in the clear, and the port of the APIs; create it inside the event loop.
+
+    The APIs are on HTTP_API_PORT with the gRPC port's TLS, else on PORT unless the gRPC port has TLS.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        probes: Probes,
+        api_routes: Sequence[web.RouteDef],
+        admission: Admission,
+        certificates: Certificates | None,
+    ) -> None:
+        api_port = config.http_api_port
+        if api_routes and certificates is not None and api_port is None:
+            log.warning("the HTTP APIs and /debug/batch are off: with TLS they need HTTP_API_PORT")
+            api_routes = []
+        shared_routes = api_routes if api_port is None else []
+        self._servers = [HttpServer(config, config.port, [*probes.routes(), *shared_routes], admission)]
+        if api_routes and api_port is not None:
+            api_routes = [*probes.health_routes(), *api_routes]
+            self._servers.append(HttpServer(config, api_port, api_routes, admission, certificates))
+        self._has_api = config.http_api and bool(api_routes)
+
+    async def start(self) -> tuple[int, int | None]:
+        """Serve, and return the ports of probes and of the APIs; StartError if one is taken."""
+        ports = [await server.start() for server in self._servers]
+        return ports[0], ports[-1] if self._has_api else None
+
+    async def stop(self) -> None:
+        """Close the ports and every connection."""
+        for server in self._servers:
+            await server.stop()
 
 
 def _json_error(request: web.Request, error: web.HTTPException) -> web.Response:

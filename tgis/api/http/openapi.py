@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tgis import __version__
+from tgis.api.http.errors import ErrorFormat
 from tgis.api.http.operations import Operation
 
 _REF = "#/components/schemas/{name}"
@@ -31,11 +32,7 @@ def make_document(operations: Sequence[Operation], *, needs_token: bool) -> Json
         path[operation.method.lower()] = _operation(operation, by_type)
     document: Json = {
         "openapi": "3.1.0",
-        "info": {
-            "title": "tgis",
-            "version": __version__,
-            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        },
+        "info": {"title": "tgis", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }
@@ -51,8 +48,7 @@ def _operation(operation: Operation, by_type: Json) -> Json:
     if operation.response is not None:
         content |= _json_content(by_type[repr(operation.response)])
     if operation.event is not None:
-        event = _event(by_type[repr(operation.event)], error, operation.errors.last_event)
-        content["text/event-stream"] = {"schema": event}
+        content["text/event-stream"] = {"schema": _event(by_type[repr(operation.event)], error, operation.errors)}
     described: Json = {
         "operationId": operation.id,
         "summary": operation.summary,
@@ -71,15 +67,12 @@ def _operation(operation: Operation, by_type: Json) -> Json:
     return described
 
 
-def _event(data: Json, error: Json, last: bytes) -> Json:
-    """The schema of an event: JSON, that of an error where a stream fails after its beginning, or the end."""
-    content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [data, error]}}
-    event = _with_data({"type": "string"} | content)
-    return {"anyOf": [event, _with_data({"const": last.decode()})]} if last else event
-
-
-def _with_data(schema: Json) -> Json:
-    return {"type": "object", "required": ["data"], "properties": {"data": schema}}
+def _event(answer: Json, error: Json, errors: ErrorFormat) -> Json:
+    """The schema of an event; a stream that fails after its beginning ends with an error."""
+    data: list[Json] = [{"contentMediaType": "application/json", "contentSchema": {"anyOf": [answer, error]}}]
+    if errors.last_event:
+        data.append({"const": errors.last_event.decode()})
+    return {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "anyOf": data}}}
 
 
 def _json_content(schema: Json) -> Json:

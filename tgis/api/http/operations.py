@@ -93,16 +93,23 @@ class HttpApi:
                 if operation.requests:
                     call.data = await _read_body(request, self._config.client_timeout_seconds)
                 async with self._admission.running(call.client, len(call.data)):
-                    return await _run(operation.handle, call)
+                    response = await operation.handle(call)
+                    await response.prepare(request)
+                    await response.write_eof()
+                    return response
+        except ConnectionError:  # the client has gone
+            raise
         except RequestError as error:
-            _count_refusal(call, error)
-            if call is None or call.events is None or not call.events.response.prepared:
-                return operation.errors.response(error)
-            request[_FAILED], _ = operation.errors.convert(error)
-            return await call.events.fail(error, operation.errors)
+            failure = error
+        except RecursionError:  # some depths can be read, but not written again
+            failure = HttpError(400, "the body is nested too deeply")
+        except Exception as error:
+            log.exception("internal error in a call")
+            failure = HttpError(500, f"internal error: {type(error).__name__}")
         finally:
             if call is not None and call.events is not None:
                 call.events.close()
+        return await _fail(call, request, operation.errors, failure)
 
     def _open(self, request: web.Request, operation: Operation) -> HttpCall:
         self._auth.check(request)
@@ -139,20 +146,15 @@ async def _read_body(request: web.Request, seconds: float) -> bytes:
         raise HttpError(400, "malformed request body") from None
 
 
-async def _run(handle: Handle, call: HttpCall) -> web.StreamResponse:
-    """Handle a call and write its whole answer."""
-    try:
-        response = await handle(call)
-        await response.prepare(call.request)
-        await response.write_eof()
-    except (RequestError, ConnectionError):  # the latter if the client has gone
-        raise
-    except RecursionError:  # some depths can be read, but not written again
-        raise HttpError(400, "the body is nested too deeply") from None
-    except Exception as error:
-        log.exception("internal error in a call")
-        raise HttpError(500, f"internal error: {type(error).__name__}") from error
-    return response
+async def _fail(
+    call: HttpCall | None, request: web.Request, errors: ErrorFormat, error: RequestError
+) -> web.StreamResponse:
+    """Answer with an error, which is the last event of a stream that has begun."""
+    _count_refusal(call, error)
+    if call is None or call.events is None or not call.events.response.prepared:
+        return errors.response(error)
+    request[_FAILED], _ = errors.convert(error)
+    return await call.events.fail(error, errors)
 
 
 def _count_refusal(call: HttpCall | None, error: RequestError) -> None:

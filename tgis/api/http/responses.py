@@ -10,6 +10,8 @@ from aiohttp import web
 
 from tgis.frontend.output import RequestOutput
 
+NO_STORE = {"Cache-Control": "no-store"}
+
 
 def json_response(body: Any, headers: Mapping[str, str] | None = None) -> web.Response:
     """An answer that is a value of msgspec, or JSON already."""

@@ -1,7 +1,6 @@
 """Server-sent events: the answer to one request, written as it grows."""
 
 import asyncio
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -11,7 +10,7 @@ from aiohttp import web
 from tgis.api.http.errors import ErrorFormat
 from tgis.errors import RequestError
 
-KEEP_ALIVE_SECONDS = 15.0  # without an event, before a comment says that the stream goes on
+KEEP_ALIVE_SECONDS = 15.0  # between comments, which keep proxies from closing a stream without events
 _HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
@@ -25,7 +24,6 @@ class EventStream:
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
-        self._written_at = time.monotonic()
         self._comments = asyncio.create_task(self._keep_alive())
 
     async def send(self, data: bytes) -> None:
@@ -45,15 +43,11 @@ class EventStream:
         self._comments.cancel()
 
     async def _write(self, data: bytes) -> None:
-        self._written_at = time.monotonic()
         await self.response.prepare(self._request)
         await self.response.write(data)
 
     async def _keep_alive(self) -> None:
         with suppress(ConnectionError):  # the call itself will notice
             while True:
-                silence = time.monotonic() - self._written_at
-                if silence >= KEEP_ALIVE_SECONDS:
-                    await self._write(b":\n\n")
-                else:
-                    await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
+                await asyncio.sleep(KEEP_ALIVE_SECONDS)
+                await self._write(b":\n\n")
