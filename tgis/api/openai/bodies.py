@@ -150,10 +150,13 @@ class CalledFunction(Struct, omit_defaults=True):
     name: str | None = None
 
 
-class CalledTool(Struct):
+class CalledTool(Struct, omit_defaults=True):
+    """A tool call; in a stream, its first piece has the id and the type."""
+
     function: CalledFunction
-    id: str
-    type: str = "function"
+    index: int | None = None  # null outside streams
+    id: str | None = None
+    type: str | None = None
 
 
 class AssistantMessage(Struct):
@@ -195,17 +198,10 @@ class ChatCompletion(_Answer, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ToolCallDelta(Struct, omit_defaults=True):
-    function: CalledFunction
-    index: int
-    id: str | None = None
-    type: str | None = None
-
-
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChunkChoice(Struct):

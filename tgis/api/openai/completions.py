@@ -1,63 +1,16 @@
-"""POST /v1/completions."""
+"""The prompts of a completion, and its outputs as choices."""
 
-from typing import Any, cast
+from typing import cast
 
-from aiohttp import web
-
-from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import best_first
-from tgis.api.openai.answers import Answer, check_at_most, finish_reason
-from tgis.api.openai.bodies import Completion, CompletionChoice, CompletionRequest
+from tgis.api.openai.answers import finish_reason
+from tgis.api.openai.bodies import CompletionChoice, CompletionRequest
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.models import ServedModels
-from tgis.api.openai.params import MAX_CHOICES, MAX_TOP_LOGPROBS, completion_params, num_candidates, num_choices
-from tgis.api.openai.requests import RequestReader
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput
 
 
-class Completions:
-    """The route."""
-
-    def __init__(self, models: ServedModels, reader: RequestReader, max_prompts: int) -> None:
-        self._models = models
-        self._reader = reader
-        self._max_prompts = max_prompts
-
-    async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = self._reader.read(call, CompletionRequest)
-        max_tokens = call.generator.server_info.limits.max_sequence_length
-        texts, token_ids = _prompts(body.prompt, self._max_prompts, max_tokens)
-        n, candidates = num_choices(body), num_candidates(body)
-        most = min(MAX_CHOICES, max(1, call.max_inputs // len(texts)))
-        check_at_most("n" if body.best_of is None else "best_of", candidates, most)
-        check_at_most("logprobs", body.logprobs or 0, MAX_TOP_LOGPROBS)
-        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
-        params = completion_params(body, call)
-        adapter = await self._models.adapter(body.model)
-        fields = [f"prompt[{index}]" for index in range(len(texts))]
-        generate_call = call.generate_call(
-            params, texts, fields, adapter, n=candidates, stream=bool(body.stream), token_ids=token_ids
-        )
-        decoder = call.generator.token_decoder
-        if body.echo and token_ids is not None:  # of too many, the number is refused later
-            texts = await decoder.tokenizer.decode_batch([ids[-max_tokens:] for ids in token_ids])
-        choices = [
-            StreamedChoice(index, body, text, TokenTexts(decoder))
-            for index, text in enumerate(text for text in texts for _ in range(n))
-        ]
-        answer = Answer("cmpl-", call, generate_call, body, adapter or self._models.names[0])
-        if body.stream:
-            return await answer.stream(Completion, lambda output: choices[output.index].chunks(output))
-
-        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
-            pairs = zip(choices, _chosen(outputs, candidates, n), strict=True)
-            return {"choices": [chunk for choice, output in pairs for chunk in choice.chunks(output)]}
-
-        return await answer.whole(Completion, make_fields)
-
-
-def _prompts(
+def split_prompt(
     prompt: str | list[str | int | list[int]], max_prompts: int, max_tokens: int
 ) -> tuple[list[str], list[list[int]] | None]:
     """Texts, and the token ids of prompts that come tokenized."""
@@ -79,7 +32,7 @@ def _prompts(
     return [""] * len(token_ids), token_ids
 
 
-def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
+def best_outputs(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
     """The `n` best of each prompt."""
     if candidates == n:
         return outputs
@@ -87,7 +40,7 @@ def _chosen(outputs: list[RequestOutput], candidates: int, n: int) -> list[Reque
     return [output for group in groups for output in best_first(group)[:n]]
 
 
-class StreamedChoice:
+class CompletionText:
     """One output while it is streamed; a whole output is one chunk."""
 
     def __init__(self, index: int, body: CompletionRequest, prompt: str, texts: TokenTexts) -> None:

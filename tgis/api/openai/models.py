@@ -33,7 +33,7 @@ class ServedModels:
             return None
         if await asyncio.to_thread(self.catalog.has, name):
             return name
-        log.warning("a request names an unknown model: it gets the one that is served")
+        log.warning("a request names an unknown model, serving %s", self.names[0])
         return None
 
     async def list_models(self, call: HttpCall) -> web.StreamResponse:
@@ -45,8 +45,6 @@ class ServedModels:
     async def get_model(self, call: HttpCall) -> web.StreamResponse:
         """GET /v1/models/{id}, whose slashes may be part of the id."""
         name = call.request.match_info["id"]
-        if name not in self.names:
-            name = name.removesuffix("/")
         if name in self.names:
             return json_response(self._model(call, None))
         if not await asyncio.to_thread(self.catalog.has, name):

@@ -1,12 +1,11 @@
 """The bodies of TGI's REST API, with the names of their fields; also in the OpenAPI document."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 UInt = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Seed = Annotated[int, Meta(ge=0)]  # of 64 bits
 Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
@@ -18,7 +17,7 @@ class Grammar(Struct):
     """A constraint on the output."""
 
     type: Literal["json", "json_object", "json_schema", "regex"]
-    value: Raw  # parsed where it is compiled
+    value: Any
 
 
 class GenerateParameters(Struct):
@@ -41,24 +40,19 @@ class GenerateParameters(Struct):
     details: bool = False
     decoder_input_details: bool = False
     ignore_eos_token: bool = False  # not TGI's own; load generators send it
-    seed: Seed | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
     top_n_tokens: UInt | None = None
     grammar: Grammar | None = None
     adapter_id: str | None = None
 
+    def __post_init__(self) -> None:
+        self.stop = [*self.stop, *self.stop_sequences]
+
     @property
     def samples(self) -> bool:
         """True if tokens are sampled; otherwise decoding is greedy."""
-        return self.do_sample or self.temperature not in (None, 1.0) or self._filters
-
-    @property
-    def asks_for_sampling(self) -> bool:
-        """True if any parameter asks for sampling, even with a value that changes nothing."""
-        return self.do_sample or self.temperature is not None or self._filters
-
-    @property
-    def _filters(self) -> bool:
-        return any(each is not None for each in (self.top_k, self.top_p, self.typical_p))
+        filters = (self.top_k, self.top_p, self.typical_p)
+        return self.do_sample or self.temperature not in (None, 1.0) or filters != (None, None, None)
 
 
 class GenerateRequest(Struct):
@@ -69,44 +63,26 @@ class GenerateRequest(Struct):
     stream: bool = False  # only `/` and `/invocations` stream if this is true
 
 
-class PrefillToken(Struct):
-    """A token of the input; the first has no logprob."""
-
-    id: int
-    text: str
-    logprob: float | None
-
-
 class Token(Struct):
-    """A generated token, or a candidate for one."""
+    """A token of the prompt or the output, or a candidate for one."""
 
     id: int
     text: str
-    logprob: float | None
-    special: bool
+    logprob: float | None  # null for the first token of a prompt
+    special: bool | UnsetType = UNSET  # not set for the prompt
 
 
-class SequenceDetails(Struct):
-    """What is known about a generated text."""
+class Details(Struct, kw_only=True):
+    """Details of an output."""
 
+    generated_text: str | UnsetType = UNSET  # set in best_of_sequences
     finish_reason: FinishReason
     generated_tokens: int
-    seed: int | None  # null: no token was drawn
-    prefill: Sequence[PrefillToken]
+    seed: int | None  # null for greedy decoding
+    prefill: Sequence[Token]
     tokens: Sequence[Token]
     top_tokens: Sequence[Sequence[Token]] | UnsetType = UNSET
-
-
-class BestOfSequence(SequenceDetails, kw_only=True):
-    """One of the other sequences of `best_of`."""
-
-    generated_text: str
-
-
-class Details(SequenceDetails):
-    """What is known about the best sequence, and the others."""
-
-    best_of_sequences: Sequence[BestOfSequence] | UnsetType = UNSET
+    best_of_sequences: Sequence["Details"] | UnsetType = UNSET
 
 
 class GenerateResponse(Struct):
@@ -170,28 +146,3 @@ class ErrorResponse(Struct):
 
     error: str
     error_type: str
-
-
-class Info(Struct):
-    """What is served, and how; fields of older and newer versions of TGI."""
-
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    model_dtype: str
-    model_device_type: str
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_length: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    max_batch_total_tokens: int
-    max_batch_size: int
-    max_waiting_tokens: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
