@@ -1,4 +1,4 @@
-"""From a call to its answer, in one piece or as a stream; the same for chats and completions."""
+"""Answers of chats and completions: unary or streamed, with usage."""
 
 import functools
 import time
@@ -35,7 +35,7 @@ def finish_reason(reason: StopReason, num_calls: int = 0) -> str | None:
 
 
 class Answer:
-    """The answer to one request. The tokens of a prompt count once, however many outputs it has."""
+    """The answer to one request. Usage counts the tokens of a prompt once, not for each of its outputs."""
 
     def __init__(
         self, prefix: str, call: HttpCall, generate_call: GenerateCall, body: SamplingBody, model: str
@@ -56,7 +56,7 @@ class Answer:
     async def whole(
         self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
     ) -> web.Response:
-        """Generate, and answer once; `make_fields` makes the choices from the outputs."""
+        """Generate and answer with one body; `make_fields` makes its choices from the outputs."""
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
             self._count(output)
@@ -70,7 +70,7 @@ class Answer:
         return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
 
     async def stream(self, kind: type[Chunk], make_choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
-        """Stream an event for each choice that `make_choices` makes of a message of an output."""
+        """Stream an event for each choice; `make_choices` makes them from an output message."""
         events = self._call.event_stream(self._call.compute_headers(self._generate_call.texts))
         async with aclosing(self._call.generator.stream(self._generate_call)) as outputs:
             async for output in outputs:
@@ -84,14 +84,14 @@ class Answer:
         return events.response
 
     def _chunk(self, kind: type[Chunk], choices: list[Any]) -> bytes:
-        """An event of a stream; the one with the total usage has no choices."""
+        """Encode an event; the last one has the total usage and no choices."""
         chunk = kind(choices=choices, **self._common)
         if self._options.include_usage:
             chunk.usage = self._usage() if self._options.continuous_usage_stats or not choices else None
         return msgspec.json.encode(chunk)
 
     def _count(self, output: RequestOutput) -> None:
-        """Count the tokens of a message; with `is_echo_only` those that are generated are dropped."""
+        """Count the tokens of an output message; with `is_echo_only` drop the generated ones."""
         if self._is_echo_only:
             output.text, output.tokens, output.generated_token_count = "", (), 0
             output.stop_reason = output.stop_reason and StopReason.MAX_TOKENS

@@ -25,7 +25,8 @@ from tgis.api.openai.tool_choice import ToolChoice
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput
 
-_ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
+# The only length of a tool call id that Mistral templates accept.
+_ID_LENGTH = 9
 
 
 def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
@@ -46,17 +47,18 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
 
 @dataclass(slots=True)
 class Choice:
-    """One output, whole or while it is streamed."""
+    """The choice of one output, complete or streamed."""
 
     index: int
     body: ChatCompletionRequest
     parser: ToolCallParser | None
     texts: TokenTexts
     has_begun: bool = False
-    held: list[Piece] = field(default_factory=list)  # of a tool call: the last one must have the finish reason
+    # The last piece of a tool call, until it is known to be the one with the finish reason.
+    held: list[Piece] = field(default_factory=list)
 
     def whole(self, output: RequestOutput) -> ChatChoice:
-        """The choice that a whole output becomes."""
+        """Convert a complete output."""
         text, named = complete_calls(self._pieces(output))
         calls = [
             CalledTool(CalledFunction(arguments, name), id=_new_id(), type="function") for name, arguments in named
@@ -65,7 +67,7 @@ class Choice:
         return ChatChoice(self.index, message, self._logprobs(output), self._finish_reason(output) or "stop")
 
     def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
-        """The chunks that a message of the front end becomes."""
+        """Convert an output message of a stream."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
         deltas = [self._delta(piece) for piece in self._pieces(output)]
@@ -74,10 +76,10 @@ class Choice:
             deltas = [Delta() if finish else Delta(content="")]
         if deltas and not self.has_begun:
             self.has_begun, deltas[0].role = True, "assistant"
-        found = [ChunkChoice(self.index, delta) for delta in deltas]
-        if found:
-            found[0].logprobs, found[-1].finish_reason = logprobs, finish
-        return found
+        chunks = [ChunkChoice(self.index, delta) for delta in deltas]
+        if chunks:
+            chunks[0].logprobs, chunks[-1].finish_reason = logprobs, finish
+        return chunks
 
     def _finish_reason(self, output: RequestOutput) -> str | None:
         return finish_reason(output.stop_reason, self.parser.num_calls if self.parser else 0)
@@ -106,7 +108,7 @@ class Choice:
 
 
 def _limited(pieces: list[Piece], body: ChatCompletionRequest) -> list[Piece]:
-    """The pieces; only the first call is kept if the request allows no parallel calls."""
+    """Drop all calls but the first if the request forbids parallel calls."""
     if body.parallel_tool_calls is not False:
         return pieces
     return [piece for piece in pieces if isinstance(piece, str) or not piece.index]

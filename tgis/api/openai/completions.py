@@ -13,7 +13,7 @@ from tgis.frontend.output import RequestOutput
 def split_prompt(
     prompt: str | list[str | int | list[int]], max_prompts: int, max_tokens: int
 ) -> tuple[list[str], list[list[int]] | None]:
-    """Texts, and the token ids of prompts that come tokenized."""
+    """Split a prompt into texts, or into token ids and empty texts."""
     match prompt:
         case str():
             return [prompt], None
@@ -22,7 +22,7 @@ def split_prompt(
     if not isinstance(prompt[0], int) and len(prompt) > max_prompts:
         bound = f"prompt must have at most {max_prompts} prompts (MAX_CLIENT_BATCH_SIZE)"
         raise InvalidRequest("prompt", bound, str(len(prompt)))
-    last = prompt[-max(max_prompts, max_tokens) :]  # of more token ids, the number is refused later
+    last = prompt[-max(max_prompts, max_tokens) :]  # prompts that are too long fail later
     kinds = {type(prompt[0]), *map(type, last)}
     if kinds == {str}:
         return cast("list[str]", prompt), None
@@ -33,7 +33,7 @@ def split_prompt(
 
 
 def best_outputs(outputs: list[RequestOutput], candidates: int, n: int) -> list[RequestOutput]:
-    """The `n` best of each prompt."""
+    """The `n` best outputs of each prompt."""
     if candidates == n:
         return outputs
     groups = [outputs[start : start + candidates] for start in range(0, len(outputs), candidates)]
@@ -41,16 +41,16 @@ def best_outputs(outputs: list[RequestOutput], candidates: int, n: int) -> list[
 
 
 class CompletionText:
-    """One output while it is streamed; a whole output is one chunk."""
+    """The choice of one output; a complete output is a single chunk."""
 
     def __init__(self, index: int, body: CompletionRequest, prompt: str, texts: TokenTexts) -> None:
         self._index = index
         self._body = body
-        self._echo = prompt if body.echo else ""  # that no chunk has yet
+        self._unsent_echo = prompt if body.echo else ""
         self._texts = texts
 
     def chunks(self, output: RequestOutput) -> list[CompletionChoice]:
-        """The chunk that a message of the front end becomes; none if it says nothing to this client."""
+        """Convert an output message to at most one chunk."""
         input_tokens = [*output.input_tokens]
         infos = [*(input_tokens if self._body.echo else ()), *output.tokens]
         if not infos and not output.generated_token_count and not output.stop_reason:
@@ -58,6 +58,6 @@ class CompletionText:
         logprobs, count = None, self._body.logprobs
         if count is not None:
             logprobs = self._texts.completion_logprobs(infos, count)
-        text, self._echo = self._echo + output.text, ""
+        text, self._unsent_echo = self._unsent_echo + output.text, ""
         prompt_logprobs = self._texts.prompt_logprobs(input_tokens, self._body.prompt_logprobs)
         return [CompletionChoice(self._index, text, logprobs, finish_reason(output.stop_reason), prompt_logprobs)]

@@ -1,4 +1,4 @@
-"""Logprobs of tokens, as the two kinds of completions want them."""
+"""Logprobs of tokens in the formats of chats, completions and prompts."""
 
 import math
 from collections.abc import Iterable
@@ -16,11 +16,12 @@ from tgis.api.openai.bodies import (
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import TokenInfo
 
-_LOWEST = -9999.0  # JSON has no infinity
+# The logprob instead of minus infinity, which JSON lacks.
+_LOWEST = -9999.0
 
 
 class TokenTexts:
-    """The tokens of one output as text, one after the other, special tokens included."""
+    """Converts the tokens of one output to text, in order, special tokens included."""
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder

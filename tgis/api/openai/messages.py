@@ -1,4 +1,4 @@
-"""From the messages and tools of a chat to what its template takes."""
+"""Converts the messages and tools of a chat to the variables of its template."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from tgis.errors import InvalidRequest
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages without what is null: templates expect it to be absent."""
+    """Convert messages; templates expect null fields to be absent."""
     if not messages:
         raise InvalidRequest("messages", "messages cannot be empty")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools without what is null; schemas may be large and are not copied."""
+    """Convert tools, without null fields; schemas may be large and are not copied."""
     return [{"type": tool.type, "function": _without_nulls(tool.function, strict=None)} for tool in tools]
 
 

@@ -1,4 +1,4 @@
-"""The operations of OpenAI's API."""
+"""The operations of the OpenAI API."""
 
 import asyncio
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from tgis.prompts.catalog import AdapterCatalog
 
 
 class OpenAIApi:
-    """The routes and what they share."""
+    """The routes, the served models and the request reader."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class OpenAIApi:
         generation_config: Mapping[str, Any],
         template: asyncio.Future[ChatTemplate | None],
     ) -> None:
-        """`generation_config` and `template` are the model's; the template is there before the generator."""
+        """`generation_config` and `template` are the model's; the template is set before the generator."""
         self._models = ServedModels((config.shown_model, config.model_name), catalog)
         self._reader = RequestReader({} if config.generation_config == "none" else generation_config)
         self._template = template
@@ -52,14 +52,14 @@ class OpenAIApi:
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
         chat = (ChatCompletionRequest,), ChatCompletion, ChatCompletionChunk
-        list_models, model = self._models.list_models, r"/v1/models/{id:[\s\S]+}"  # may have slashes and line breaks
+        any_id = r"{id:[\s\S]+}"  # with slashes and line breaks
         return [
             Operation("POST", "/v1/chat/completions", self.chat_completions, ERRORS, *chat),
             Operation(
                 "POST", "/v1/completions", self.completions, ERRORS, (CompletionRequest,), Completion, Completion
             ),
-            Operation("GET", "/v1/models", list_models, ERRORS, response=ModelList),
-            Operation("GET", model, self._models.get_model, ERRORS, response=Model),
+            Operation("GET", "/v1/models", self._models.list_models, ERRORS, response=ModelList),
+            Operation("GET", f"/v1/models/{any_id}", self._models.get_model, ERRORS, response=Model),
         ]
 
     async def chat_completions(self, call: HttpCall) -> web.StreamResponse:
@@ -104,7 +104,7 @@ class OpenAIApi:
             params, texts, fields, adapter, n=candidates, stream=bool(body.stream), token_ids=token_ids
         )
         answer = Answer("cmpl-", call, generate_call, body, adapter or self._models.names[0])
-        if body.echo and token_ids is not None:  # of too many, the number is refused later
+        if body.echo and token_ids is not None:  # prompts that are too long fail later, so decode their end only
             texts = await decoder.tokenizer.decode_batch([ids[-max_tokens:] for ids in token_ids])
         choices = [
             CompletionText(index, body, text, TokenTexts(decoder))

@@ -1,4 +1,4 @@
-"""From the fields of a request to the parameters of the front end, whose rules are those of all APIs."""
+"""Converts the fields of a request to the parameters of the front end."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tgis.errors import InvalidRequest
 from tgis.frontend.params import Constraints, Params
 from tgis.ipc.request import LogprobOptions
 
-# Validation's name of a parameter -> the field of a request; others have the same name.
+# Parameters of the front end whose fields in a request have another name.
 FIELDS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -103,7 +103,7 @@ def _logprob_options(body: SamplingBody, logprobs: int | None, *, of_prompt: boo
 
 
 def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: Any) -> Params:
-    """The parameters of both kinds of completions; those of the same name need no line here."""
+    """Convert the common fields; `Params.of` takes those with the same name."""
     limits = call.generator.server_info.limits
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     truncation = body.truncate_prompt_tokens

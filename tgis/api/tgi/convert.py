@@ -1,4 +1,4 @@
-"""Checks TGI's requests, and converts between its bodies and the values of the front end."""
+"""Checks TGI requests, and converts between their bodies and the values of the front end."""
 
 import math
 
@@ -19,7 +19,8 @@ from tgis.ipc.request import LogprobOptions, StopReason
 
 MAX_SEED = 2**64 - 1
 MAX_STOP_SEQUENCE_BYTES = 1000
-_SLICED_ROOM = 1024  # more new tokens than this need not fit behind the input
+# If more new tokens are asked for, they may exceed the context.
+_SLICED_ROOM = 1024
 _FINISH_REASONS: dict[StopReason, FinishReason] = {
     StopReason.EOS_TOKEN: "eos_token",
     StopReason.STOP_SEQUENCE: "stop_sequence",
@@ -79,7 +80,7 @@ def params(given: GenerateParameters, call: HttpCall, *, details: bool) -> Param
 def finish_reason(
     output: RequestOutput, num_input_tokens: int, given: GenerateParameters, limits: RequestLimits
 ) -> FinishReason:
-    """`length` if no more tokens were possible, even if the last one would have ended the output."""
+    """Return `length` if no more tokens were possible, even if the last one would have ended the output."""
     room = limits.max_sequence_length - num_input_tokens
     if output.generated_token_count >= min(given.max_new_tokens or limits.max_new_tokens, room):
         return "length"
@@ -89,14 +90,14 @@ def finish_reason(
 
 
 class TokenConverter:
-    """The tokens of one output, in order: their texts depend on those before."""
+    """Converts the tokens of one output, in order: their texts depend on the previous ones."""
 
     def __init__(self, generator: Generator) -> None:
         self._tokenizer = generator.token_decoder.tokenizer
         self._detokenizer = Detokenizer(generator.token_decoder)
 
     def token(self, info: TokenInfo) -> Token:
-        """The token with the text that it completes; special tokens literally."""
+        """Convert the next token; its text is what it completes, special tokens included."""
         text = self._detokenizer.add(info.id)
         return Token(info.id, text, json_float(info.logprob), self._tokenizer.is_special(info.id))
 
@@ -106,7 +107,7 @@ class TokenConverter:
         return [self.lone_token(id_, logprob, self._tokenizer.is_special(id_)) for id_, _, logprob in ordered]
 
     def lone_token(self, token_id: int, logprob: float, special: bool | UnsetType = UNSET) -> Token:
-        """The token, decoded separately."""
+        """Convert a token, decoded separately."""
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return Token(token_id, text, json_float(logprob), special)
 
@@ -129,5 +130,5 @@ def details(output: RequestOutput, given: GenerateParameters, generator: Generat
 
 
 def json_float(value: float) -> float | None:
-    """The shortest number that is the same in single precision; None, which is null, if it is not finite."""
+    """Return the shortest number that is the same in single precision; None if it is not finite."""
     return float(str(np.float32(value))) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The bodies of TGI's REST API, with the names of their fields; also in the OpenAPI document."""
+"""Request and response bodies of the TGI API."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -34,12 +34,12 @@ class GenerateParameters(Struct):
     max_new_tokens: Positive | None = None
     return_full_text: bool | None = None
     stop: list[NotEmpty] = []
-    stop_sequences: list[NotEmpty] = []  # the old name, which huggingface_hub knows
+    stop_sequences: list[NotEmpty] = []  # older name of `stop`, used by huggingface_hub
     truncate: Positive | None = None
     watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
-    ignore_eos_token: bool = False  # not TGI's own; load generators send it
+    ignore_eos_token: bool = False  # an extension used by load generators
     seed: Annotated[int, Meta(ge=0)] | None = None
     top_n_tokens: UInt | None = None
     grammar: Grammar | None = None
@@ -86,14 +86,14 @@ class Details(Struct, kw_only=True):
 
 
 class GenerateResponse(Struct):
-    """The whole answer."""
+    """A complete answer."""
 
     generated_text: str
     details: Details | UnsetType = UNSET
 
 
 class StreamDetails(Struct):
-    """What is known at the end of a stream."""
+    """Details of a stream, in its last event."""
 
     finish_reason: FinishReason
     generated_tokens: int
@@ -102,7 +102,7 @@ class StreamDetails(Struct):
 
 
 class StreamResponse(Struct):
-    """An event of a stream: one for each token; the last one has the whole text."""
+    """An event of a stream: one for each token; the last one has the complete text."""
 
     index: int
     token: Token
@@ -112,13 +112,13 @@ class StreamResponse(Struct):
 
 
 class TokenizeRequest(Struct):
-    """A text; everything else of a request to generate may be there, and has no effect."""
+    """A text; other fields of a generate request are ignored."""
 
     inputs: str
 
 
 class SimpleToken(Struct):
-    """A token of a text, which is that part of it: offsets in bytes of UTF-8; empty for special tokens."""
+    """A token as a slice of the text, in UTF-8 bytes; special tokens are empty."""
 
     id: int
     text: str
@@ -127,14 +127,14 @@ class SimpleToken(Struct):
 
 
 class ChatTokenizeResponse(Struct):
-    """The tokens of a chat, and the text that they are of: the messages in the model's chat template."""
+    """The tokens of a chat, and the rendered chat template."""
 
     tokenize_response: Sequence[SimpleToken]
     templated_text: str
 
 
 class Invocation(Struct):
-    """What Amazon SageMaker sends: the body of a request to generate, of a chat, or of a completion."""
+    """The body of Amazon SageMaker: a generate, chat or completion request."""
 
     inputs: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
@@ -142,7 +142,7 @@ class Invocation(Struct):
 
 
 class ErrorResponse(Struct):
-    """What went wrong."""
+    """An error."""
 
     error: str
     error_type: str
