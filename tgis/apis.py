@@ -60,6 +60,6 @@ class Apis:
         api = HttpApi(config, auth, self.admission, self.metrics.call_ended, self.generator)
         catalog = AdapterCatalog(self.preparation.adapter_store)
         openai = OpenAIApi(config, catalog, self.preparation.model.generation_config, self.chat_template)
-        operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
+        operations = [*TgiApi(openai).operations(), *openai.operations()]
         pages = page_routes(operations, config.shown_model, needs_token=auth.needed)
         return [*map(api.route, operations), *pages]

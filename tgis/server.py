@@ -103,8 +103,6 @@ class Server:
             await self._http.stop()
             loop_lag.cancel()
             self._preparation.tokenizer.close()
-            if self._template.done() and (template := self._template.result()):
-                template.close()
             if self._generator.done():
                 self._generator.result().close()
             stop_signals.ignore()

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from chat_templates import HERMES, MISTRAL, TEMPLATES, write_template
-from harness import run_async
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
@@ -32,20 +31,16 @@ def model(directory: Path, template: str | list[dict[str, str]]) -> Path:
     return directory
 
 
-async def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
+def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
     template = ChatTemplate.load(directory)
     assert template is not None
-    try:
-        return await template.render(messages, tools, variables)
-    finally:
-        template.close()
+    return template.render(messages, tools, variables)
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-@run_async
-async def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp_path: Path) -> None:
+def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp_path: Path) -> None:
     directory = model(tmp_path, TEMPLATES[name])
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
     continues = chat == "continued"
@@ -56,21 +51,19 @@ async def test_prompts_are_those_of_transformers(name: str, chat: str, tools: An
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
-    assert await rendered(directory, CHATS[chat], tools) == expected
+    assert rendered(directory, CHATS[chat], tools) == expected
 
 
-@run_async
-async def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
+def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     directory = model(tmp_path, HERMES)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }} {{ thinking }}")
-    assert await rendered(directory, [USER], thinking=False) == f"{USER['content']} False"
+    assert rendered(directory, [USER], thinking=False) == f"{USER['content']} False"
 
 
-@run_async
-async def test_tools_have_their_own_template(tmp_path: Path) -> None:
+def test_tools_have_their_own_template(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
-    assert await rendered(model(tmp_path, named), [USER], TOOLS) == "1"
-    assert await rendered(tmp_path, [USER]) == "no tools"
+    assert rendered(model(tmp_path, named), [USER], TOOLS) == "1"
+    assert rendered(tmp_path, [USER]) == "no tools"
 
 
 @pytest.mark.parametrize(
@@ -83,27 +76,24 @@ async def test_tools_have_their_own_template(tmp_path: Path) -> None:
         ("{% if %}", "Expected an expression"),
     ],
 )
-@run_async
-async def test_what_a_template_says_is_an_error_of_the_request(template: str, said: str, tmp_path: Path) -> None:
+def test_what_a_template_says_is_an_error_of_the_request(template: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=said) as caught:
-        await rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
+        rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
     assert caught.value.field == "messages"
 
 
-@run_async
-async def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:
+def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:
     """transformers' own error has the whole chat: the template drops the answer that is to be continued."""
     with pytest.raises(TemplateError) as caught:
-        await rendered(model(tmp_path, "{{ messages[0].content }}"), [USER, {"role": "assistant", "content": "secret"}])
+        rendered(model(tmp_path, "{{ messages[0].content }}"), [USER, {"role": "assistant", "content": "secret"}])
     assert "secret" not in str(caught.value)
     assert str(USER["content"]) not in str(caught.value)
 
 
-@run_async
-async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     """Arguments of tool calls are JSON in JSON, so that they may escape what no text can have."""
     messages = [{"role": "user", "content": "a\ud800b\ud83d\ude00"}]
-    assert await rendered(model(tmp_path, "{{ messages[0].content }}"), messages) == "a\ufffdb\U0001f600"
+    assert rendered(model(tmp_path, "{{ messages[0].content }}"), messages) == "a\ufffdb\U0001f600"
 
 
 def test_most_models_have_none(tmp_path: Path) -> None:

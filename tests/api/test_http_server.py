@@ -76,7 +76,7 @@ async def echo_body(call: HttpCall) -> web.Response:
     return web.Response(body=call.data)
 
 
-ECHO = Operation("POST", "/body", echo_body, ERRORS, "body", "Echo", (str,))
+ECHO = Operation("POST", "/body", echo_body, ERRORS, (str,))
 JSON = {"Content-Type": "application/json"}
 
 
@@ -97,7 +97,7 @@ def events(
                 ended.set_result(sent)
         return stream.response
 
-    return Operation("GET", "/events", handle, ERRORS, "events", "Stream")
+    return Operation("GET", "/events", handle, ERRORS)
 
 
 def answering(*outcomes: Any) -> Operation:
@@ -111,7 +111,7 @@ def answering(*outcomes: Any) -> Operation:
                 await outcome
         return web.Response(text="done")
 
-    return Operation("GET", "/thing", handle, ERRORS, "thing", "A thing")
+    return Operation("GET", "/thing", handle, ERRORS)
 
 
 # --- bodies ---
@@ -242,7 +242,7 @@ async def test_a_stream_that_fails_after_it_has_begun_says_so_in_an_event() -> N
         await call.event_stream({}).send(b"{}")
         raise HttpError(418, "it broke")
 
-    api = Api(Operation("GET", "/events", handle, ERRORS, "events", "Stream"))
+    api = Api(Operation("GET", "/events", handle, ERRORS))
     async with api.serving() as client, client.get("/events") as answer:
         assert (answer.status, await answer.read()) == (200, b'data: {}\n\ndata: "it broke"\n\ndata: [DONE]\n\n')
     assert api.counted == [("plain", "/events", "418")]
@@ -425,7 +425,7 @@ async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
     async def handle(_call: HttpCall) -> web.Response:
         return web.Response(body=b"x" * (32 << 20))
 
-    api = Api(Operation("GET", "/large", handle, ERRORS, "large", "Large"))
+    api = Api(Operation("GET", "/large", handle, ERRORS))
     async with api.serving() as client:
         reader, writer = await connect(client)
         writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -304,7 +304,7 @@ def test_the_best_of_several(client: openai.OpenAI) -> None:
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "abab"), (1, "cdcd")]
     assert answer.usage
     assert answer.usage.completion_tokens == 24
-    with pytest.raises(openai.BadRequestError, match="best_of must be >= n"):
+    with pytest.raises(openai.BadRequestError, match="best_of must be >= 3, got 2"):
         client.completions.create(model=NAME, prompt="ab", n=3, best_of=2)
 
 
@@ -355,7 +355,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "continue_final_message",
         "continue_final_message and add_generation_prompt are mutually exclusive",
     ),
-    "seed": ({"seed": 2**64}, "seed", "seed must be a 64-bit integer"),
+    "seed": ({"seed": 2**64}, "seed", "seed must be <= 18446744073709551615"),
     "frequency": ({"frequency_penalty": 3}, "frequency_penalty", "frequency_penalty must be >= -2.0 and <= 2.0, got 3"),
     "bias": ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 257, got 999"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be <= 20, got 21"),

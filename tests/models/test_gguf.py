@@ -122,7 +122,6 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     template = ChatTemplate.load(model.path)
     assert template is not None
     assert template.mentions(TEMPLATE)
-    template.close()
     config = AutoConfig.from_pretrained(name)
     assert (config.rope_parameters["rope_theta"], config.head_dim, config.rms_norm_eps) == (
         5000.0,

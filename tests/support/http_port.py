@@ -40,7 +40,7 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
     config = Config(model_name="m")
     openai = OpenAIApi(config, AdapterCatalog(None), {}, asyncio.Future())
-    operations = [*TgiApi(config, openai.chat, openai.completions).operations(), *openai.operations()]
+    operations = [*TgiApi(openai).operations(), *openai.operations()]
     api = HttpApi(config, NO_AUTH, admission(config), lambda *_: None, asyncio.Future())
     async with serving(
         [*map(api.route, operations), *page_routes(operations, "m", needs_token=False)], **options

@@ -42,6 +42,10 @@ class RequestLimits:
     vocab_size: int = 1 << 40  # width of the logits
     max_input_tokens: int | None = None  # None: one less than the maximum sequence length
 
+    @property
+    def longest_input(self) -> int:
+        return self.max_input_tokens or self.max_sequence_length - 1
+
 
 _Rule = tuple[str, bool, str, float | str]
 

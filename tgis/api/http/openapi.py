@@ -50,8 +50,8 @@ def _operation(operation: Operation, by_type: Json) -> Json:
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _event(by_type[repr(operation.event)], error, operation.errors)}
     described: Json = {
-        "operationId": operation.id,
-        "summary": operation.summary,
+        "operationId": operation.handle.__name__,
+        "summary": (operation.handle.__doc__ or "").partition("\n")[0],
         "responses": {
             "200": {"description": "The answer", "content": content},
             "default": {"description": "An error", "content": _json_content(error)},

@@ -37,14 +37,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path; bodies are types that msgspec encodes, None for no body."""
+    """A method of a path; bodies are types that msgspec encodes, None for no body.
+
+    In the OpenAPI document it has the name of its handler and the first line of its docstring.
+    """
 
     method: str
     path: str
     handle: Handle
     errors: ErrorFormat
-    id: str
-    summary: str
     requests: tuple[Any, ...] = ()  # the body is one of these types
     response: Any = None
     event: Any = None  # of the stream that the answer may be

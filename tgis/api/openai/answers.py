@@ -1,11 +1,11 @@
-"""What both kinds of completions have in common: the way from a call to its answer, whole or as a stream."""
+"""Answers of chats and completions: unary or streamed, with usage."""
 
 import functools
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -15,20 +15,14 @@ from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import json_response, timing_headers
 from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
 from tgis.api.openai.errors import ERRORS
-from tgis.api.openai.params import only_prompt
-from tgis.errors import InvalidRequest
+from tgis.api.openai.params import is_echo_only
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput
 from tgis.ipc.request import StopReason
 
-C = TypeVar("C", Completion, ChatCompletionChunk)
+Chunk = ChatCompletionChunk | Completion
+
 _STOPS = (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE)
-
-
-def check_at_most(field_name: str, value: int, limit: int) -> None:
-    """Raise InvalidRequest if `value` exceeds `limit`."""
-    if value > limit:
-        raise InvalidRequest(field_name, f"{field_name} must be <= {limit}", str(value))
 
 
 def finish_reason(reason: StopReason, num_calls: int = 0) -> str | None:
@@ -41,18 +35,16 @@ def finish_reason(reason: StopReason, num_calls: int = 0) -> str | None:
 
 
 class Answer:
-    """The answer to one request. The tokens of a prompt count once, however many outputs it has."""
+    """The answer to one request. Usage counts the tokens of a prompt once, not for each of its outputs."""
 
     def __init__(
         self, prefix: str, call: HttpCall, generate_call: GenerateCall, body: SamplingBody, model: str
     ) -> None:
         self._call = call
         self._generate_call = generate_call
-        self._only_prompt = only_prompt(body)
-        options = body.stream_options or StreamOptions()
-        self._include_usage = bool(options.include_usage)
-        self._usage_in_chunks = bool(options.include_usage and options.continuous_usage_stats)
-        self._common: dict[str, Any] = {  # fields of all chunks
+        self._is_echo_only = is_echo_only(body)
+        self._options = body.stream_options or StreamOptions()
+        self._common: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
@@ -64,10 +56,10 @@ class Answer:
     async def whole(
         self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
     ) -> web.Response:
-        """Generate, and answer once with the fields, `choices` among them, that are made of the outputs."""
+        """Generate and answer with one body; `make_fields` makes its choices from the outputs."""
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
-            self._take(output)
+            self._count(output)
         usage = self._usage()
 
         def make_body() -> bytes:
@@ -77,37 +69,36 @@ class Answer:
         headers = self._call.compute_headers(self._generate_call.texts)
         return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
 
-    async def stream(self, kind: type[C], choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
-        """Stream what `choices` makes of each message of an output: each choice is an event."""
+    async def stream(self, kind: type[Chunk], make_choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
+        """Stream an event for each choice; `make_choices` makes them from an output message."""
         events = self._call.event_stream(self._call.compute_headers(self._generate_call.texts))
         async with aclosing(self._call.generator.stream(self._generate_call)) as outputs:
             async for output in outputs:
-                self._take(output)
-                convert = functools.partial(choices, output)
+                self._count(output)
+                convert = functools.partial(make_choices, output)
                 for choice in await self._call.generator.pool.run(output.num_details, convert):
                     await events.send(self._chunk(kind, [choice]))
-        if self._include_usage:
+        if self._options.include_usage:
             await events.send(self._chunk(kind, []))
         await events.send(ERRORS.last_event)
         return events.response
 
-    def _chunk(self, kind: type[C], choices: list[Any]) -> bytes:
-        """An event of a stream; the one with the usage of the whole has no choices."""
+    def _chunk(self, kind: type[Chunk], choices: list[Any]) -> bytes:
+        """Encode an event; the last one has the total usage and no choices."""
         chunk = kind(choices=choices, **self._common)
-        if self._include_usage:
-            chunk.usage = self._usage() if self._usage_in_chunks or not choices else None
+        if self._options.include_usage:
+            chunk.usage = self._usage() if self._options.continuous_usage_stats or not choices else None
         return msgspec.json.encode(chunk)
 
-    def _take(self, output: RequestOutput) -> None:
-        """Count the tokens of a whole output, or of a message of a stream; drop them if only the prompt is wanted."""
-        if self._only_prompt:
+    def _count(self, output: RequestOutput) -> None:
+        """Count the tokens of an output message; with `is_echo_only` drop the generated ones."""
+        if self._is_echo_only:
             output.text, output.tokens, output.generated_token_count = "", (), 0
             output.stop_reason = output.stop_reason and StopReason.MAX_TOKENS
         if output.input_token_count:
             self._prompt_tokens[output.index // self._generate_call.n] = output.input_token_count
-        self._completion_tokens[output.index] = max(
-            output.generated_token_count, self._completion_tokens.get(output.index, 0)
-        )
+        if output.generated_token_count:
+            self._completion_tokens[output.index] = output.generated_token_count
 
     def _usage(self) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())

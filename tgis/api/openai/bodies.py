@@ -1,7 +1,4 @@
-"""The bodies of requests and responses, as in OpenAI's API reference; null is the same as absent.
-
-Fields that OpenAI does not have are vLLM's. Unknown fields are ignored.
-"""
+"""Request and response bodies of the OpenAI API, with the extensions of vLLM; null is the same as absent."""
 
 from typing import Annotated, Any
 
@@ -17,7 +14,7 @@ class StreamOptions(Struct):
 
 
 class StructuredOutputs(Struct):
-    """What the output must be, as in vLLM: exactly one of these."""
+    """A constraint on the output, as in vLLM: exactly one field is set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -27,14 +24,14 @@ class StructuredOutputs(Struct):
 
 
 class SamplingBody(Struct, kw_only=True):
-    """The fields that requests for both kinds of completions have."""
+    """The common fields of chat and completion requests."""
 
     model: str | None = None
-    add_special_tokens: bool | None = None  # null: in completions only, since a chat template writes them
+    add_special_tokens: bool | None = None  # null: only in completions; chat templates write them
     allowed_token_ids: tuple[Count, ...] | None = None
     bad_words: tuple[str, ...] | None = None
     frequency_penalty: float | None = None
-    guided_choice: list[str] | None = None  # before vLLM had structured_outputs
+    guided_choice: list[str] | None = None  # guided_...: older names of structured_outputs
     guided_grammar: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -46,7 +43,7 @@ class SamplingBody(Struct, kw_only=True):
     min_tokens: Count | None = None
     n: Count | None = None
     presence_penalty: float | None = None
-    prompt_logprobs: Count | None = None  # how many candidates for each token of the prompt
+    prompt_logprobs: Count | None = None  # number of candidates for each prompt token
     repetition_penalty: float | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
@@ -59,7 +56,9 @@ class SamplingBody(Struct, kw_only=True):
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: float | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None  # keep the last; -1: all that fit
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = (
+        None  # keep the last n tokens; -1 keeps all that fit
+    )
     user: str | None = None
 
 
@@ -93,7 +92,7 @@ class Function(Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments always match their schema
+    strict: bool | None = None  # constrain the arguments to their schema
 
 
 class Tool(Struct):
@@ -105,7 +104,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None  # null: if it is the assistant's and add_generation_prompt is null, too
+    continue_final_message: bool | None = None  # null: true if the assistant wrote it and add_generation_prompt is null
     logprobs: bool | None = None
     max_completion_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
@@ -115,7 +114,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
-    prompt: str | list[str | Count | list[Count]]  # one text or many, the token ids of one or of many
+    prompt: str | list[str | Count | list[Count]]  # texts or token ids
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: Count | None = None
@@ -144,16 +143,19 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct, omit_defaults=True):
-    """A function that is called; in a stream, what is new of it."""
+    """A function call; in a stream, the next piece of its arguments."""
 
     arguments: str
     name: str | None = None
 
 
-class CalledTool(Struct):
+class CalledTool(Struct, omit_defaults=True):
+    """A tool call; in a stream, its first piece has the id and the type."""
+
     function: CalledFunction
-    id: str
-    type: str = "function"
+    index: int | None = None  # null outside streams
+    id: str | None = None
+    type: str | None = None
 
 
 class AssistantMessage(Struct):
@@ -176,11 +178,11 @@ class PromptLogprob(Struct):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # of each token of a prompt; the first has none
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # null for the first token
 
 
 class _Answer(Struct, kw_only=True):
-    """The fields that whole answers and chunks have."""
+    """The common fields of answers and chunks."""
 
     id: str
     created: int
@@ -195,17 +197,10 @@ class ChatCompletion(_Answer, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ToolCallDelta(Struct, omit_defaults=True):
-    function: CalledFunction
-    index: int
-    id: str | None = None
-    type: str | None = None
-
-
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChunkChoice(Struct):
@@ -237,7 +232,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(_Answer, kw_only=True):
-    """A whole answer, or a chunk of a stream."""
+    """A complete answer, or a chunk of a stream."""
 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
@@ -249,7 +244,7 @@ class Model(Struct):
     created: int
     owned_by: str
     max_model_len: int
-    parent: str | None = None  # of an adapter: the model that it changes
+    parent: str | None = None  # the base model of an adapter
     object: str = "model"
 
 
@@ -263,9 +258,9 @@ class ErrorDetail(Struct):
     type: str
     param: str | None
     code: str | None
-    http_status_code: int  # also where it comes as an event of a stream
+    http_status_code: int  # events of streams have no status line
 
 
 class ErrorBody(Struct):
     error: ErrorDetail
-    error_type: str  # as on TGI's routes
+    error_type: str  # as in TGI

@@ -1,138 +1,73 @@
-"""POST /v1/chat/completions."""
+"""The messages of a chat become a prompt, and its outputs become choices."""
 
-import asyncio
-import functools
 import random
 import string
 from dataclasses import dataclass, field
-from typing import Any
 
-from aiohttp import web
 from msgspec import UNSET
 
-from tgis.api.http.calls import HttpCall
-from tgis.api.openai.answers import Answer, check_at_most, finish_reason
+from tgis.api.openai.answers import finish_reason
 from tgis.api.openai.bodies import (
     AssistantMessage,
     CalledFunction,
     CalledTool,
     ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
     ChatCompletionRequest,
     ChatLogprobs,
     ChunkChoice,
     Delta,
-    ToolCallDelta,
 )
 from tgis.api.openai.chat_template import ChatTemplate, TemplateError
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.messages import template_messages, template_tools
-from tgis.api.openai.models import ServedModels
-from tgis.api.openai.params import MAX_CHOICES, MAX_TOP_LOGPROBS, chat_params, num_choices
-from tgis.api.openai.requests import RequestReader
-from tgis.api.openai.tool_calls import (
-    LLAMA3,
-    Piece,
-    ToolCallParser,
-    ToolCallPiece,
-    ToolFormat,
-    complete_calls,
-    tool_format,
-)
-from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
+from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
+from tgis.api.openai.tool_choice import ToolChoice
 from tgis.errors import InvalidRequest
 from tgis.frontend.output import RequestOutput
 
-_ID_LENGTH = 9  # of a tool call: the templates of Mistral take no other
+# The only length of a tool call id that Mistral templates accept.
+_ID_LENGTH = 9
 
 
-class ChatCompletions:
-    """The route."""
-
-    def __init__(
-        self, models: ServedModels, reader: RequestReader, template: asyncio.Future[ChatTemplate | None]
-    ) -> None:
-        """`template` is done before any call arrives here."""
-        self._models = models
-        self._reader = reader
-        self._template = template
-
-    async def __call__(self, call: HttpCall) -> web.StreamResponse:
-        body = self._reader.read(call, ChatCompletionRequest)
-        choice, n = ToolChoice.of(body), num_choices(body)
-        check_at_most("n", n, min(MAX_CHOICES, call.max_inputs))
-        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, MAX_TOP_LOGPROBS)
-        form, decoder = self._tool_format(choice), call.generator.token_decoder
-        params = chat_params(body, call, parses_tools=form is not None)
-        if choice.tools and params.grammar:
-            raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
-        if form and choice.needs_grammar:
-            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice)
-        text = await self.prompt(call, body)
-        adapter = await self._models.adapter(body.model)
-        generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
-        answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
-        parsers = [ToolCallParser(form, choice.names) if form else None for _ in range(n)]
-        choices = [Choice(index, body, parser, TokenTexts(decoder)) for index, parser in enumerate(parsers)]
-        if body.stream:
-            return await answer.stream(ChatCompletionChunk, lambda output: choices[output.index].chunks(output))
-
-        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
-            return {
-                "choices": [choices[output.index].whole(output) for output in outputs],
-                "prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs),
-            }
-
-        return await answer.whole(ChatCompletion, make_fields)
-
-    async def prompt(self, call: HttpCall, body: ChatCompletionRequest) -> str:
-        """The messages and tools in the model's chat template."""
-        shown, template = ToolChoice.of(body).tools, self._template.result()
-        if template is None:
-            raise TemplateError("messages", "the model has no chat template")
-        if shown and not template.mentions("tools"):
-            raise InvalidRequest("tools", "the model's chat template takes no tools")
-        convert = functools.partial(template_messages, body.messages)
-        messages = await call.generator.pool.run(len(body.messages), convert)
-        tools = list(template_tools(shown))
-        return await template.render(
-            messages,
-            tools or None,
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-        )
-
-    def _tool_format(self, choice: ToolChoice) -> ToolFormat | None:
-        """The format of tool calls in the output; required calls are plain JSON if the template has no known format."""
-        if not choice.tools:
-            return None
-        template = self._template.result()
-        known = tool_format(template) if template else None
-        return known or (LLAMA3 if choice.required else None)
+def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
+    """Return the messages and tools in the model's chat template."""
+    tools = ToolChoice.of(body).tools
+    if template is None:
+        raise TemplateError("messages", "the model has no chat template")
+    if tools and not template.mentions("tools"):
+        raise InvalidRequest("tools", "the model's chat template takes no tools")
+    return template.render(
+        template_messages(body.messages),
+        template_tools(tools) or None,
+        body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
 
 
 @dataclass(slots=True)
 class Choice:
-    """One output, whole or while it is streamed."""
+    """The choice of one output, complete or streamed."""
 
     index: int
     body: ChatCompletionRequest
     parser: ToolCallParser | None
     texts: TokenTexts
     has_begun: bool = False
-    held: list[Piece] = field(default_factory=list)  # of a tool call: the last one must have the finish reason
+    # The last piece of a tool call, until it is known to be the one with the finish reason.
+    held: list[Piece] = field(default_factory=list)
 
     def whole(self, output: RequestOutput) -> ChatChoice:
-        """The choice that a whole output becomes."""
+        """Convert a complete output."""
         text, named = complete_calls(self._pieces(output))
-        calls = [CalledTool(CalledFunction(arguments, name), _new_id()) for name, arguments in named]
+        calls = [
+            CalledTool(CalledFunction(arguments, name), id=_new_id(), type="function") for name, arguments in named
+        ]
         message = AssistantMessage(text or (None if calls else ""), tool_calls=calls or UNSET)
         return ChatChoice(self.index, message, self._logprobs(output), self._finish_reason(output) or "stop")
 
     def chunks(self, output: RequestOutput) -> list[ChunkChoice]:
-        """The chunks that a message of the front end becomes."""
+        """Convert an output message of a stream."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
         deltas = [self._delta(piece) for piece in self._pieces(output)]
@@ -141,10 +76,10 @@ class Choice:
             deltas = [Delta() if finish else Delta(content="")]
         if deltas and not self.has_begun:
             self.has_begun, deltas[0].role = True, "assistant"
-        found = [ChunkChoice(self.index, delta) for delta in deltas]
-        if found:
-            found[0].logprobs, found[-1].finish_reason = logprobs, finish
-        return found
+        chunks = [ChunkChoice(self.index, delta) for delta in deltas]
+        if chunks:
+            chunks[0].logprobs, chunks[-1].finish_reason = logprobs, finish
+        return chunks
 
     def _finish_reason(self, output: RequestOutput) -> str | None:
         return finish_reason(output.stop_reason, self.parser.num_calls if self.parser else 0)
@@ -166,14 +101,14 @@ class Choice:
     def _delta(self, piece: Piece) -> Delta:
         if isinstance(piece, str):
             return Delta(content=piece)
-        function = CalledFunction(piece.arguments, piece.name)
-        if piece.name is None:
-            return Delta(tool_calls=[ToolCallDelta(function, piece.index)])
-        return Delta(tool_calls=[ToolCallDelta(function, piece.index, _new_id(), "function")])
+        call = CalledTool(CalledFunction(piece.arguments, piece.name), piece.index)
+        if piece.name is not None:
+            call.id, call.type = _new_id(), "function"
+        return Delta(tool_calls=[call])
 
 
 def _limited(pieces: list[Piece], body: ChatCompletionRequest) -> list[Piece]:
-    """The pieces; only the first call is kept if the request allows no parallel calls."""
+    """Drop all calls but the first if the request forbids parallel calls."""
     if body.parallel_tool_calls is not False:
         return pieces
     return [piece for piece in pieces if isinstance(piece, str) or not piece.index]

@@ -3,14 +3,8 @@
 transformers is imported when a template is loaded: it takes a second, and most models have no template.
 """
 
-import asyncio
-import functools
 import logging
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +19,7 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _OUR_VARIABLES = frozenset(
     {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
-_REWRITING_FRAMES = 3  # the one that takes the place of a template's, and those that have made it
-_MAX_SHOWN = 200  # characters of what a template says
+_MAX_ERROR_LENGTH = 200
 # What a template raises on purpose, and what it runs into with messages that it does not expect.
 _ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
@@ -39,13 +32,12 @@ class TemplateError(InvalidRequest):
 
 
 class ChatTemplate:
-    """The templates of one model, and the thread that renders them."""
+    """The templates of one model."""
 
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str], render: Callable[..., Any]) -> None:
         self._templates = templates
         self._special_tokens = special_tokens
         self._render_jinja = render
-        self._executor = ThreadPoolExecutor(1, "chat-template")
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
@@ -64,10 +56,10 @@ class ChatTemplate:
         return cls(templates, special_tokens(directory), render_jinja_template)
 
     def mentions(self, text: str) -> bool:
-        """Whether any of the templates has this text."""
+        """True if any of the templates contains the text."""
         return any(text in template for template in self._templates.values())
 
-    async def render(
+    def render(
         self,
         messages: list[Message],
         tools: Tools | None = None,
@@ -76,50 +68,38 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
     ) -> str:
-        """The prompt; it ends where the answer begins, which continues the last message if that is the assistant's,
-        unless the last two arguments say otherwise, as in transformers.
+        """Return the prompt of a chat; this takes long for long chats.
 
-        TemplateError says what the template says. `variables` are more for the template.
+        As in transformers, the answer continues the last message if that is the assistant's and the flags are None.
+        A TemplateError has the text of the template's own error. `variables` are additional ones for the template.
         """
         if add_generation_prompt and continue_final_message:
             text = "continue_final_message and add_generation_prompt are mutually exclusive"
             raise InvalidRequest("continue_final_message", text)
         variables = variables or {}
-        if taken := _OUR_VARIABLES & variables.keys():
-            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(taken)}")
+        if reserved := _OUR_VARIABLES & variables.keys():
+            raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs must not have {min(reserved)}")
         if continue_final_message is None:
             continue_final_message = add_generation_prompt is None and _ends_with_answer(messages)
-        flags = {
-            "add_generation_prompt": not continue_final_message and add_generation_prompt is not False,
-            "continue_final_message": continue_final_message,
-        }
-        render = functools.partial(self._render, messages, tools, flags | variables)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, render)
-
-    def close(self) -> None:
-        """Stop the thread, without waiting for a chat that is being rendered."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _render(self, messages: list[Message], tools: Tools | None, variables: dict[str, Any]) -> str:
         template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]
         try:
             (text,), _ = self._render_jinja(
                 conversations=[messages],
                 tools=tools,
                 chat_template=template,
+                add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
+                continue_final_message=continue_final_message,
                 **self._special_tokens | variables,
             )
         except _ERRORS as error:
-            hidden = isinstance(error, ValueError | LookupError)  # these may show the messages
-            problem = type(error).__name__ if hidden else str(error)[:_MAX_SHOWN]
-            _forget_frames(error)
-        else:
-            return _without_lone_surrogates(str(text))
-        raise TemplateError("messages", f"the chat template cannot be applied: {problem}")
+            may_quote_messages = isinstance(error, ValueError | LookupError)
+            problem = type(error).__name__ if may_quote_messages else str(error)[:_MAX_ERROR_LENGTH]
+            raise TemplateError("messages", f"the chat template cannot be applied: {problem}") from None
+        return _without_lone_surrogates(str(text))
 
 
 def _ends_with_answer(messages: list[Message]) -> bool:
-    """Whether the last message is text of the assistant."""
+    """True if the last message is text of the assistant."""
     last = messages[-1] if messages else {}
     given = last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
     return isinstance(given, str) and bool(given.strip())
@@ -128,15 +108,6 @@ def _ends_with_answer(messages: list[Message]) -> bool:
 def _without_lone_surrogates(text: str) -> str:
     """JSON in JSON may escape them, but no text that is sent or tokenized has any."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Jinja rewrites tracebacks: frames that did it are the callers of others, and hold them, with the messages."""
-    trace, error.__traceback__ = error.__traceback__, None
-    for frame, _ in traceback.walk_tb(trace):
-        for caller, _ in islice(traceback.walk_stack(frame), _REWRITING_FRAMES):
-            with suppress(RuntimeError):  # it still runs
-                caller.clear()
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
@@ -155,6 +126,6 @@ def _read_templates(directory: Path) -> dict[str, str]:
 
 def _named(templates: Any, path: Path) -> dict[str, str]:
     try:
-        return {str(one["name"]): str(one["template"]) for one in templates}
+        return {str(template["name"]): str(template["template"]) for template in templates}
     except (TypeError, KeyError) as error:
         raise StartError(f"{path}: chat_template is neither text nor a list of templates with names") from error

@@ -1,31 +1,28 @@
-"""Errors in OpenAI's shape, with TGI's name of the kind of error beside it."""
+"""Errors in OpenAI's shape, with TGI's name of the kind of error alongside."""
 
 from tgis.api.http.errors import ErrorFormat, http_status
 from tgis.api.openai.bodies import ErrorBody, ErrorDetail
 from tgis.api.openai.params import FIELDS
 from tgis.errors import InvalidRequest, RequestError, TooLong
 
-# Status -> the type of OpenAI's error, and TGI's.
-_TYPES = {
-    400: ("invalid_request_error", "validation"),
-    401: ("authentication_error", "authentication"),
-    404: ("not_found_error", "not_found"),
-    408: ("timeout_error", "timeout"),
-    413: ("invalid_request_error", "validation"),
-    415: ("invalid_request_error", "validation"),
-    429: ("rate_limit_error", "overloaded"),
-    503: ("service_unavailable_error", "unavailable"),
+# Status -> the type of OpenAI's error, its code, and TGI's error_type.
+_KINDS = {
+    400: ("invalid_request_error", None, "validation"),
+    401: ("authentication_error", "invalid_api_key", "authentication"),
+    404: ("not_found_error", "model_not_found", "not_found"),
+    408: ("timeout_error", None, "timeout"),
+    429: ("rate_limit_error", "rate_limit_exceeded", "overloaded"),
+    500: ("server_error", None, "generation"),
+    503: ("service_unavailable_error", None, "unavailable"),
 }
-_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
-_SERVER_ERROR = ("server_error", "generation")
 _STATUSES = {422: 400, 424: 500}  # of TGI, which OpenAI does not have
 
 
 def _convert(error: RequestError) -> tuple[int, ErrorBody]:
     status = http_status(error)
     status = _STATUSES.get(status, status)
-    kind, tgi_kind = _TYPES.get(status, _SERVER_ERROR)
-    message, param, code = error.detail, None, _CODES.get(status)
+    kind, code, tgi_kind = _KINDS.get(status) or _KINDS[400 if status < 500 else 500]
+    message, param = error.detail, None
     if isinstance(error, InvalidRequest):
         param = FIELDS.get(error.field, error.field) or None
         for name, field in FIELDS.items():

@@ -1,4 +1,4 @@
-"""Logprobs of tokens, as the two kinds of completions want them."""
+"""Logprobs of tokens in the formats of chats, completions and prompts."""
 
 import math
 from collections.abc import Iterable
@@ -16,20 +16,27 @@ from tgis.api.openai.bodies import (
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import TokenInfo
 
-_LOWEST = -9999.0  # JSON has no infinity
+# The logprob instead of minus infinity, which JSON lacks.
+_LOWEST = -9999.0
 
 
 class TokenTexts:
-    """The tokens of one output as text, one after the other; special tokens as well."""
+    """Converts the tokens of one output to text, in order, special tokens included."""
 
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._previous: int | None = None
-        self._offset = 0  # in the text, of the next token
+        self._text_offset = 0
 
     def chat_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> ChatLogprobs:
         """The logprobs of the next tokens, and of `top_n` candidates for each."""
-        return ChatLogprobs([self._chat_logprob(info, top_n) for info in infos])
+        tokens = []
+        for info in infos:
+            tops = self._tops(info, top_n)
+            token = self._token(info.id, info.logprob)
+            tokens.append(TokenLogprob(token.token, token.bytes, token.logprob, tops))
+            self._previous = info.id
+        return ChatLogprobs(tokens)
 
     def prompt_logprobs(self, infos: Iterable[TokenInfo], top_n: int | None) -> PromptLogprobs | UnsetType:
         """The logprobs of the tokens of a prompt and of `top_n` candidates for each, as in vLLM; None: not wanted."""
@@ -40,47 +47,32 @@ class TokenTexts:
     def _prompt_logprob(self, info: TokenInfo, top_n: int) -> dict[int, PromptLogprob]:
         tops = enumerate(info.top_tokens[:top_n], 1)
         ranked = [(info.id, info.logprob, info.rank), *((id_, logprob, rank) for rank, (id_, _, logprob) in tops)]
-        return {
-            id_: PromptLogprob(_finite(logprob), rank, _text(self._bytes(id_)))
-            for id_, logprob, rank in reversed(ranked)
-        }
+        tokens = [(id_, self._token(id_, logprob), rank) for id_, logprob, rank in reversed(ranked)]
+        return {id_: PromptLogprob(token.logprob, rank, token.token) for id_, token, rank in tokens}
 
     def completion_logprobs(self, infos: Iterable[TokenInfo], top_n: int) -> CompletionLogprobs:
-        """The logprobs of the next tokens and of their candidates, to which the token belongs if it is none of the
-        `top_n` best; the first token of a prompt has none.
+        """The logprobs of the next tokens and of their candidates; a token that is not among the `top_n` best is added.
+
+        The first token of a prompt has no logprob.
         """
-        found = CompletionLogprobs([], [], [], [] if top_n else None)
+        logprobs = CompletionLogprobs([], [], [], [] if top_n else None)
         for info in infos:
-            text = _text(self._bytes(info.id))
-            tops = {_text(self._bytes(id_)): _finite(logprob) for id_, _, logprob in info.top_tokens[:top_n]}
-            tops.setdefault(text, _finite(info.logprob))
+            token = self._token(info.id, info.logprob)
+            tops = {top.token: top.logprob for top in self._tops(info, top_n)}
+            tops.setdefault(token.token, token.logprob)
             unknown = math.isnan(info.logprob)
-            found.text_offset.append(self._offset)
-            found.tokens.append(text)
-            found.token_logprobs.append(None if unknown else _finite(info.logprob))
-            if found.top_logprobs is not None:
-                found.top_logprobs.append(None if unknown else tops)
-            self._offset += len(text)
+            logprobs.text_offset.append(self._text_offset)
+            logprobs.tokens.append(token.token)
+            logprobs.token_logprobs.append(None if unknown else token.logprob)
+            if logprobs.top_logprobs is not None:
+                logprobs.top_logprobs.append(None if unknown else tops)
+            self._text_offset += len(token.token)
             self._previous = info.id
-        return found
+        return logprobs
 
-    def _chat_logprob(self, info: TokenInfo, top_n: int) -> TokenLogprob:
-        tops = [TopLogprob(*self._token(id_), _finite(logprob)) for id_, _, logprob in info.top_tokens[:top_n]]
-        token = TokenLogprob(*self._token(info.id), _finite(info.logprob), tops)
-        self._previous = info.id
-        return token
+    def _tops(self, info: TokenInfo, top_n: int) -> list[TopLogprob]:
+        return [self._token(id_, logprob) for id_, _, logprob in info.top_tokens[:top_n]]
 
-    def _token(self, token_id: int) -> tuple[str, list[int]]:
-        data = self._bytes(token_id)
-        return _text(data), list(data)
-
-    def _bytes(self, token_id: int) -> bytes:
-        return self._decoder.token_bytes(self._previous, token_id)
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    def _token(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self._decoder.token_bytes(self._previous, token_id)
+        return TopLogprob(data.decode(errors="replace"), list(data), max(logprob, _LOWEST))

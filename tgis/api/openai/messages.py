@@ -1,7 +1,7 @@
-"""From the messages and tools of a chat to what its template takes."""
+"""Converts the messages and tools of a chat to the variables of its template."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,19 +11,15 @@ from tgis.errors import InvalidRequest
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages without what is null: templates expect it to be absent."""
+    """Convert messages; templates expect null fields to be absent."""
     if not messages:
         raise InvalidRequest("messages", "messages cannot be empty")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def template_tools(tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
-    """The tools without what is null; schemas may be large and are not copied."""
-    for tool in tools:
-        function = tool.function
-        found = {"name": function.name, "description": function.description, "parameters": function.parameters}
-        given = {name: value for name, value in found.items() if value is not None}
-        yield {"type": tool.type, "function": given}
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Convert tools, without null fields; schemas may be large and are not copied."""
+    return [{"type": tool.type, "function": _without_nulls(tool.function, strict=None)} for tool in tools]
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
@@ -33,8 +29,12 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
             raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
         content = ""
     calls = [_tool_call(call) for call in message.tool_calls or ()]
-    found = msgspec.structs.asdict(message) | {"content": content, "tool_calls": calls or None, "refusal": None}
-    return {name: value for name, value in found.items() if value is not None}
+    return _without_nulls(message, content=content, tool_calls=calls or None, refusal=None)
+
+
+def _without_nulls(struct: msgspec.Struct, **changes: Any) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(struct) | changes
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _text(content: str | list[ContentPart] | None, path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The names of models: what is served, and its adapters."""
+"""The served model and its adapters."""
 
 import asyncio
 import logging
@@ -13,7 +13,8 @@ from tgis.api.http.responses import json_response
 from tgis.api.openai.bodies import Model, ModelList
 from tgis.prompts.catalog import AdapterCatalog
 
-_ANY_MODEL = ("", "tgi")  # names that clients send where they have none
+# Placeholders that clients send instead of a name.
+_ANY_MODEL = ("", "tgi")
 _OWNER = "tgis"
 
 log = logging.getLogger(__name__)
@@ -21,32 +22,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The model under its names, and the adapters of the store."""
+    """The names of the model, and the adapters of the store."""
 
-    names: tuple[str, ...]  # the first is the one that is shown
-    catalog: AdapterCatalog  # reads directories
+    names: tuple[str, ...]  # answers have the first
+    catalog: AdapterCatalog
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def adapter(self, name: str | None) -> str | None:
-        """The adapter that the `model` of a request means, None for the model itself."""
+        """Return the adapter named by the `model` of a request, None for the model itself."""
         if name is None or name in _ANY_MODEL or name in self.names:
             return None
         if await asyncio.to_thread(self.catalog.has, name):
             return name
-        log.warning("a request names an unknown model: it gets the one that is served")
+        log.warning("a request names an unknown model, serving %s", self.names[0])
         return None
 
     async def list_models(self, call: HttpCall) -> web.StreamResponse:
-        """GET /v1/models."""
+        """List the model and its adapters."""
         adapter_ids = await asyncio.to_thread(self.catalog.ids)
         models = [self._model(call, None), *(self._model(call, adapter_id) for adapter_id in adapter_ids)]
         return json_response(ModelList(models))
 
     async def get_model(self, call: HttpCall) -> web.StreamResponse:
-        """GET /v1/models/{id}, whose slashes may be part of the id."""
+        """Describe the model or an adapter."""
         name = call.request.match_info["id"]
-        if name not in self.names:
-            name = name.removesuffix("/")
         if name in self.names:
             return json_response(self._model(call, None))
         if not await asyncio.to_thread(self.catalog.has, name):

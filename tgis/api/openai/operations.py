@@ -1,23 +1,41 @@
-"""The operations of OpenAI's API."""
+"""The operations of the OpenAI API."""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from aiohttp import web
+
+from tgis.api.http.calls import HttpCall
 from tgis.api.http.operations import Operation
-from tgis.api.openai import bodies
-from tgis.api.openai.chat import ChatCompletions
+from tgis.api.openai.answers import Answer
+from tgis.api.openai.bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
+from tgis.api.openai.chat import Choice, render
 from tgis.api.openai.chat_template import ChatTemplate
-from tgis.api.openai.completions import Completions
+from tgis.api.openai.completions import CompletionText, best_outputs, split_prompt
 from tgis.api.openai.errors import ERRORS
+from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.models import ServedModels
+from tgis.api.openai.params import chat_params, check_numbers, completion_params, num_candidates
 from tgis.api.openai.requests import RequestReader
+from tgis.api.openai.tool_calls import ToolCallParser, tool_format
+from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.config import Config
+from tgis.errors import InvalidRequest
+from tgis.frontend.output import RequestOutput
 from tgis.prompts.catalog import AdapterCatalog
 
 
 class OpenAIApi:
-    """The routes and what they share."""
+    """The routes, the served models and the request reader."""
 
     def __init__(
         self,
@@ -26,54 +44,81 @@ class OpenAIApi:
         generation_config: Mapping[str, Any],
         template: asyncio.Future[ChatTemplate | None],
     ) -> None:
-        """`generation_config` and `template` are the model's; the template is there before the generator."""
-        names = config.shown_model, config.model_name
-        reader = RequestReader({} if config.generation_config == "none" else generation_config)
-        self._models = ServedModels(names, catalog)
-        self.chat = ChatCompletions(self._models, reader, template)
-        self.completions = Completions(self._models, reader, config.max_client_batch_size)
+        """`generation_config` and `template` are the model's; the template is set before the generator."""
+        self._models = ServedModels((config.shown_model, config.model_name), catalog)
+        self._reader = RequestReader({} if config.generation_config == "none" else generation_config)
+        self._template = template
 
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
+        chat = (ChatCompletionRequest,), ChatCompletion, ChatCompletionChunk
+        any_id = r"{id:[\s\S]+}"  # with slashes and line breaks
         return [
+            Operation("POST", "/v1/chat/completions", self.chat_completions, ERRORS, *chat),
             Operation(
-                "POST",
-                "/v1/chat/completions",
-                self.chat,
-                ERRORS,
-                "chat_completions",
-                "Answer a chat",
-                (bodies.ChatCompletionRequest,),
-                bodies.ChatCompletion,
-                bodies.ChatCompletionChunk,
+                "POST", "/v1/completions", self.completions, ERRORS, (CompletionRequest,), Completion, Completion
             ),
-            Operation(
-                "POST",
-                "/v1/completions",
-                self.completions,
-                ERRORS,
-                "completions",
-                "Continue prompts",
-                (bodies.CompletionRequest,),
-                bodies.Completion,
-                bodies.Completion,
-            ),
-            Operation(
-                "GET",
-                "/v1/models",
-                self._models.list_models,
-                ERRORS,
-                "openai_get_model_info",
-                "List the model and its adapters",
-                response=bodies.ModelList,
-            ),
-            Operation(
-                "GET",
-                r"/v1/models/{id:[\s\S]+}",  # an id may have slashes, and line breaks
-                self._models.get_model,
-                ERRORS,
-                "openai_get_model",
-                "Describe the model or an adapter",
-                response=bodies.Model,
-            ),
+            Operation("GET", "/v1/models", self._models.list_models, ERRORS, response=ModelList),
+            Operation("GET", f"/v1/models/{any_id}", self._models.get_model, ERRORS, response=Model),
         ]
+
+    async def chat_completions(self, call: HttpCall) -> web.StreamResponse:
+        """Answer a chat."""
+        body = self._reader.read(call, ChatCompletionRequest)
+        check_numbers(body, call)
+        choice = ToolChoice.of(body)
+        form = tool_format(self._template.result(), required=choice.required) if choice.tools else None
+        decoder = call.generator.token_decoder
+        params = chat_params(body, call, parses_tools=form is not None)
+        if choice.tools and params.grammar:
+            raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
+        if form and choice.needs_grammar:
+            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice)
+        n = body.n or 1
+        text, adapter = await self.prompt(body), await self._models.adapter(body.model)
+        generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
+        answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
+        parsers = [ToolCallParser(form, choice.names) if form else None for _ in range(n)]
+        choices = [Choice(index, body, parser, TokenTexts(decoder)) for index, parser in enumerate(parsers)]
+
+        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
+            return {
+                "choices": [choices[output.index].whole(output) for output in outputs],
+                "prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs),
+            }
+
+        if body.stream:
+            return await answer.stream(ChatCompletionChunk, lambda output: choices[output.index].chunks(output))
+        return await answer.whole(ChatCompletion, make_fields)
+
+    async def completions(self, call: HttpCall) -> web.StreamResponse:
+        """Continue prompts."""
+        body = self._reader.read(call, CompletionRequest)
+        max_tokens = call.generator.server_info.limits.max_sequence_length
+        texts, token_ids = split_prompt(body.prompt, call.config.max_client_batch_size, max_tokens)
+        check_numbers(body, call, len(texts))
+        n, candidates, decoder = body.n or 1, num_candidates(body), call.generator.token_decoder
+        fields = [f"prompt[{index}]" for index in range(len(texts))]
+        params, adapter = completion_params(body, call), await self._models.adapter(body.model)
+        generate_call = call.generate_call(
+            params, texts, fields, adapter, n=candidates, stream=bool(body.stream), token_ids=token_ids
+        )
+        answer = Answer("cmpl-", call, generate_call, body, adapter or self._models.names[0])
+        if body.echo and token_ids is not None:  # prompts that are too long fail later, so decode their end only
+            texts = await decoder.tokenizer.decode_batch([ids[-max_tokens:] for ids in token_ids])
+        choices = [
+            CompletionText(index, body, text, TokenTexts(decoder))
+            for index, text in enumerate(text for text in texts for _ in range(n))
+        ]
+
+        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
+            pairs = zip(choices, best_outputs(outputs, candidates, n), strict=True)
+            return {"choices": [chunk for choice, output in pairs for chunk in choice.chunks(output)]}
+
+        if body.stream:
+            return await answer.stream(Completion, lambda output: choices[output.index].chunks(output))
+        return await answer.whole(Completion, make_fields)
+
+    async def prompt(self, body: ChatCompletionRequest) -> str:
+        """Return the messages and tools in the model's chat template."""
+        return await asyncio.to_thread(render, self._template.result(), body)

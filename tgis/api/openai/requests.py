@@ -1,4 +1,4 @@
-"""Reads the bodies of requests as vLLM's server does: numbers in other forms, unknown fields, the model's defaults."""
+"""Reads request bodies like vLLM: numbers may be strings, unknown fields are ignored, the model has defaults."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from msgspec import Meta, Raw, Struct
 from tgis.api.http.calls import HttpCall
 from tgis.api.openai.bodies import SamplingBody
 
-_MAX_FIELDS = 100  # of a body that are looked at, and names of unknown ones that are logged
+# The most fields of a body that are checked, and the most unknown names that are logged.
+_MAX_FIELDS = 100
 _MAX_NAME_LENGTH = 64
 
 B = TypeVar("B", bound=SamplingBody)
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class SamplingDefaults(Struct):
-    """What generation_config.json says of sampling, for requests that do not."""
+    """Sampling parameters of generation_config.json, for requests without them."""
 
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -30,10 +31,10 @@ class SamplingDefaults(Struct):
 
 
 class RequestReader:
-    """Reads the bodies of both kinds of completions."""
+    """Reads the bodies of chats and completions."""
 
     def __init__(self, generation_config: Mapping[str, Any]) -> None:
-        """With the defaults of the model; without any, and a warning, if one cannot be used."""
+        """Take the model's sampling defaults; log a warning and take none if one is invalid."""
         try:
             defaults = msgspec.convert(generation_config, SamplingDefaults, strict=False)
         except msgspec.ValidationError as error:
@@ -43,7 +44,7 @@ class RequestReader:
         self._logged: set[str] = set()
 
     def read(self, call: HttpCall, type_: type[B]) -> B:
-        """The request of a call; HttpError as `HttpCall.body`."""
+        """Decode the body of a call; raises HttpError like `HttpCall.body`."""
         body = call.body(type_, strict=False)
         fields = islice(msgspec.json.decode(call.data, type=dict[str, Raw]), _MAX_FIELDS)
         if unknown := set(fields) - set(type_.__struct_fields__):
@@ -55,7 +56,7 @@ class RequestReader:
         return body
 
     def _log(self, names: set[str]) -> None:
-        """Name each once; a name that is no identifier may be anything."""
+        """Log each name once, unless it may contain text of the client."""
         for name in sorted(names - self._logged):
             if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH and len(self._logged) < _MAX_FIELDS:
                 self._logged.add(name)

@@ -63,10 +63,14 @@ _HEADER = regex.compile(
 _MAX_HEADER = 1024  # characters
 
 
-def tool_format(template: ChatTemplate) -> ToolFormat | None:
-    """The format that the template writes earlier calls in; None if it is none of these."""
-    mistral = MISTRAL_ARGS if template.mentions("[ARGS]") else MISTRAL
-    return next((each for each in (HERMES, mistral, LLAMA3) if template.mentions(each.start)), None)
+def tool_format(template: ChatTemplate | None, *, required: bool) -> ToolFormat | None:
+    """The format in which the template writes earlier calls.
+
+    If it is none of these, required calls are plain JSON, and other outputs have none.
+    """
+    mistral = MISTRAL_ARGS if template and template.mentions("[ARGS]") else MISTRAL
+    known = (form for form in (HERMES, mistral, LLAMA3) if template and template.mentions(form.start))
+    return next(known, LLAMA3 if required else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The REST API of Hugging Face's TGI."""
+"""The TGI REST API."""

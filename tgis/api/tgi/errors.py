@@ -1,4 +1,4 @@
-"""How TGI says that a call has failed."""
+"""Errors in the format of TGI."""
 
 from tgis.api.http.errors import ErrorFormat, http_status
 from tgis.api.openai.chat_template import TemplateError
@@ -6,7 +6,7 @@ from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import OutOfMemory, Overloaded, RequestError
 
 _VALIDATION = ("validation", "Input validation error: ")
-# Status -> error_type, and what the text begins with.
+# Status -> error_type and prefix of the text.
 _ENDS = {
     401: ("unauthorized", ""),
     408: ("validation", ""),
@@ -26,7 +26,7 @@ def _convert(error: RequestError) -> tuple[int, ErrorResponse]:
             kind, beginning = "generation", "Request failed during generation: "
         case _:
             kind, beginning = _ENDS.get(status, _VALIDATION)
-    text = str(error) if isinstance(error, Overloaded) else error.detail  # all of TGI's text is fixed where overloaded
+    text = str(error) if isinstance(error, Overloaded) else error.detail  # TGI's text has no reason
     return status, ErrorResponse(beginning + text, kind)
 
 

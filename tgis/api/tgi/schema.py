@@ -1,12 +1,11 @@
-"""The bodies of TGI's REST API, with the names of their fields; also in the OpenAPI document."""
+"""Request and response bodies of the TGI API."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 UInt = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-Seed = Annotated[int, Meta(ge=0)]  # of 64 bits
 Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, lt=1)]
@@ -18,7 +17,7 @@ class Grammar(Struct):
     """A constraint on the output."""
 
     type: Literal["json", "json_object", "json_schema", "regex"]
-    value: Raw  # parsed where it is compiled
+    value: Any
 
 
 class GenerateParameters(Struct):
@@ -35,30 +34,25 @@ class GenerateParameters(Struct):
     max_new_tokens: Positive | None = None
     return_full_text: bool | None = None
     stop: list[NotEmpty] = []
-    stop_sequences: list[NotEmpty] = []  # the old name, which huggingface_hub knows
+    stop_sequences: list[NotEmpty] = []  # older name of `stop`, used by huggingface_hub
     truncate: Positive | None = None
     watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
-    ignore_eos_token: bool = False  # not TGI's own; load generators send it
-    seed: Seed | None = None
+    ignore_eos_token: bool = False  # an extension used by load generators
+    seed: Annotated[int, Meta(ge=0)] | None = None
     top_n_tokens: UInt | None = None
     grammar: Grammar | None = None
     adapter_id: str | None = None
 
+    def __post_init__(self) -> None:
+        self.stop = [*self.stop, *self.stop_sequences]
+
     @property
     def samples(self) -> bool:
         """True if tokens are sampled; otherwise decoding is greedy."""
-        return self.do_sample or self.temperature not in (None, 1.0) or self._filters
-
-    @property
-    def asks_for_sampling(self) -> bool:
-        """True if any parameter asks for sampling, even with a value that changes nothing."""
-        return self.do_sample or self.temperature is not None or self._filters
-
-    @property
-    def _filters(self) -> bool:
-        return any(each is not None for each in (self.top_k, self.top_p, self.typical_p))
+        filters = (self.top_k, self.top_p, self.typical_p)
+        return self.do_sample or self.temperature not in (None, 1.0) or filters != (None, None, None)
 
 
 class GenerateRequest(Struct):
@@ -69,55 +63,37 @@ class GenerateRequest(Struct):
     stream: bool = False  # only `/` and `/invocations` stream if this is true
 
 
-class PrefillToken(Struct):
-    """A token of the input; the first has no logprob."""
-
-    id: int
-    text: str
-    logprob: float | None
-
-
 class Token(Struct):
-    """A generated token, or a candidate for one."""
+    """A token of the prompt or the output, or a candidate for one."""
 
     id: int
     text: str
-    logprob: float | None
-    special: bool
+    logprob: float | None  # null for the first token of a prompt
+    special: bool | UnsetType = UNSET  # not set for the prompt
 
 
-class SequenceDetails(Struct):
-    """What is known about a generated text."""
+class Details(Struct, kw_only=True):
+    """Details of an output."""
 
+    generated_text: str | UnsetType = UNSET  # set in best_of_sequences
     finish_reason: FinishReason
     generated_tokens: int
-    seed: int | None  # null: no token was drawn
-    prefill: Sequence[PrefillToken]
+    seed: int | None  # null for greedy decoding
+    prefill: Sequence[Token]
     tokens: Sequence[Token]
     top_tokens: Sequence[Sequence[Token]] | UnsetType = UNSET
-
-
-class BestOfSequence(SequenceDetails, kw_only=True):
-    """One of the other sequences of `best_of`."""
-
-    generated_text: str
-
-
-class Details(SequenceDetails):
-    """What is known about the best sequence, and the others."""
-
-    best_of_sequences: Sequence[BestOfSequence] | UnsetType = UNSET
+    best_of_sequences: Sequence["Details"] | UnsetType = UNSET
 
 
 class GenerateResponse(Struct):
-    """The whole answer."""
+    """A complete answer."""
 
     generated_text: str
     details: Details | UnsetType = UNSET
 
 
 class StreamDetails(Struct):
-    """What is known at the end of a stream."""
+    """Details of a stream, in its last event."""
 
     finish_reason: FinishReason
     generated_tokens: int
@@ -126,7 +102,7 @@ class StreamDetails(Struct):
 
 
 class StreamResponse(Struct):
-    """An event of a stream: one for each token; the last one has the whole text."""
+    """An event of a stream: one for each token; the last one has the complete text."""
 
     index: int
     token: Token
@@ -136,13 +112,13 @@ class StreamResponse(Struct):
 
 
 class TokenizeRequest(Struct):
-    """A text; everything else of a request to generate may be there, and has no effect."""
+    """A text; other fields of a generate request are ignored."""
 
     inputs: str
 
 
 class SimpleToken(Struct):
-    """A token of a text, which is that part of it: offsets in bytes of UTF-8; empty for special tokens."""
+    """A token as a slice of the text, in UTF-8 bytes; special tokens are empty."""
 
     id: int
     text: str
@@ -151,14 +127,14 @@ class SimpleToken(Struct):
 
 
 class ChatTokenizeResponse(Struct):
-    """The tokens of a chat, and the text that they are of: the messages in the model's chat template."""
+    """The tokens of a chat, and the rendered chat template."""
 
     tokenize_response: Sequence[SimpleToken]
     templated_text: str
 
 
 class Invocation(Struct):
-    """What Amazon SageMaker sends: the body of a request to generate, of a chat, or of a completion."""
+    """The body of Amazon SageMaker: a generate, chat or completion request."""
 
     inputs: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
@@ -166,32 +142,7 @@ class Invocation(Struct):
 
 
 class ErrorResponse(Struct):
-    """What went wrong."""
+    """An error."""
 
     error: str
     error_type: str
-
-
-class Info(Struct):
-    """What is served, and how; fields of older and newer versions of TGI."""
-
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    model_dtype: str
-    model_device_type: str
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_length: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    max_batch_total_tokens: int
-    max_batch_size: int
-    max_waiting_tokens: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
