@@ -155,7 +155,7 @@ class Server:
         for name in modules:
             with ExitStack() as resources:
                 try:
-                    answer = await client.look_up(name, ADAPTER_TIMEOUT, resources)
+                    answer = await client.acquire(name, ADAPTER_TIMEOUT, resources)
                 except Unavailable as error:
                     raise StartError(await self._process.died) from error
                 if answer is not None and answer.reason:
