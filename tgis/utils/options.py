@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -170,7 +171,7 @@ NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLL
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
-DIRECTORY = ValueType("PATH", _parser(Path, Path.is_dir, "a directory"))
+DIRECTORY = ValueType("PATH", _parser(Path, os.path.isdir, "a directory"))
 ADDRESS = ValueType("IP", _address)
 _is_endpoint = re.compile(r"(https?://)?(\[[\da-fA-F:.]+\]|[^\s/:@\[\]]+):\d{1,5}(/\S*)?").fullmatch
 ENDPOINT = ValueType(
