@@ -29,7 +29,7 @@ class Waits:
         self.asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def write(self, data: bytes) -> None:
-        if b"look_up" in data and not self.asked.done():
+        if b"acquire" in data and not self.asked.done():
             self.asked.set_result(None)
 
 

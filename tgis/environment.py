@@ -34,7 +34,10 @@ def prepare_environment(config: Config) -> None:
     """
     prepare_cache_dir(config)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(config.hub_cache)}
-    cache = config.cache_dir.absolute()  # compilers run in directories of their own
+    cache = config.cache_dir.absolute()  # compilers run in other working directories
+    with file_errors("CACHE_DIR: cannot make the directory of temporary files"):
+        (cache / "tmp").mkdir(mode=0o700, exist_ok=True)
+    os.environ["TMPDIR"] = str(cache / "tmp")  # compilers turn temporary files into code: no other user may write there
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     prepare_libraries()

@@ -8,7 +8,6 @@ heartbeats stop only turns health off, until they go on.
 import asyncio
 import gc
 import logging
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -34,7 +33,6 @@ from tgis.prepare import Preparation, prepare
 from tgis.startup_log import startup_lines
 from tgis.tracing import make_tracer
 from tgis.utils import logs, stop_signals
-from tgis.utils.file_lock import scratch_directory
 from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)
@@ -52,14 +50,11 @@ _GC_THRESHOLDS = 5_000, 10, 10
 def run(config: Config) -> int:
     """Serve until a signal, then return 0; StartError if the server cannot start or the engine fails."""
     preparation = prepare(config).with_safetensors()
-    with scratch_directory(config.cache_dir / "tmp") as scratch:
-        if scratch:  # also of compilers: what they make becomes code, so nobody else may write there
-            os.environ["TMPDIR"] = str(scratch)
-        gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
-        sys.setswitchinterval(SWITCH_SECONDS)
-        if config.node_rank:
-            return uvloop.run(serve_node(config, preparation.engine_options()))
-        return uvloop.run(serve(preparation))
+    gc.freeze()  # what was imported stays: the end of an interrupted start would look at all of it
+    sys.setswitchinterval(SWITCH_SECONDS)
+    if config.node_rank:
+        return uvloop.run(serve_node(config, preparation.engine_options()))
+    return uvloop.run(serve(preparation))
 
 
 async def serve(preparation: Preparation) -> int:
@@ -151,7 +146,7 @@ class Server:
         for name in modules:
             with ExitStack() as resources:
                 try:
-                    answer = await client.look_up(name, ADAPTER_TIMEOUT, resources)
+                    answer = await client.acquire(name, ADAPTER_TIMEOUT, resources)
                 except Unavailable as error:
                     raise StartError(await self._process.died) from error
                 if answer is not None and answer.reason:

@@ -107,13 +107,15 @@ def test_a_full_disk_is_reported(hub: FakeHub, run: Run, tmp_path: Path) -> None
 
 def test_a_cached_model_is_used_if_the_hub_is_unreachable(hub: FakeHub, run: Run) -> None:
     code, out, err = run("download-weights", REPO, HF_HUB_OFFLINE="1")
-    assert (code, out, err) == (1, "", "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
+    assert (code, out) == (1, "")
+    assert err.endswith("unset the `HF_HUB_OFFLINE` environment variable.\n")
     _, path, _ = run("download-weights", REPO)
     for unreachable in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://localhost:1"}):
         code, out, _ = run("download-weights", REPO, **unreachable)
         assert (code, out) == (0, path)
     code, _, err = run("download-weights", REPO, "--revision", "v2", HF_HUB_OFFLINE="1")
-    assert (code, err) == (1, "tgis: HF_HUB_OFFLINE is set: nothing is downloaded\n")
+    assert code == 1
+    assert "HF_HUB_OFFLINE" in err
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tgis.errors import Unavailable
 from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
-from tgis.ipc.lookups import LookedUp, LookUp
+from tgis.ipc.lookups import Acquire, Acquired
 from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
@@ -70,16 +70,16 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
     client, _ = connected_client()
     question = await ask(client)
 
-    async def look_up() -> None:
-        with contextlib.ExitStack() as kept:
-            await client.look_up("x", 1e6, kept)
+    async def acquire() -> None:
+        with contextlib.ExitStack() as resources:
+            await client.acquire("x", 1e6, resources)
 
-    lookup = asyncio.create_task(look_up())
+    lookup = asyncio.create_task(acquire())
     (output,) = engine_outputs([request(1)])
     with client.submit([output]):
         await asyncio.sleep(0)
         client.process.connection_lost(None)
-        for waiting in (question, lookup, look_up()):
+        for waiting in (question, lookup, acquire()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
                 await waiting
         assert isinstance(output.error, Unavailable)
@@ -96,16 +96,16 @@ async def test_answers_to_questions_are_not_progress() -> None:
         pending = await ask(client)
         client.handle(EMPTY)
         await pending
-        client.handle(LookedUp(1))
-        client.handle(LookedUp(2))
+        client.handle(Acquired(1))
+        client.handle(Acquired(2))
         assert client.seconds_stalled() >= 500
 
 
 @run_async
 async def test_a_lookup_times_out_and_is_cancelled() -> None:
     client, transport = connected_client()
-    with contextlib.ExitStack() as kept:
-        assert await client.look_up("x", 0.01, kept) is None
+    with contextlib.ExitStack() as resources:
+        assert await client.acquire("x", 0.01, resources) is None
     await asyncio.sleep(0)
-    assert transport.sent == [LookUp(1, "x"), Cancel([1])]
-    client.handle(LookedUp(1))  # late: ignored
+    assert transport.sent == [Acquire(1, "x"), Cancel([1])]
+    client.handle(Acquired(1))  # late: ignored

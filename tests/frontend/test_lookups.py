@@ -13,9 +13,9 @@ from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, S
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
 from tgis.frontend.validation import RequestLimits
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec, LookedUp
+from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec
 
-Answer = LookedUp | None
+Answer = Acquired | None
 
 
 class FakeEngineClient:
@@ -25,9 +25,9 @@ class FakeEngineClient:
         self.answer = answer
         self.open: list[str | GrammarSpec] = []
 
-    async def look_up(self, target: str | GrammarSpec, _timeout: float, kept: ExitStack) -> Answer:
+    async def acquire(self, target: str | GrammarSpec, _timeout: float, resources: ExitStack) -> Answer:
         self.open.append(target)
-        kept.callback(self.open.remove, target)
+        resources.callback(self.open.remove, target)
         return self.answer
 
 
@@ -43,29 +43,29 @@ def failures_and_loads(metrics: Metrics) -> tuple[float, float]:
 
 @run_async
 async def test_an_adapter_is_kept_until_the_call_ends() -> None:
-    adapters, engine, metrics = make_client(LookedUp(7, adapter=AdapterRef("a/b", 5, 2, 7, 3, 16), loaded=True))
-    with ExitStack() as kept:
-        assert await adapters.adapter(("adapter_id", "a/b"), kept) == AdapterRef("a/b", 5, 2, 7, 3, 16)
+    adapters, engine, metrics = make_client(Acquired(7, adapter=AdapterRef("a/b", 5, 2, 7, 3, 16), loaded=True))
+    with ExitStack() as resources:
+        assert await adapters.adapter(("adapter_id", "a/b"), resources) == AdapterRef("a/b", 5, 2, 7, 3, 16)
         assert engine.open == ["a/b"]
     assert engine.open == []
     assert failures_and_loads(metrics) == (0, 1)
-    engine.answer = LookedUp(8, adapter=AdapterRef("a/b", 5, 0, 8, 3))
-    with ExitStack() as kept:
-        await adapters.adapter(("prefix_id", "a/b"), kept)
+    engine.answer = Acquired(8, adapter=AdapterRef("a/b", 5, 0, 8, 3))
+    with ExitStack() as resources:
+        await adapters.adapter(("prefix_id", "a/b"), resources)
     assert failures_and_loads(metrics) == (0, 1)
 
 
 NO_STORE = "FakeEngine takes no soft prompts"
-CASES: dict[str, tuple[str, LookedUp | None, str]] = {  # the others are golden cases
+CASES: dict[str, tuple[str, Acquired | None, str]] = {  # the others are golden cases
     "no store": ("prefix_id", None, f"prefix_id supplied but {NO_STORE}"),
     "unsupported prefix": (
         "prefix_id",
-        LookedUp(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
+        Acquired(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
         "adapter type LORA is not currently supported",
     ),
     "broken adapter": (
         "adapter_id",
-        LookedUp(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
+        Acquired(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
         "can't retrieve adapter with id 'x': decoder.pt is damaged",
     ),
     "slow": ("prefix_id", None, "can't retrieve prompt prefix with id 'x': it could not be loaded in time"),
@@ -77,16 +77,16 @@ CASES: dict[str, tuple[str, LookedUp | None, str]] = {  # the others are golden 
 async def test_errors_use_the_words_of_tgis(case: str) -> None:
     field, answer, text = CASES[case]
     adapters, engine, metrics = make_client(answer, NO_STORE if case == "no store" else None)
-    with pytest.raises(InvalidRequest) as caught, ExitStack() as kept:
-        await adapters.adapter((field, "x"), kept)
+    with pytest.raises(InvalidRequest) as caught, ExitStack() as resources:
+        await adapters.adapter((field, "x"), resources)
     assert (str(caught.value), caught.value.field) == (text, field)
     assert failures_and_loads(metrics) == (1, 0)
     assert engine.open == []
 
 
 SCHEMA = GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
-GRAMMAR_CASES: dict[str, tuple[str | None, LookedUp | None, RequestError]] = {
-    "broken": (None, LookedUp(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
+GRAMMAR_CASES: dict[str, tuple[str | None, Acquired | None, RequestError]] = {
+    "broken": (None, Acquired(7, "too deep"), InvalidRequest("json_schema", "json_schema: too deep")),
     "slow": (None, None, Overloaded("no grammar was compiled within 10 s")),
     "unsupported": ("none here", None, InvalidRequest("json_schema", "json_schema: none here")),
 }
@@ -97,17 +97,17 @@ GRAMMAR_CASES: dict[str, tuple[str | None, LookedUp | None, RequestError]] = {
 async def test_a_grammar_that_cannot_be_used(case: str) -> None:
     reason, answer, expected = GRAMMAR_CASES[case]
     lookups, engine, _ = make_client(answer, reason)
-    with pytest.raises(type(expected)) as caught, ExitStack() as kept:
-        await lookups.grammar(SCHEMA, kept)
+    with pytest.raises(type(expected)) as caught, ExitStack() as resources:
+        await lookups.grammar(SCHEMA, resources)
     assert (str(caught.value), vars(caught.value).get("field")) == (str(expected), vars(expected).get("field"))
     assert engine.open == []
 
 
 @run_async
 async def test_a_grammar_is_kept_until_the_call_ends() -> None:
-    lookups, engine, _ = make_client(LookedUp(7))
-    with ExitStack() as kept:
-        assert await lookups.grammar(SCHEMA, kept) == 7
+    lookups, engine, _ = make_client(Acquired(7))
+    with ExitStack() as resources:
+        assert await lookups.grammar(SCHEMA, resources) == 7
         assert engine.open == [SCHEMA]
     assert engine.open == []
 
@@ -130,7 +130,10 @@ def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -
 
 
 def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> None:
-    cached = tmp_path / "models--org--sql" / "snapshots" / "main"
+    commit = "0123456789" * 4
+    refs, cached = (tmp_path / "models--org--sql" / name for name in ("refs", f"snapshots/{commit}"))
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(commit)
     for directory in (cached, tmp_path / "here"):
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")

@@ -34,7 +34,7 @@ from prompt_files import (
 
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import AdapterProblem, LookedUp, LookUp
+from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
@@ -263,7 +263,7 @@ class SlowStore:
         return StoreResult(SoftPrompt(1, matrix()), loaded)
 
 
-Answers = queue.SimpleQueue[LookedUp]
+Answers = queue.SimpleQueue[Acquired]
 
 
 def table(find: Callable[[str], StoreResult], answers: Answers) -> LookupTable:
@@ -272,7 +272,7 @@ def table(find: Callable[[str], StoreResult], answers: Answers) -> LookupTable:
     return lookups
 
 
-def taken(answers: Answers, count: int) -> list[LookedUp]:
+def taken(answers: Answers, count: int) -> list[Acquired]:
     return [answers.get(timeout=10) for _ in range(count)]
 
 
@@ -280,8 +280,8 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store, answers = SlowStore(), Answers()
     lookups = table(store.find, answers)
     for number in range(50):
-        lookups.look_up(LookUp(number, "slow"))
-    lookups.look_up(LookUp(50, "other"))
+        lookups.acquire(Acquire(number, "slow"))
+    lookups.acquire(Acquire(50, "other"))
     assert store.begun.acquire(timeout=10)
     assert store.begun.acquire(timeout=10)
     assert sorted(store.finds) == ["other", "slow"]
@@ -298,7 +298,7 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
 def test_a_lookup_released_while_it_loads_holds_nothing() -> None:
     store, answers = SlowStore(), Answers()
     lookups = table(store.find, answers)
-    lookups.look_up(LookUp(7, "slow"))
+    lookups.acquire(Acquire(7, "slow"))
     assert store.begun.acquire(timeout=10)
     lookups.release([7])
     store.may_end.release()
@@ -317,7 +317,7 @@ def test_every_lookup_is_answered(name: str, problem: AdapterProblem, reason: st
     store, answers = SlowStore(), Answers()
     lookups = table(store.find, answers)
     for number in (1, 2, 3):
-        lookups.look_up(LookUp(number, name))
+        lookups.acquire(Acquire(number, name))
         store.may_end.release()
     infos = taken(answers, 3)
     assert {info.lookup_id for info in infos} == {1, 2, 3}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.structured_output.suite import allows
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import GrammarKind, GrammarSpec, LookedUp, LookUp, Vocabulary
+from tgis.ipc.lookups import Acquire, Acquired, GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compilers
 from tgis.structured_output.matcher import MaskThreads, TokenTable
 
@@ -285,12 +285,12 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
-    answers: list[LookedUp] = []
+    answers: list[Acquired] = []
     lookups, blocker = LookupTable(answers.append), threading.Event()
     threads, _ = lookups.finders[GrammarSpec] = compilers(byte_table())
     for _ in range(2):
         threads.submit(blocker.wait)
-    lookups.look_up(LookUp(1, GrammarSpec(GrammarKind.REGEX, "a")))
+    lookups.acquire(Acquire(1, GrammarSpec(GrammarKind.REGEX, "a")))
     lookups.close()
     blocker.set()
     threads.shutdown(wait=True)

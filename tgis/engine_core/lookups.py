@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from tgis.errors import AdapterError, GrammarError
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp, LookUp
+from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterRef, GrammarSpec
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Finder = tuple[Executor, Callable[[Any], Any]]  # threads, and what finds a targ
 class LookupTable:
     """All lookups that are not released; at most one thread works on a target."""
 
-    def __init__(self, send: Callable[[LookedUp], None]) -> None:
+    def __init__(self, send: Callable[[Acquired], None]) -> None:
         self.finders: dict[type[str | GrammarSpec], Finder] = {}  # of adapters by id, and of grammars
         self._send = send
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class LookupTable:
         # Adapters while they are loaded, since their files may change, and the latest grammars; the latest last.
         self._known: dict[str | GrammarSpec, Future[Any]] = {}
 
-    def look_up(self, lookup: LookUp) -> None:
+    def acquire(self, lookup: Acquire) -> None:
         """Start a lookup, or join one of the same target; another thread sends the answer, or this one if it knows."""
         target = lookup.target
         with self._lock:
@@ -63,24 +63,24 @@ class LookupTable:
         """Drop what no thread has begun with; the process ends when the rest is done."""
         self.release([*self._held])
 
-    def _answer(self, lookup: LookUp, done: Future[Any], *, is_first: bool) -> None:
+    def _answer(self, lookup: Acquire, done: Future[Any], *, is_first: bool) -> None:
         if not done.cancelled():
             self._send(_answer(lookup.lookup_id, lookup.target, done, is_first=is_first))
 
 
-def _answer(lookup_id: int, target: str | GrammarSpec, done: Future[Any], *, is_first: bool) -> LookedUp:
+def _answer(lookup_id: int, target: str | GrammarSpec, done: Future[Any], *, is_first: bool) -> Acquired:
     match done.exception():
         case None if isinstance(target, str):
             adapter = done.result().adapter
             lengths = adapter.length, adapter.decoder_length
             ref = AdapterRef(target, *lengths, lookup_id, adapter.version, adapter.rank)
-            return LookedUp(lookup_id, adapter=ref, loaded=done.result().loaded and is_first)
+            return Acquired(lookup_id, adapter=ref, loaded=done.result().loaded and is_first)
         case None:
-            return LookedUp(lookup_id)
+            return Acquired(lookup_id)
         case AdapterError() as error:
-            return LookedUp(lookup_id, str(error), AdapterProblem(error.problem))
+            return Acquired(lookup_id, str(error), AdapterProblem(error.problem))
         case GrammarError() as error:
-            return LookedUp(lookup_id, str(error))
+            return Acquired(lookup_id, str(error))
         case error:
             log.error("a lookup failed", exc_info=error)
-            return LookedUp(lookup_id, f"internal error: {type(error).__name__}", AdapterProblem.BROKEN)
+            return Acquired(lookup_id, f"internal error: {type(error).__name__}", AdapterProblem.BROKEN)

@@ -19,7 +19,7 @@ from tgis.engine_core.lookups import LookupTable
 from tgis.engines import follow_node_0, load_engine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
-from tgis.ipc.lookups import GrammarSpec, LookUp, Vocabulary
+from tgis.ipc.lookups import Acquire, GrammarSpec, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
 from tgis.structured_output.compiler import compilers
 from tgis.structured_output.matcher import TokenTable
@@ -73,7 +73,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
         lookups.finders[GrammarSpec] = compilers(table)
-    channel.handle_inline(LookUp, lookups.look_up)
+    channel.handle_inline(Acquire, lookups.acquire)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()
     lookups.close()

@@ -18,7 +18,7 @@ from tgis.frontend.engine_output import EngineOutput
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.metrics import Metrics
 from tgis.ipc import messages
-from tgis.ipc.lookups import GrammarSpec, LookedUp, LookUp
+from tgis.ipc.lookups import Acquire, Acquired, GrammarSpec
 from tgis.ipc.messages import BatchState
 from tgis.ipc.request import Request
 
@@ -36,7 +36,7 @@ class EngineClient:
         self.next_id = itertools.count(1).__next__  # of a request or a lookup
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
-        self._lookups: dict[int, asyncio.Future[LookedUp | None]] = {}
+        self._lookups: dict[int, asyncio.Future[Acquired | None]] = {}
         self._batch_state: asyncio.Future[BatchState | None] | None = None
 
     def queued(self) -> list[Request]:
@@ -76,18 +76,20 @@ class EngineClient:
             state, kv_cache_bytes=cache_bytes, resident_cache_bytes=process.resident_cache_bytes
         )
 
-    async def look_up(self, target: str | GrammarSpec, timeout: float, kept: contextlib.ExitStack) -> LookedUp | None:
-        """Have the engine process find something, and keep it as long as `kept`; None if that takes too long."""
+    async def acquire(
+        self, target: str | GrammarSpec, timeout: float, resources: contextlib.ExitStack
+    ) -> Acquired | None:
+        """Ask for an adapter or a grammar, held until `resources` closes; None if there is no answer in time."""
         self.process.check_alive()
-        lookup = LookUp(self.next_id(), target)
+        lookup = Acquire(self.next_id(), target)
         answer = self._lookups[lookup.lookup_id] = asyncio.get_running_loop().create_future()
         self.process.send(lookup)
-        kept.callback(self._let_go, lookup.lookup_id)
+        resources.callback(self._release, lookup.lookup_id)
         await asyncio.wait([answer], timeout=timeout)
         self.process.check_alive()
         return answer.result() if answer.done() else None
 
-    def _let_go(self, lookup_id: int) -> None:
+    def _release(self, lookup_id: int) -> None:
         del self._lookups[lookup_id]
         self._cancel(lookup_id)
 
@@ -123,7 +125,7 @@ class EngineClient:
             case messages.Failed():
                 self.process.watchdog.progress(time.monotonic())
                 self._deliver_failure(message)
-            case LookedUp():
+            case Acquired():
                 _answer(self._lookups.get(message.lookup_id), message)
             case BatchState():
                 _answer(self._batch_state, message)

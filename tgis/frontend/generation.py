@@ -124,8 +124,8 @@ class Generator:
         self.metrics.tokenize.input_count.inc(len(call.texts))
         _check_num_inputs(len(call.texts), MAX_TOKENIZE_INPUTS)
         if call.adapter:
-            with ExitStack() as kept:
-                await self._lookups.adapter(call.adapter, kept)
+            with ExitStack() as resources:
+                await self._lookups.adapter(call.adapter, resources)
         limit = call.truncate_input_tokens or sys.maxsize
         keep_last = limit if call.return_tokens or call.return_offsets else 0
         options = EncodeOptions(call.return_offsets, keep_last, call.add_special_tokens, call.max_tokens)
@@ -139,14 +139,14 @@ class Generator:
     async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[list[Output], ReadyOutputs, CallRecorder]]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         recorder = CallRecorder(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
-        with recorder, self._admitted(call), ExitStack() as kept:
+        with recorder, self._admitted(call), ExitStack() as resources:
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = call.params
             validate(params, self.server_info.limits)
             ready = ReadyOutputs(eager=call.kind is CallKind.STREAM or bool(params.stop_sequences))
-            adapter = await self._lookups.adapter(call.adapter, kept) if call.adapter else None
-            grammar = await self._lookups.grammar(params.grammar, kept) if params.grammar else None
+            adapter = await self._lookups.adapter(call.adapter, resources) if call.adapter else None
+            grammar = await self._lookups.grammar(params.grammar, resources) if params.grammar else None
             requests = await self._prepare(call, params, adapter, grammar, arrived=recorder.started)
             outputs = self._outputs(call, params, requests, ready, recorder.started)
             with self._client.submit([output.engine_output for output in outputs]):

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from tgis.errors import InvalidRequest, Overloaded
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
-from tgis.ipc.lookups import AdapterProblem, AdapterRef, GrammarSpec, LookedUp
+from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarSpec
 
 ADAPTER_TIMEOUT, GRAMMAR_TIMEOUT = 5.0, 10.0  # seconds
 _SHOWN_ID_CHARACTERS = 100  # in an error message
 
 
 class Lookups:
-    """Finds adapters and grammars for calls; the engine process keeps them as long as `kept`."""
+    """Finds adapters and grammars for calls; the engine process holds them until `resources` closes."""
 
     def __init__(
         self, client: EngineClient, metrics: Metrics, *, why_no_adapters: str | None, why_no_grammars: str | None
@@ -26,24 +26,24 @@ class Lookups:
         self._metrics = metrics
         self._why_no_adapters, self._why_no_grammars = why_no_adapters, why_no_grammars
 
-    async def adapter(self, named: tuple[str, str], kept: ExitStack) -> AdapterRef:
+    async def adapter(self, named: tuple[str, str], resources: ExitStack) -> AdapterRef:
         """Load the adapter that a field and an id name; InvalidRequest if it cannot be used."""
         field, adapter_id = named
         if self._why_no_adapters is not None:
             raise self._adapter_error(field, f"{field} supplied but {self._why_no_adapters}")
         started = time.monotonic()
-        found = await self._client.look_up(adapter_id, ADAPTER_TIMEOUT, kept)
+        found = await self._client.acquire(adapter_id, ADAPTER_TIMEOUT, resources)
         if found is None or found.adapter is None:
             raise self._adapter_error(field, _error_text(field, adapter_id, found))
         if found.loaded:
             self._metrics.adapters.duration.observe(time.monotonic() - started)
         return found.adapter
 
-    async def grammar(self, spec: GrammarSpec, kept: ExitStack) -> int:
+    async def grammar(self, spec: GrammarSpec, resources: ExitStack) -> int:
         """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        compiled = await self._client.look_up(spec, GRAMMAR_TIMEOUT, kept)
+        compiled = await self._client.acquire(spec, GRAMMAR_TIMEOUT, resources)
         if compiled is None:
             raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
         if compiled.reason:
@@ -56,7 +56,7 @@ class Lookups:
         return InvalidRequest(field, text)
 
 
-def _error_text(field: str, adapter_id: str, found: LookedUp | None) -> str:
+def _error_text(field: str, adapter_id: str, found: Acquired | None) -> str:
     """Describe the problem in the words of TGIS for `prefix_id`, in those of vllm-tgis-adapter for `adapter_id`."""
     shown = "".join(c if c.isprintable() else "?" for c in adapter_id[:_SHOWN_ID_CHARACTERS])
     shown += "..." * (len(adapter_id) > _SHOWN_ID_CHARACTERS)

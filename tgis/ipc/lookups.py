@@ -68,14 +68,14 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     first_tokens: dict[int, bytes] = {}  # of those that add other bytes at the beginning of an output
 
 
-class LookUp(msgspec.Struct, frozen=True, tag="look_up"):
+class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     """Load an adapter or compile a grammar, and keep it until the lookup is cancelled."""
 
     lookup_id: int  # from the same sequence as request ids
     target: str | GrammarSpec  # id of an adapter, or a grammar
 
 
-class LookedUp(msgspec.Struct, frozen=True, tag="looked_up"):
+class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
     """The answer: what was named can be used, or why it cannot."""
 
     lookup_id: int

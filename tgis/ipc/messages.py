@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tgis.ipc.lookups import AdapterStoreOptions, LookedUp, LookUp, Vocabulary
+from tgis.ipc.lookups import Acquire, Acquired, AdapterStoreOptions, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
 _logprobs_encoder = msgspec.msgpack.Encoder()
@@ -289,5 +289,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Vocabulary | Submit | LookUp | Cancel | GetBatchState | Shutdown
-FromEngine = Ready | PromptLogprobs | Step | Failed | LookedUp | BatchState | Heartbeat | Fatal
+ToEngine = EngineOptions | Vocabulary | Submit | Acquire | Cancel | GetBatchState | Shutdown
+FromEngine = Ready | PromptLogprobs | Step | Failed | Acquired | BatchState | Heartbeat | Fatal

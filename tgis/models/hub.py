@@ -7,25 +7,12 @@ one line, without tokens and signed URLs.
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tgis.errors import StartError
 
 # Files in directories are mostly of other frameworks; the others are about training
 _IGNORED_FILES = ["*/*", "*arguments*", "*args*", "*training*"]
-_ERRORS: dict[type[Exception], str] = {  # subclasses first
-    OfflineModeIsEnabled: "HF_HUB_OFFLINE is set: nothing is downloaded",
-    GatedRepoError: "{repo} is gated: ask for access at {endpoint}/{repo}, then set HF_TOKEN or --token",
-    RevisionNotFoundError: "{repo} has no revision {revision!r:.100}",
-    RepositoryNotFoundError: "{endpoint} has no model {repo}; a private one needs a token in HF_TOKEN or --token",
-}
 
 
 def download(api: HfApi, repo: str, revision: str | None, extensions: tuple[str, ...], cache: Path) -> Path:
@@ -42,18 +29,17 @@ def download(api: HfApi, repo: str, revision: str | None, extensions: tuple[str,
             ignore_patterns=_IGNORED_FILES,
         )
     except Exception as error:
-        raise StartError(_describe(error, api.endpoint, repo, revision)) from error
+        raise StartError(f"cannot download {repo!r:.200} from {api.endpoint}: {_describe(error)}") from error
     return Path(path)
 
 
-def _describe(error: BaseException, endpoint: str, repo: str, revision: str | None) -> str:
+def _describe(error: BaseException) -> str:
     """Describe an error of the client in one line."""
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        return _describe(error.__cause__, endpoint, repo, revision)
-    for kind, text in _ERRORS.items():
-        if isinstance(error, kind):
-            return text.format(endpoint=endpoint, repo=repo, revision=revision)
+        return _describe(error.__cause__)
     text = " ".join(str(error).split())
-    if isinstance(error, HfHubHTTPError):
-        text = f"status {error.response.status_code}: {error.server_message or error.response.reason_phrase}"
-    return f"cannot download {repo!r:.200} from {endpoint}: {text or type(error).__name__:.200}"
+    if isinstance(error, HfHubHTTPError):  # its text may have a signed URL
+        status = error.response.status_code
+        text = f"status {status}: {error.server_message or error.response.reason_phrase}"
+        text += " (private and gated models need a token in HF_TOKEN or --token)" * (status in (401, 403))
+    return f"{text or type(error).__name__:.200}"
