@@ -12,6 +12,7 @@ from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.params import chat_params, completion_params
 from tgis.api.tgi import convert as tgi_convert
 from tgis.api.tgi.schema import GenerateParameters
+from tgis.config import Config
 from tgis.frontend.params import Params
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
@@ -29,7 +30,8 @@ def differences(struct: msgspec.Struct, default: msgspec.Struct) -> dict[str, An
 def described(params: Params, *ignored: str) -> dict[str, Any]:
     """The parameters that are not at their defaults, without those that an API always sets."""
     given = differences(params, Params()) | differences(params.sampling, SamplingParams())
-    return {name: value for name, value in given.items() if name not in ("sampling", "constraints", *ignored)}
+    kept = {name: value for name, value in given.items() if name not in ("sampling", "constraints", *ignored)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items() if value != []}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,7 @@ def test_every_field_of_the_proto_is_a_parameter() -> None:
 
 LIMITS = RequestLimits(max_sequence_length=200, max_new_tokens=100, include_stop_sequence=True)
 CALL: Any = SimpleNamespace(
+    config=Config(model_name="m"),
     generator=SimpleNamespace(server_info=SimpleNamespace(limits=LIMITS)),
     special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
 )
@@ -110,7 +113,7 @@ CALL: Any = SimpleNamespace(
     ("body", "expected"),
     [
         ({}, {"temperature": 1.0}),
-        ({"temperature": 0, "top_p": 7, "min_p": -1, "top_k": 3, "seed": 4}, {"seed": 4}),
+        ({"temperature": 0, "seed": 4}, {"seed": 4}),
         ({"temperature": 0.5, "top_p": 0, "top_k": -1}, {"temperature": 0.5, "top_p": 1e-9}),
         ({"top_p": 0.5, "top_k": 3, "min_p": 0.25}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3, "min_p": 0.25}),
         ({"repetition_penalty": 0, "temperature": 0}, {"repetition_penalty": 0.0}),  # refused
@@ -171,6 +174,6 @@ def test_openai(body: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_tgi(body: dict[str, Any], expected: dict[str, Any]) -> None:
     given = msgspec.json.decode(msgspec.json.encode(body), type=GenerateParameters)
-    params = tgi_convert.params(given, (), details=False, max_stop_sequences=4)
+    params = tgi_convert.params(given, CALL, details=False)
     always = {"fill_context": True, "include_stop_sequence": True, "skip_special_tokens": True}
     assert described(params, "logprob_options") == always | expected

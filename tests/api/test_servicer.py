@@ -1,6 +1,7 @@
 """The gRPC API end to end: a server process with the fake engine, which repeats its prompt, and generated stubs."""
 
 import asyncio
+import contextlib
 import math
 import re
 import time
@@ -11,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from grpc_calls import CONFIG, connected, make_calls, service, serving
+from grpc_calls import CONFIG, connected, make_calls, serving
 from grpc_status import rpc_status
 from harness import Server, as_stream_request, run_async, running_fake, unary_request, wait_until
 
+from tgis.api.grpc.calls import GrpcCall
 from tgis.errors import InvalidRequest
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -297,12 +299,12 @@ def violations(error: Any) -> list[error_details_pb2.BadRequest.FieldViolation]:
 
 @run_async
 async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
-    async def refuse(_request: bytes, context: Any) -> bytes:
-        async with make_calls(CONFIG).open(context, "Test"):
-            raise InvalidRequest("text", "ä" * 20_000)
-        return b""
+    async def refuse(_data: bytes, _call: GrpcCall) -> None:
+        raise InvalidRequest("text", "ä" * 20_000)
 
-    async with serving(service(Refuse=refuse)) as (_, port), connected(port) as channel:
+    calls = make_calls(CONFIG)
+    methods = grpc.method_handlers_generic_handler("test.Service", {"Refuse": calls.handler("Refuse", refuse)})
+    async with serving(methods) as (_, port), connected(port) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/test.Service/Refuse", bytes, bytes)(b"")
     error: Any = caught.value
@@ -313,26 +315,22 @@ async def test_a_status_fits_the_trailers_however_long_its_text_is() -> None:
 
 @run_async
 async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
-    begun, stopped = asyncio.Event(), asyncio.Event()
-    found = list[type[BaseException]]()
+    begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def read_late(context: Any) -> None:
+    async def read_late(call: GrpcCall) -> None:
         begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
         await stopped.wait()
         try:
-            async with make_calls(CONFIG).open(context, "Test"):
-                await context.read()
-        except BaseException as error:
-            found.append(type(error))
-            raise
+            await call.read()
+        finally:
+            ended.set()
 
-    async def late(_requests: object, context: Any) -> bytes:
-        await asyncio.shield(asyncio.ensure_future(read_late(context)))
-        return b""
-
+    calls = make_calls(CONFIG)
+    handler = calls.stream_handler("Late", read_late)
     server = grpc.aio.server()
-    method = grpc.stream_unary_rpc_method_handler(late)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": method}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": handler}),))
     port = server.add_insecure_port("localhost:0")
     await server.start()
     async with connected(port) as channel:
@@ -342,7 +340,6 @@ async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(capl
         stopped.set()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             await call
-        while not found:
-            await asyncio.sleep(0.01)
-    assert found == [asyncio.CancelledError]
+        await ended.wait()
+        await asyncio.sleep(0.05)
     assert "internal error" not in caplog.text

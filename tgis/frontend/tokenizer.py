@@ -115,7 +115,7 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoding]:
         """Tokenize the texts of one call; InvalidRequest if one cannot be tokenized, or there are too many tokens."""
         size = len(texts) + sum(map(len, texts))
-        if (encodings := await self.pool.run(size, lambda: self._encode(texts, options))) is None:
+        if (encodings := await self.pool.run(size, partial(self._encode, texts, options))) is None:
             reason = f"the text has more than {options.max_tokens} tokens: send less, or ask for less about it"
             raise InvalidRequest("", reason)
         return encodings
