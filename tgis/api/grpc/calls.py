@@ -84,8 +84,10 @@ class GrpcCall:
         raise asyncio.CancelledError
 
 
-Method = Callable[[bytes, GrpcCall], Awaitable[None]]  # gets the message; writes the answer
-CountCall = Callable[[str, str, str], object]  # called at the end of a call with its API, method and status
+# Reads the message and writes the answer.
+Method = Callable[[bytes, GrpcCall], Awaitable[None]]
+# Called at the end of each call with its API, method and status.
+CountCall = Callable[[str, str, str], object]
 
 
 class GrpcCalls:
@@ -114,7 +116,11 @@ class GrpcCalls:
         try:
             with logs.correlation_scope(correlation_id):
                 try:
-                    yield await self._authenticate(context, public=public)
+                    if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
+                        self._on_rejected()
+                        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
+                    identity = caller_identity(context, bearer_auth=self._tokens is not None)
+                    yield GrpcCall(context, self.admission, identity, self._config.client_timeout_seconds)
                 except RequestError as error:
                     await abort(context, error)
             status = grpc.StatusCode.OK.name
@@ -132,13 +138,6 @@ class GrpcCalls:
             await abort(context, EngineFailure(f"internal error: {type(error).__name__}"))
         finally:
             self._count("grpc", name, status)
-
-    async def _authenticate(self, context: Context, *, public: bool) -> GrpcCall:
-        if not (public or self._tokens is None or self._tokens.accepts(token_of(context))):
-            self._on_rejected()
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
-        identity = caller_identity(context, bearer_auth=self._tokens is not None)
-        return GrpcCall(context, self.admission, identity, self._config.client_timeout_seconds)
 
     def handler(self, name: str, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
         """Make the handler of a method with one request message."""
