@@ -1,4 +1,4 @@
-"""`tgis chat`: a conversation in the terminal, over OpenAI's API, which applies the model's chat template."""
+"""`tgis chat`: a conversation in the terminal, over the OpenAI API, which applies the model's chat template."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from tgis.errors import StartError
 from tgis.utils.options import TEXT, Parser, integer
 
 TARGET = "localhost:3000"
-_LARGEST_ERROR = 2000  # bytes
+_MAX_ERROR_BYTES = 2000
 _NO_API = "there is no API of OpenAI"
 
 
@@ -51,7 +51,7 @@ class Chat:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        models = b"".join(self._lines("/v1/models", None, options.timeout or client.CALL_TIMEOUT_SECONDS))
+        models = b"".join(self._lines("/v1/models", None, options.timeout or client.UNARY_TIMEOUT_SECONDS))
         try:
             self.model: str = options.model or json.loads(models)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
@@ -92,7 +92,7 @@ class Chat:
                 connection.request("POST" if body else "GET", path, body and json.dumps(body), headers)
                 response = connection.getresponse()
                 if response.status != http.client.OK:
-                    raise StartError(f"{options.target}: {_message(response.read(_LARGEST_ERROR))}")
+                    raise StartError(f"{options.target}: {_message(response.read(_MAX_ERROR_BYTES))}")
                 yield from response
 
 
@@ -107,7 +107,7 @@ def _content(line: bytes) -> str:
 
 
 def _message(answer: bytes) -> str:
-    """What an answer that is an error says; OpenAI's errors are objects, others texts."""
+    """The message of an error answer; OpenAI errors are objects, other errors are texts."""
     try:
         error = json.loads(answer)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -18,7 +18,7 @@ from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, TEXT, ValueType, decimal
 
 GRPC_TARGET = "localhost:8033"
-CALL_TIMEOUT_SECONDS = 10.0  # for calls that do not generate
+UNARY_TIMEOUT_SECONDS = 10.0
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 _CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|ConnectionReset|SSLEOF"
 # Explanations by a pattern of the error text of gRPC or the standard library; the first match wins.
@@ -51,7 +51,7 @@ ADDRESS = ValueType("HOST:PORT", _address)
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, timeout: float | None = CALL_TIMEOUT_SECONDS, target: str = GRPC_TARGET
+    parser: argparse.ArgumentParser, timeout: float | None = UNARY_TIMEOUT_SECONDS, target: str = GRPC_TARGET
 ) -> None:
     """Add the options for the server and how to call it, with their defaults; a `timeout` of None is no limit."""
     add, limit = parser.add_argument_group("Server").add_argument, "no limit" if timeout is None else f"{timeout:g}"
@@ -89,7 +89,7 @@ def make_channel(
 ) -> Any:
     """A channel of grpc, or of grpc.aio, with the options of TLS."""
     arguments = [*arguments]
-    if _LOOPBACK.fullmatch(target):  # which means another machine to a proxy
+    if _LOOPBACK.fullmatch(target):  # a proxy would connect to its own machine
         arguments.append(("grpc.enable_http_proxy", 0))
     if options.tls_server_name:
         arguments.append(("grpc.ssl_target_name_override", options.tls_server_name))
@@ -110,7 +110,7 @@ def rpc_errors(target: str, options: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def http_errors(target: str, options: argparse.Namespace) -> Iterator[None]:
-    """What goes wrong with a connection in the block becomes a StartError."""
+    """Errors of an HTTP connection in the block become StartErrors."""
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
@@ -171,9 +171,9 @@ def _explain_rpc(target: str, error: grpc.RpcError, options: argparse.Namespace)
 
 def _explain(target: str, text: str, options: argparse.Namespace) -> str:
     """A sentence for what a library says, or else that."""
-    found = (sentence for pattern, sentence in _CAUSES.items() if re.search(pattern, text))
+    sentences = (sentence for pattern, sentence in _CAUSES.items() if re.search(pattern, text))
     wanted = "a certificate, see --tls-cert and --tls-key" if wants_tls(options) else "TLS, see --tls and --ca-cert"
-    return next(found, "{target}: {text}").format(target=target, text=text, wanted=wanted)
+    return next(sentences, "{target}: {text}").format(target=target, text=text, wanted=wanted)
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -15,7 +15,7 @@ _OPTIONS: list[tuple[str, ValueType[Any], Any, str, str]] = [  # name, type, def
     ("--bits", choice("4", "8"), "4", "N", "bits of a weight: 4 or 8 (default: 4)"),
     ("--group-size", choice(*_GROUP_SIZES), None, "N", f"{_GROUPS} (default: 128 with 4 bits, -1 with 8)"),
     ("--calibration", PATH, None, "TEXTS", "file of texts, one a line, or .jsonl with text (default: round)"),
-    ("--iterations", integer(1, 10_000), 200, "N", "of calibration, for each block (default: 200)"),
+    ("--iterations", integer(1, 10_000), 200, "N", "steps of calibration for each block (default: 200)"),
     ("--format", choice(*FORMATS), "gptq", "NAME", f"{', '.join(FORMATS)} (default: gptq)"),
     ("--percdamp", decimal(0, 1), None, "NUMBER", "no effect; an option of TGIS"),
 ]

@@ -82,9 +82,12 @@ class GrpcCall:
         raise asyncio.CancelledError
 
 
+# Reads the messages and writes the answer.
 Run = Callable[[GrpcCall], Awaitable[None]]
-Method = Callable[[bytes, GrpcCall], Awaitable[None]]  # gets the message; writes the answer
-CountCall = Callable[[str, str, str], object]  # called at the end of a call with its API, method and status
+# Gets the message and writes the answer.
+Method = Callable[[bytes, GrpcCall], Awaitable[None]]
+# Called at the end of each call with its API, method and status.
+CountCall = Callable[[str, str, str], object]
 
 
 class GrpcCalls:

@@ -27,12 +27,13 @@ _FIELD_PATHS = {
     "json_object": "params.decoding.format",
 }
 
-_MOST_ENTRIES = 10_000  # read of a list: more than any may have, and few enough to make objects of them
+# Entries read from a list: more than validation allows, few enough to make objects of them.
+_MAX_LIST_ENTRIES = 10_000
 # Bytes for a token in a reply to Tokenize, at least; for an offset, from the 128th byte of a text on.
 _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 8
 
-IsSpecial = Callable[[int], bool]  # of a token id; None where ids are not wanted
-TokenText = Callable[[int], str]  # of a token id; None where tokens are not wanted
+IsSpecial = Callable[[int], bool]  # by token id; None if ids are not requested
+TokenText = Callable[[int], str]  # by token id; None if tokens are not requested
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 
@@ -174,7 +175,7 @@ def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
     """
     for field, value in message.ListFields():
         if isinstance(value, MutableSequence):
-            yield field.name, tuple(value[:_MOST_ENTRIES])
+            yield field.name, tuple(value[:_MAX_LIST_ENTRIES])
         elif isinstance(value, MutableMapping):
             yield field.name, dict(value)
         elif value or field.has_presence:

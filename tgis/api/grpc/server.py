@@ -18,10 +18,12 @@ from tgis.errors import StartError
 from tgis.frontend.admission import Admission, Quota
 from tgis.security.tls import Certificates
 
-HANDSHAKE_TIMEOUT_MS = 5_000  # until the first frame of HTTP/2; gRPC's default of two minutes lets silence pile up
-WINDOW_BYTES = 256 << 10  # of a stream whose message nobody waits for yet
-KEEPALIVE_MS = 60_000  # of inactivity before a ping
-MAX_PENDING_CALLS = 10_000  # beyond its default of 1000, gRPC cancels calls of any client at random
+# Until the first HTTP/2 frame; with gRPC's default of two minutes, silent connections pile up.
+HANDSHAKE_TIMEOUT_MS = 5_000
+UNREAD_STREAM_WINDOW_BYTES = 256 << 10
+KEEPALIVE_MS = 60_000
+# Above its default of 1000, gRPC cancels calls of any client at random.
+MAX_PENDING_CALLS = 10_000
 MAX_CONNECTIONS = 4096
 MAX_METADATA_BYTES = 16 << 10
 MAX_REFLECTION_BYTES, MAX_REFLECTION_CALLS = 1024, 64
@@ -109,7 +111,7 @@ def _channel_arguments(config: Config, admission: Admission) -> list[tuple[str, 
     age = config.grpc_max_connection_age_seconds
     return [
         *([] if age is None else [("grpc.max_connection_age_ms", age * 1000)]),
-        ("grpc.so_reuseport", 0),  # otherwise two servers can share a port without an error
+        ("grpc.so_reuseport", 0),  # else two servers could share a port without an error
         ("grpc.max_receive_message_length", config.grpc_max_message_bytes),
         ("grpc.compression_enabled_algorithms_bitset", 1),  # none: gRPC would decompress on the event loop, any size
         ("grpc.max_concurrent_streams", admission.calls.limit),
@@ -121,7 +123,7 @@ def _channel_arguments(config: Config, admission: Admission) -> list[tuple[str, 
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-        ("grpc.http2.bdp_probe", 0),  # else streams of fast clients may send megabytes before anybody wants them
-        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),  # else fast clients may send megabytes before the call is read
+        ("grpc.http2.lookahead_bytes", UNREAD_STREAM_WINDOW_BYTES),
         ("grpc.http2.max_ping_strikes", 0),  # else each ping after GOAWAY costs more than the one before
     ]

@@ -1,4 +1,4 @@
-"""How a call ends: exceptions as status codes."""
+"""Statuses of gRPC calls: exceptions as status codes with details."""
 
 from typing import Any, TypeAlias
 
@@ -17,7 +17,8 @@ from tgis.errors import (
     Unavailable,
 )
 
-_MAX_TEXT_BYTES = 1000  # of a status: it is in the trailers up to three times, and clients take 8 KiB of them
+# The text is in the trailers up to three times, and clients accept 8 KiB of trailers.
+_MAX_STATUS_BYTES = 1000
 
 _STATUS_CODES: dict[type[RequestError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -62,4 +63,4 @@ async def abort(context: Context, error: RequestError) -> None:
 
 def _limited(text: str) -> str:
     data = text.encode(errors="replace")
-    return text if len(data) <= _MAX_TEXT_BYTES else data[:_MAX_TEXT_BYTES].decode(errors="ignore") + " ..."
+    return text if len(data) <= _MAX_STATUS_BYTES else data[:_MAX_STATUS_BYTES].decode(errors="ignore") + " ..."

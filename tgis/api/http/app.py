@@ -20,13 +20,17 @@ from tgis.errors import RETRY_SECONDS
 from tgis.frontend.admission import Admission
 from tgis.security.tls import Certificates
 
-MAX_CONNECTIONS = 4096  # of a port
-KEEPALIVE_SECONDS = 75.0  # without a complete head, after which a connection is closed
-MAX_HEAD_BYTES = 1 << 15  # of a request's headers
-LINGER_SECONDS = 1.0  # for a client to stop sending an unwanted body
-HANDSHAKE_SECONDS = 5.0  # of TLS
-SHUTDOWN_SECONDS = 1.0  # to write answers that have begun
-_LAST_REQUESTS_SECONDS = 0.1  # for requests of connections that were accepted just before the port closed
+MAX_CONNECTIONS = 4096
+# An idle connection, or one with an incomplete head, is closed after this time.
+KEEPALIVE_SECONDS = 75.0
+MAX_HEAD_BYTES = 1 << 15
+# A client may take this long to stop sending an unwanted body.
+LINGER_SECONDS = 1.0
+TLS_HANDSHAKE_SECONDS = 5.0
+# Answers that have begun may take this long to be written.
+SHUTDOWN_SECONDS = 1.0
+# Connections accepted just before the port closed may send their requests in this time.
+_LAST_REQUESTS_SECONDS = 0.1
 
 # The redirect of a path with a slash at its end: addresses in pages are relative.
 _WITHOUT_SLASH = web.normalize_path_middleware(
@@ -114,7 +118,7 @@ class HttpServer:
             lambda: Connection(server, self._config.client_timeout_seconds),
             sock=listener,
             ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS if context else None,
+            ssl_handshake_timeout=TLS_HANDSHAKE_SECONDS if context else None,
         )
         port: int = listener.getsockname()[1]
         return port
@@ -199,7 +203,7 @@ def _json_error(request: web.Request, error: web.HTTPException) -> web.Response:
     error.headers.pop(hdrs.CONTENT_TYPE, None)
     kind = error.reason.lower().replace(" ", "_")
     body: dict[str, Any] = {"error": error.text, "error_type": kind}
-    if request.path.startswith("/v1/"):  # OpenAI's clients show the message of an object
+    if request.path.startswith("/v1/"):  # OpenAI clients show the message of an error object
         message = f"{error.text}: {request.method} {request.path:.100}"
         body["error"] = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
     return web.json_response(body, status=error.status, headers=error.headers)

@@ -1,4 +1,4 @@
-"""Who sends a request, and whether it may: bearer tokens, API_KEY and client certificates."""
+"""Authentication and identity of HTTP clients: bearer tokens, API_KEY and client certificates."""
 
 import hmac
 import ipaddress
@@ -10,11 +10,11 @@ from aiohttp import web
 from tgis.api.http.errors import HttpError
 from tgis.security.bearer import TokenFile, bearer_token, digest, identity_of
 
-_NAMES = ("DNS", "URI", "email")  # of the subject's alternative names
+_NAME_KINDS = ("DNS", "URI", "email")
 
 
 class HttpAuth:
-    """Checks what AUTH_TOKEN_PATH and API_KEY ask for; without both, anybody may do anything."""
+    """Checks requests against AUTH_TOKEN_PATH and API_KEY; without both, every request is accepted."""
 
     def __init__(self, tokens: TokenFile | None, api_key: str | None, on_rejected: Callable[[], None]) -> None:
         self._tokens = tokens
@@ -45,10 +45,10 @@ def _token(request: web.Request) -> str:
 
 
 def _certificate_names(certificate: dict[str, Any]) -> Iterator[bytes]:
-    """The names that gRPC, too, takes of a certificate: the alternative names of the subject, else its common name."""
+    """The names that gRPC takes from a certificate: the subject's alternative names, else its common name."""
     names = certificate.get("subjectAltName", ())
     for kind, value in names:
-        if kind in _NAMES:
+        if kind in _NAME_KINDS:
             yield value.encode()
         elif kind == "IP Address":
             yield str(ipaddress.ip_address(value)).encode()

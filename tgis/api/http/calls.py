@@ -1,4 +1,4 @@
-"""A call as the handlers of all HTTP APIs see it: who calls, its body, and what it becomes in the front end."""
+"""A call as the handlers of all HTTP APIs see it: the client, the body, and the call of the front end."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,23 +15,28 @@ from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator
 from tgis.frontend.params import Params
 
-_ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)  # the client's text, of any length
+# The value is text of the client.
+_ENUM_VALUE = re.compile(r"Invalid enum value '.*'(?= - at |$)", re.DOTALL)
 
 B = TypeVar("B")
 
 
 @dataclass(slots=True)
 class HttpCall:
-    """A request to an API: authenticated, with its whole body, and with a generator that takes calls."""
+    """An authenticated request to an API, with its complete body and the generator.
+
+    `client` is the key in quotas, empty if unknown; it may have `max_inputs` in flight. Metrics count `kind` if the
+    call is refused before the generator counts it.
+    """
 
     request: web.Request
     config: Config
     generator: Generator
-    client: bytes  # the key in quotas, empty if unknown
-    max_inputs: int  # that its client may have in flight
+    client: bytes
+    max_inputs: int
     identity: bytes
-    api: str  # in logs
-    kind: CallKind | None  # that metrics count if it is refused, until the generator does
+    api: str
+    kind: CallKind | None
     data: bytes = b""
     events: EventStream | None = None
 

@@ -44,12 +44,16 @@ def http_status(error: RequestError) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How an API reports errors."""
+    """How an API reports errors.
 
-    api: str  # in metrics and logs
-    type: Any  # of the bodies
-    convert: Callable[[RequestError], tuple[int, Any]]  # to a status and a body
-    last_event: bytes = b""  # of every stream
+    `api` is its name in metrics and logs, `type` the type of error bodies, `convert` returns a status and a body.
+    Every stream ends with `last_event`.
+    """
+
+    api: str
+    type: Any
+    convert: Callable[[RequestError], tuple[int, Any]]
+    last_event: bytes = b""
 
     def response(self, error: RequestError) -> web.Response:
         """The answer of a call that fails before it has sent anything."""

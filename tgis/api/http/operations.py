@@ -24,12 +24,13 @@ from tgis.frontend.metric_families import FailureReason
 from tgis.utils import logs
 
 Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
-CountCall = Callable[[str, str, str], object]  # called at the end of each call with its API, method and status
+# Called at the end of each call with its API, method and status.
+CountCall = Callable[[str, str, str], object]
 
 REQUEST_ID = web.RequestKey("request_id", str)
-_FAILED = web.RequestKey("failed", int)  # the status of a stream that failed after it had begun
+_FAILED_STREAM_STATUS = web.RequestKey("failed", int)
 _REFUSALS = (400, 413, 415, 422)
-_CLIENT_CLOSED = 499  # of a call whose client has gone, as in nginx
+_CLIENT_CLOSED_REQUEST = 499  # as in nginx
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 
 log = logging.getLogger(__name__)
@@ -39,17 +40,19 @@ log = logging.getLogger(__name__)
 class Operation:
     """A method of a path; bodies are types that msgspec encodes, None for no body.
 
-    In the OpenAPI document it has the name of its handler and the first line of its docstring.
+    In the OpenAPI document it has the name of its handler and the first line of its docstring. The body of a request has
+    one of the types in `requests`, the answer is a `response` or a stream of `event`s. `kind` is counted as failed if
+    the body is refused; None for operations that do not generate.
     """
 
     method: str
     path: str
     handle: Handle
     errors: ErrorFormat
-    requests: tuple[Any, ...] = ()  # the body is one of these types
+    requests: tuple[Any, ...] = ()
     response: Any = None
-    event: Any = None  # of the stream that the answer may be
-    kind: CallKind | None = CallKind.SINGLE  # what metrics count if its body is refused; None: it generates nothing
+    event: Any = None
+    kind: CallKind | None = CallKind.SINGLE
 
 
 class HttpApi:
@@ -73,12 +76,12 @@ class HttpApi:
         """The route of an operation; whatever its handler raises, the call ends as its API says."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
-            status = _CLIENT_CLOSED
+            status = _CLIENT_CLOSED_REQUEST
             request[REQUEST_ID] = request_id = _request_id(request)
             try:
                 with logs.correlation_scope(request_id):
                     response = await self._respond(request, operation)
-                status = request.get(_FAILED, response.status)
+                status = request.get(_FAILED_STREAM_STATUS, response.status)
                 return response
             finally:
                 self._count(operation.errors.api, operation.path, str(status))
@@ -154,7 +157,7 @@ async def _fail(
     _count_refusal(call, error)
     if call is None or call.events is None or not call.events.response.prepared:
         return errors.response(error)
-    request[_FAILED], _ = errors.convert(error)
+    request[_FAILED_STREAM_STATUS], _ = errors.convert(error)
     return await call.events.fail(error, errors)
 
 

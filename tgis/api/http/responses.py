@@ -32,19 +32,20 @@ def _mean_logprob(output: RequestOutput) -> float:
 def timing_headers(outputs: Sequence[RequestOutput], num_input_tokens: int) -> dict[str, str]:
     """Sums over whole outputs of a call, from its arrival to now, in milliseconds; x-compute-time is in seconds."""
     now = time.monotonic()
-    seconds = dict.fromkeys(("total", "validation", "queue", "inference"), 0.0)
+    seconds = dict.fromkeys(("validation", "queue", "inference"), 0.0)
     per_token = 0.0
     for output in outputs:
         times = output.timings
         assert times is not None
         scheduled = times.scheduled or now
-        seconds["total"] += now - times.arrived
         seconds["validation"] += times.submitted - times.arrived
         seconds["queue"] += scheduled - times.submitted
         seconds["inference"] += now - scheduled
         per_token += (now - scheduled) / max(output.generated_token_count, 1)
+    seconds["total"] = sum(seconds.values())
     return {
-        "x-compute-time": f"{seconds['total'] / len(outputs):.9f}",  # of the call, not the sum
+        # The time of the call, not the sum.
+        "x-compute-time": f"{seconds['total'] / len(outputs):.9f}",
         **{f"x-{name}-time": _milliseconds(value) for name, value in seconds.items()},
         "x-time-per-token": _milliseconds(per_token),
         "x-prompt-tokens": str(num_input_tokens),
