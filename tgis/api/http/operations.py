@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 class Operation:
     """A method of a path; bodies are types that msgspec encodes, None for no body.
 
-    In the OpenAPI document it has the name of its handler and the first line of its docstring. The body of a request has
-    one of the types in `requests`, the answer is a `response` or a stream of `event`s. `kind` is counted as failed if
-    the body is refused; None for operations that do not generate.
+    In the OpenAPI document it has the name of its handler and the first line of its docstring. The body of a request
+    has one of the types in `requests`, the answer is a `response` or a stream of `event`s. `kind` is counted as failed
+    if the body is refused; None for operations that do not generate.
     """
 
     method: str
