@@ -63,7 +63,7 @@ def test_packages_that_cannot_be_installed(
 
 def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The graphs are the export's, all other files the model's."""
-    python = script(tmp_path, 'mkdir "$7"', 'echo graph > "$7/model.onnx"', 'echo old > "$7/config.json"')
+    python = script(tmp_path, 'mkdir "$3"', 'echo graph > "$3/model.onnx"', 'echo old > "$3/config.json"')
     out = tmp_path / "deep" / "out"
     assert __main__.run(["convert-to-onnx", str(model), str(out), "--python", str(python)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
@@ -75,7 +75,7 @@ def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pyte
 
 
 def test_an_export_that_fails_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = script(tmp_path, 'mkdir "$7"', "echo no such layer >&2", "exit 1")
+    python = script(tmp_path, 'mkdir "$3"', "echo no such layer >&2", "exit 1")
     out = tmp_path / "deep" / "out"
     assert refusal(model, out, capsys, "--python", str(python)) == f"Optimum cannot export {model}: no such layer"
     assert list(out.parent.iterdir()) == []

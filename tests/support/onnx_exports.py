@@ -7,13 +7,15 @@ import onnx
 from compute_once import compute_once
 from onnx import TensorProto, helper
 
-from tgis.models.onnx import export
+from tgis.models.onnx import export, optimum_export
+
+MAKERS = [Path(str(module.__file__)) for module in (export, optimum_export)]
 
 
 def exported(model: Path, cache: Path, *options: str) -> Path:
     """A demo model converted by `tgis convert-to-onnx`."""
     digest = hashlib.sha256()
-    for file in (Path(export.__file__), export.REQUIREMENTS):
+    for file in (*MAKERS, export.REQUIREMENTS):
         digest.update(file.read_bytes())
     out = cache / "onnx" / "-".join([model.name, *(option.strip("-") for option in options), digest.hexdigest()[:12]])
     environment = {"CACHE_DIR": str(cache)}

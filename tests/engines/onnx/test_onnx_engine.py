@@ -4,8 +4,8 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import golden_runner
@@ -20,7 +20,7 @@ from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
-from tgis.engines.onnx.decoder import Decoder, ignores_padding
+from tgis.engines.onnx.decoder import ignores_padding
 from tgis.engines.onnx.engine import OnnxCausalLM, OnnxSeq2SeqLM, load_engine
 from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session
@@ -91,7 +91,6 @@ def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
     return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
-@pytest.mark.parametrize("name", ["glassllm"])
 def test_changing_batches_generate_what_transformers_generates_alone(
     graphs: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +113,6 @@ def test_graphs_may_be_in_a_subdirectory(graphs: Path, tmp_path: Path) -> None:
     assert load(directory).info.model_class == "LlamaForCausalLM (ONNX)"
 
 
-@pytest.mark.parametrize("name", ["glassllm"])
 @pytest.mark.parametrize("call", [1, 4])
 def test_a_failed_pass_changes_no_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(graphs)
@@ -125,25 +123,18 @@ def test_a_failed_pass_changes_no_result(graphs: Path, call: int, monkeypatch: p
     assert failing.count > call
 
 
-class WithoutPositions:
-    """A decoder whose graph seems to take no positions."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self.with_past = SimpleNamespace(inputs={"attention_mask": None})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
-
-
-@pytest.mark.parametrize("name", ["glassllm"])
+@pytest.mark.parametrize("name", ["detransliterator"])
 def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder: Any = WithoutPositions(inside(load(graphs))._decoder)
-    assert ignores_padding(decoder, lambda _: None)
+    engine = inside(load(graphs))
+    assert isinstance(engine, OnnxSeq2SeqLM)
+    assert ignores_padding(engine._decoder, engine._probe_outputs)
     monkeypatch.setattr(
         PastKeyValues, "attention_mask", lambda self, columns: torch.ones(len(self.seq_lens), columns, dtype=torch.bool)
     )
-    assert not ignores_padding(decoder, lambda _: None)
+    assert not ignores_padding(engine._decoder, engine._probe_outputs)
+    blind = replace(engine._decoder.with_past.inputs["input_ids"])
+    monkeypatch.setattr(engine._decoder.with_past, "inputs", {"input_ids": blind})
+    assert not ignores_padding(engine._decoder, engine._probe_outputs)
 
 
 def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
@@ -161,7 +152,7 @@ def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixt
     ours = load(graphs).info
     theirs = PaddedEngine(engine_options(model, 8)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
-    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_positions"):
+    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)
     assert not ours.supports_adapters
     load_engine(engine_options(graphs, 8, dtype="bfloat16"))

@@ -98,7 +98,7 @@ class _OnnxModel(PaddedModel):
     def _check_padding(self, options: EngineOptions, probe_outputs: Callable[[int], EncoderOutputs | None]) -> None:
         """Serve one sequence at a time if padding would change the results."""
         if not ignores_padding(self._decoder, probe_outputs):
-            warn(options, "MAX_BATCH_SIZE is 1: the graphs see padding; hf_transformers batches this model")
+            warn(options, "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)")
             self.info = msgspec.structs.replace(self.info, max_batch_size=1)
 
 

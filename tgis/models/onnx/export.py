@@ -12,6 +12,7 @@ from tgis.errors import StartError, file_errors
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
 from tgis.models.staging import made_once, new_model, replace_config_files, run_child, timed
 
+SCRIPT = Path(__file__).with_name("optimum_export.py")
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
 INSTALL_SECONDS = 1800
 EXPORT_SECONDS = 3 * 3600
@@ -32,17 +33,17 @@ def convert_to_onnx(model: ModelFiles, out: Path, cache_dir: Path, python: Path 
 
 
 def _export(model: ModelFiles, staging: Path, python: Path | None, cache_dir: Path) -> None:
+    packages = [] if python else [str(_ensure_packages(cache_dir))]
     source = staging / "source"
     _make_export_source(model, source)
-    task = "text2text-generation-with-past" if is_encoder_decoder(model.config) else "text-generation-with-past"
-    command = ["env", "HF_HUB_OFFLINE=1", *([] if python else [f"PYTHONPATH={_ensure_packages(cache_dir)}"])]
-    command += [str(python or sys.executable), "-m", "optimum.exporters.onnx", "--model", str(source), "--task", task]
+    command = [str(python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
     with timed("export with Optimum"):
-        reason = run_child([*command, str(staging / "graphs")], EXPORT_SECONDS)
+        reason = run_child(command, EXPORT_SECONDS)
     if reason is not None:
         raise StartError(f"Optimum cannot export {model.path}: {reason}")
-    for half in UNMERGED_DECODERS:  # of an encoder-decoder: the merged graph replaces both
-        (staging / "graphs" / half).unlink(missing_ok=True)
+    if is_encoder_decoder(model.config):  # the merged graph replaces its two parts
+        for half in UNMERGED_DECODERS:
+            (staging / "graphs" / half).unlink()
 
 
 def _make_export_source(model: ModelFiles, folder: Path) -> None:
