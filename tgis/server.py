@@ -209,18 +209,18 @@ class Server:
             self._service_metrics.engine_up.set(0)
         if not self._generator.done():
             return
-        generator = self._generator.result()
         started, grace = time.monotonic(), self._preparation.config.shutdown_grace_seconds
-        num_inputs, num_cancelled = generator.num_inputs, generator.num_cancelled
+        num_inputs = self._admission.inputs.total
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(self._grpc.refuse_calls())
         await wait_first([asyncio.create_task(self._admission.wait_until_idle()), hurry], timeout=grace)
+        num_cancelled = self._admission.inputs.total
         await self._admission.end_calls()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         await self._grpc.stop()
         await stopped
-        cancelled = generator.num_cancelled - num_cancelled + generator.num_inputs  # some have yet to notice
-        log.info("drained in %.1f s: %d of %d inputs were cancelled", time.monotonic() - started, cancelled, num_inputs)
+        seconds = time.monotonic() - started
+        log.info("drained in %.1f s: %d of %d inputs were cancelled", seconds, num_cancelled, num_inputs)
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
         """Why adapters are unavailable, None if they are available."""

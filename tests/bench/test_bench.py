@@ -145,31 +145,6 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
-def test_goodput_counts_what_meets_every_objective() -> None:
-    """Streams of two messages: the first after 100 ms or 300 ms, then 10 tokens after 10 ms or 30 ms each."""
-    samples = [
-        RequestRecord(
-            scheduled_at=float(at),
-            requested_tokens=11,
-            first_output_at=at + first,
-            last_output_at=at + first + 10 * pace,
-            ended_at=at + 1.0,
-            first_message_tokens=1,
-            output_tokens=11,
-            status="OK",
-        )
-        for at, (first, pace) in enumerate([(0.1, 0.01), (0.1, 0.03), (0.3, 0.01), (0.3, 0.03)])
-    ]
-    samples.append(RequestRecord(scheduled_at=4.0, requested_tokens=11, ended_at=5.0, status="UNAVAILABLE"))
-    one_message = RequestRecord(4.0, 1, 4.0, first_output_at=4.1, last_output_at=4.1, ended_at=4.1, status="OK")
-    for slo, good in (({"ttft": 200.0}, 2), ({"tpot": 20.0}, 2), ({"ttft": 200.0, "tpot": 20.0}, 1)):
-        summary = summarize(samples, 0.0, slo)
-        assert summary.good == good
-        assert summary.goodput_per_s == pytest.approx(good / 5)
-        assert summarize([*samples, one_message], 0.0, slo).good == good + 1  # it has no time per token
-    assert summarize(samples, 0.0).good is None
-
-
 # Load
 
 
@@ -300,8 +275,7 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
 def report_of(seconds: float, levels: int) -> Report:
     """Two requests of each level, of which the second takes twice as long; a long name, all that has a column."""
     loads = tuple(ClosedLoop(10**level) for level in range(levels))
-    objectives = dict.fromkeys(("ttft", "tpot", "gap", "latency"), 1234567.5)
-    settings = BenchSettings(target="host.example:8033", levels=loads, slo=objectives, server_pid=1)
+    settings = BenchSettings(target="host.example:8033", levels=loads, server_pid=1)
     report = Report(settings)
     for load in loads:
         result = LevelResult(load, settings, server_cpu_seconds=1000.0)
@@ -315,14 +289,13 @@ def report_of(seconds: float, levels: int) -> Report:
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.5, 600.0])
 def test_the_table_has_a_column_for_each_level(seconds: float) -> None:
-    _, objectives, blank, head, *rows = format_table(report_of(seconds, 3)).splitlines()
-    assert objectives.startswith("good: ttft at most")
+    _, blank, head, *rows = format_table(report_of(seconds, 3)).splitlines()
     assert not blank
     assert head.split() == ["concurrency", "1", "10", "100"]
     assert {len(row) for row in rows} == {len(head)}
     assert len(head) <= 80
     names = [re.split("  +", row)[0] for row in rows]
-    assert (names[0], names[7], names[-1]) == ("ok", "goodput_per_s", "server_cpu_us_per_token")
+    assert (names[0], names[-1]) == ("ok", "server_cpu_us_per_token")
 
 
 def test_the_table_has_what_was_measured() -> None:
@@ -331,7 +304,7 @@ def test_the_table_has_what_was_measured() -> None:
     rows = format_table(unary).splitlines()[3:]
     names = [row.split()[0] for row in rows]
     assert "latency_ms" in names
-    assert not {"good", "ttft_ms", "server_cpu_us_per_token"} & {*names}
+    assert not {"ttft_ms", "server_cpu_us_per_token"} & {*names}
 
 
 def test_a_terminal_gets_no_json() -> None:
@@ -394,10 +367,6 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
         ("--requests", "5", "--duration", "5"),
         ("--duration", "inf"),
         ("--prompts", "a", "--input-tokens", "3"),
-        ("--slo", "ttft"),
-        ("--slo", "first=1"),
-        ("--slo", "ttft=0"),
-        ("--slo", "ttft=100", "--unary"),
         ("--tls-cert", "a.pem"),
         ("--tls-ca", "/nowhere/ca.pem"),
         ("--json", "/nowhere/raw.json"),

@@ -1,7 +1,6 @@
 """The settings of a run, and the record of each request."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,6 @@ class BenchSettings:
     warmup: int = 1  # requests before each level
     seed: int = 0
     server_pid: int | None = None  # process on this machine whose CPU time is measured
-    slo: Mapping[str, float] | None = None  # service level objectives: milliseconds, by name of `request_times`
     stream: bool = True
     ignore_eos: bool = True
     adapter_id: str | None = None

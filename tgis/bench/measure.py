@@ -31,7 +31,7 @@ class LevelResult:
     server_cpu_seconds: float | None = None
 
     def summary(self) -> Summary:
-        return summarize(self.records, self.cpu_seconds, self.settings.slo, self.server_cpu_seconds)
+        return summarize(self.records, self.cpu_seconds, self.server_cpu_seconds)
 
 
 @dataclass(slots=True)

@@ -20,9 +20,8 @@ def format_table(report: Report) -> str:
     indent = max(map(len, rows), default=0)
     width = 2 + max((len(cell) for row in rows.values() for cell in row), default=0)
     title = f"{settings.target}, {'streamed' if settings.stream else 'unary'}"
-    objectives = ", ".join(f"{name} at most {most:g} ms" for name, most in (settings.slo or {}).items())
     table = [f"{name:<{indent}}{''.join(cell.rjust(width) for cell in row)}" for name, row in rows.items()]
-    return "\n".join([title, *([f"good: {objectives}"] if objectives else []), "", *table])
+    return "\n".join([title, "", *table])
 
 
 def format_notes(report: Report) -> Iterator[str]:

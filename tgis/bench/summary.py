@@ -4,12 +4,11 @@ Only successful requests count, except in `failed`. Percentiles are exact, inter
 two nearest values (Hyndman and Fan's type 7, numpy's default). Rates are per second from the first
 scheduled request to the last end. Time to first token and latency start at the scheduled time. Time per
 output token is, for each request, (last - first output) / (tokens after the first message with output).
-Goodput counts the requests all of whose times meet their objectives.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tgis.bench.client import RequestRecord
@@ -28,9 +27,7 @@ class Summary:
     duration_s: float
     input_tokens: int
     output_tokens: int
-    good: int | None  # succeeded and met every objective; None without objectives
     requests_per_s: float
-    goodput_per_s: float | None  # good requests
     input_tokens_per_s: float
     output_tokens_per_s: float
     ttft_ms: Percentiles
@@ -65,17 +62,15 @@ def request_times(record: RequestRecord) -> dict[str, float]:
 def summarize(
     records: Sequence[RequestRecord],
     cpu_seconds: float,
-    slo: Mapping[str, float] | None = None,
     server_cpu_seconds: float | None = None,
 ) -> Summary:
-    """The figures of the finished requests; `slo` has the objectives, in milliseconds, for names of `request_times`."""
+    """The figures of the finished requests."""
     finished = [record for record in records if record.status]
     ok = [record for record in finished if record.status == "OK"]
     duration = max((s.ended_at for s in finished), default=0.0) - min((s.scheduled_at for s in finished), default=0.0)
     rate = 1 / duration if duration else 0.0
     times = [request_times(record) for record in ok]
     columns = {name: percentiles([row[name] for row in times if name in row]) for name in TIMES}
-    good = sum(all(1000 * row.get(name, 0.0) <= most for name, most in slo.items()) for row in times) if slo else None
     tokens_in, tokens_out = sum(s.input_tokens for s in ok), sum(s.output_tokens for s in ok)
     return Summary(
         ok=len(ok),
@@ -84,9 +79,7 @@ def summarize(
         duration_s=duration,
         input_tokens=tokens_in,
         output_tokens=tokens_out,
-        good=good,
         requests_per_s=len(ok) * rate,
-        goodput_per_s=None if good is None else good * rate,
         input_tokens_per_s=tokens_in * rate,
         output_tokens_per_s=tokens_out * rate,
         ttft_ms=columns["ttft"],

@@ -17,7 +17,6 @@ from tgis.bench.client import BenchSettings
 from tgis.bench.load import ClosedLoop, Level, OpenLoop
 from tgis.bench.measure import Report, measure
 from tgis.bench.report import dump_line, format_notes, format_table, to_json
-from tgis.bench.summary import TIMES
 from tgis.cli import client
 from tgis.errors import OptionError, file_errors
 from tgis.utils.options import Parser, ValueType, decimal, integer
@@ -113,12 +112,6 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--output-tokens", type=COUNT, default=128, metavar="N", help="length of outputs (default 128)")
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
-    group.add_argument(
-        "--slo",
-        type=_objectives,
-        metavar="NAME=MS,...",
-        help="count requests that take at most so many milliseconds: ttft, tpot, gap or latency",
-    )
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--stream", action="store_true", default=True, help="stream the outputs (default)")
     kind.add_argument("--unary", dest="stream", action="store_false", help="whole outputs, one input a call")
@@ -133,9 +126,7 @@ async def _measure(report: Report, args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """OptionError for options that do not go together, and for a file that cannot be written after the run."""
-    if not args.stream and args.slo and args.slo.keys() != {"latency"}:
-        raise OptionError("--slo: unary calls have a latency only, no ttft, tpot or gap")
+    """OptionError for a file that cannot be written after the run."""
     if args.json:
         with file_errors(f"cannot write {args.json}", OptionError):
             args.json.open("ab").close()
@@ -169,13 +160,6 @@ def _header(text: str) -> tuple[str, str]:
     if not (colon and name and name.strip() == name):
         raise argparse.ArgumentTypeError(f"{text[:80]!r} must be NAME:VALUE")
     return name, value.strip()
-
-
-def _objectives(text: str) -> dict[str, float]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name in TIMES and value for name, _, value in pairs):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be NAME=MS,... with names among {', '.join(TIMES)}")
-    return {name: AMOUNT(value) for name, _, value in pairs}
 
 
 def _comma_separated(parse: ValueType[Number]) -> Callable[[str], list[Number]]:

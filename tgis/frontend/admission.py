@@ -20,6 +20,10 @@ class Quota:
         self._held: Counter[bytes] = Counter()  # by client
         self.total = 0
 
+    def most(self, client: bytes) -> int:
+        """The most that a client can hold at any time."""
+        return self.per_client if client else self.limit
+
     @contextmanager
     def hold(self, client: bytes, amount: int) -> Iterator[None]:
         """Hold `amount` during the block; Overloaded if that exceeds a limit.

@@ -3,12 +3,11 @@
 Knows neither proto nor socket: APIs hand over a `GenerateCall` and get `RequestOutput` values.
 """
 
-import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from tgis.errors import InvalidRequest, QueueFull
@@ -72,8 +71,6 @@ class Generator:
         self.metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
-        self.num_inputs = 0  # of open calls
-        self.num_cancelled = 0  # ever, by clients or by the end of the server
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""
@@ -139,7 +136,10 @@ class Generator:
     async def _running(self, call: GenerateCall) -> AsyncIterator[tuple[list[Output], ReadyOutputs, CallRecorder]]:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         recorder = CallRecorder(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
-        with recorder, self._admitted(call), ExitStack() as resources:
+        with recorder, ExitStack() as resources:
+            inputs = self._admission.inputs
+            _check_num_inputs(call.num_outputs, inputs.most(call.client))
+            resources.enter_context(inputs.hold(call.client, call.num_outputs))
             if len(call.texts) < len(call.fields):
                 raise InvalidRequest("request", "missing request")
             params = call.params
@@ -162,21 +162,6 @@ class Generator:
             Output(EngineOutput(request, n, ready, arrived), texts[n // call.n], params, decoder, separator)
             for n, request in enumerate(requests)
         ]
-
-    @contextmanager
-    def _admitted(self, call: GenerateCall) -> Iterator[None]:
-        """Count the inputs of the call as in flight; reject instead of waiting."""
-        num_inputs, inputs = call.num_outputs, self._admission.inputs
-        _check_num_inputs(num_inputs, inputs.per_client if call.client else inputs.limit)
-        with inputs.hold(call.client, num_inputs):
-            self.num_inputs += num_inputs
-            try:
-                yield
-            except (asyncio.CancelledError, GeneratorExit):
-                self.num_cancelled += num_inputs
-                raise
-            finally:
-                self.num_inputs -= num_inputs
 
     async def _prepare(
         self, call: GenerateCall, params: Params, adapter: AdapterRef | None, grammar: int | None, *, arrived: float

@@ -126,7 +126,7 @@ class HttpApi:
             config=self._config,
             generator=self._generator.result(),
             client=client,
-            max_inputs=inputs.per_client if client else inputs.limit,
+            max_inputs=inputs.most(client),
             identity=identity,
             api=operation.errors.api,
             kind=operation.kind,
