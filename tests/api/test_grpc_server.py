@@ -109,6 +109,18 @@ async def test_responses_may_exceed_the_limit_of_requests() -> None:
 
 
 @run_async
+async def test_metadata_is_limited_in_size_and_not_at_random() -> None:
+    async with serving() as (_, port), connected(port) as channel:
+        for size in range(9 << 10, 16 << 10, 1 << 10):
+            call = channel.unary_unary("/test.Service/Echo", bytes, bytes)
+            assert await call(b"x", metadata=[("large", "x" * (size - 500))], timeout=30) == b"x"
+        for _ in range(10):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"x", metadata=[("large", "x" * (16 << 10))], timeout=30)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@run_async
 async def test_max_concurrent_streams_is_announced() -> None:
     async with serving(replace(CONFIG, max_concurrent_requests=7)) as (_, port):
         async with raw_client(port, HELLO) as (reader, _):

@@ -52,14 +52,6 @@ def _parser(prog: str) -> Parser:
     _add_load(parser)
     _add_requests(parser)
     client.add_arguments(parser, timeout=600.0)
-    parser.add_argument(
-        "--header",
-        type=_header,
-        action="append",
-        default=[],
-        metavar="NAME:VALUE",
-        help="header of every call; may be repeated",
-    )
     client.add_adapter_arguments(parser)
     output = parser.add_argument_group("Output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report and every request there as JSON")
@@ -119,7 +111,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:
     open_channel = partial(client.make_channel, args.target, args, grpc_client.CHANNEL_OPTIONS, grpc.aio)
-    headers = [*client.metadata(args), *args.header]
+    headers = client.metadata(args)
     with client.rpc_errors(args.target, args):
         async with grpc_client.connect(report.settings, open_channel, headers) as connected:
             await measure(report, connected, lambda text: None if args.quiet else print(text, file=sys.stderr))
@@ -153,13 +145,6 @@ def _levels(args: argparse.Namespace) -> tuple[Level, ...]:
     if args.rate:
         return tuple(OpenLoop(rate, args.seed) for rate in args.rate)
     return tuple(ClosedLoop(concurrency) for concurrency in args.concurrency or [1])
-
-
-def _header(text: str) -> tuple[str, str]:
-    name, colon, value = text.partition(":")
-    if not (colon and name and name.strip() == name):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be NAME:VALUE")
-    return name, value.strip()
 
 
 def _comma_separated(parse: ValueType[Number]) -> Callable[[str], list[Number]]:
