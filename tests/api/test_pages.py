@@ -49,7 +49,7 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
         ("/", "text/html,*/*;q=0.8", (307, "ui")),
         ("/", "*/*", (200, None)),
         ("/health", "text/html", (200, None)),
-        ("/ui/", "text/html", (308, "/ui")),
+        ("/ui/", "text/html", (308, "../ui")),
     ],
 )
 @run_async

@@ -232,11 +232,11 @@ def test_clients_that_disconnect_leave_nothing_running(tmp_path: Path) -> None:
         assert 'tgi_request_failure{err="cancelled"} 60.0' in server.get("/metrics")[1]
 
 
-def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) -> None:
+def test_calls_that_wait_for_their_clients_delay_the_end_by_their_timeout_at_most(tmp_path: Path) -> None:
     small_window = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
     end = threading.Event()
     with (
-        start(tmp_path, {"step_seconds": 0.001}, SHUTDOWN_GRACE_SECONDS=1000) as server,
+        start(tmp_path, {"step_seconds": 0.001}, SHUTDOWN_GRACE_SECONDS=1000, CLIENT_TIMEOUT_SECONDS=4) as server,
         grpc.insecure_channel(server.target, small_window) as channel,
         server.stub() as stub,
         contextlib.ExitStack() as stack,
@@ -264,7 +264,6 @@ def test_calls_that_wait_for_their_clients_do_not_delay_the_end(tmp_path: Path) 
         assert "".join(message.text for message in (first, *real)) == ("abc" * 334)[:1000]
         assert server.process.wait(20) == 0
         end.set()
-        assert "1 of 2 inputs were cancelled" in server.log.read_text()  # the stream that nobody reads
         assert headers_only.code() is not grpc.StatusCode.OK
 
 

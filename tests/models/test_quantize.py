@@ -59,8 +59,6 @@ def test_refusals(
     assert run(model, out, capsys) == (1, "", needs)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     said = run(model, out, capsys, "--act-order", "--percdamp=0.02", "--calibration", str(tmp_path / "no"))[2]
-    assert said.splitlines()[0].startswith("--percdamp has no effect: ")
-    assert said.splitlines()[1].startswith("--act-order has no effect: ")
     assert f"--calibration {tmp_path / 'no'}: [Errno 2] No such file or directory" in said
     only = "only plain decoder-only models are quantized\n"
     config = json.loads((model / "config.json").read_text())

@@ -32,11 +32,6 @@ SHUTDOWN_SECONDS = 1.0
 # Connections accepted just before the port closed may send their requests in this time.
 _LAST_REQUESTS_SECONDS = 0.1
 
-# The redirect of a path with a slash at its end: addresses in pages are relative.
-_WITHOUT_SLASH = web.normalize_path_middleware(
-    append_slash=False, remove_slash=True, merge_slashes=False, redirect_class=web.HTTPPermanentRedirect
-)
-
 log = logging.getLogger(__name__)
 
 
@@ -101,9 +96,12 @@ class HttpServer:
         self._admission = admission
         self._certificates = certificates
         self._hosts = HostCheck(config)
-        application = web.Application(middlewares=[self._answer, _WITHOUT_SLASH], client_max_size=config.payload_limit)
+        application = web.Application(middlewares=[self._answer], client_max_size=config.payload_limit)
         application.on_response_prepare.append(self._add_headers)
         application.add_routes(routes)
+        application.add_routes(
+            web.route(route.method, f"{route.path}/", route.handler) for route in routes if not route.path.endswith("/")
+        )
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
         self._listener: asyncio.Server | None = None
 

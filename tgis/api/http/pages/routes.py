@@ -73,7 +73,9 @@ def _page_route(path: str, title: str, body: str, style: str, script: str = "") 
     page = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
     headers = _HEADERS | {"Content-Security-Policy": policy}
 
-    async def get(_request: web.Request) -> web.Response:
+    async def get(request: web.Request) -> web.Response:
+        if request.path.endswith("/"):  # addresses in pages are relative
+            raise web.HTTPPermanentRedirect(f"..{request.path[:-1]}")
         return web.Response(text=page, headers=headers)
 
     return web.get(path, get)
