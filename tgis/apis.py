@@ -36,9 +36,8 @@ class Apis:
 
     def grpc_server(self) -> GrpcServer:
         """Create it inside the event loop."""
-        config, tokens = self.preparation.config, self.preparation.tokens
-        rejected = self.metrics.authentication_failure.inc
-        calls = GrpcCalls(config, self.admission, tokens, rejected, self.metrics.call_ended)
+        config, tokens, metrics = self.preparation.config, self.preparation.tokens, self.metrics
+        calls = GrpcCalls(config, self.admission, tokens, metrics.authentication_failure.inc, metrics.call_ended)
         servicer = GenerationServicer(calls, config, self.generator)
         return GrpcServer([servicer.handler()], config, calls, self.preparation.certificates)
 

@@ -21,7 +21,6 @@ from tgis.security.tls import Certificates, TlsFiles
 
 log = logging.getLogger(__name__)
 
-Credentials = tuple[Certificates | None, TokenFile | None]  # None where TLS or bearer authentication is off
 _ENGINES_WITHOUT_SAFETENSORS = ("fake", "hf_optimum_ort")
 
 
@@ -91,8 +90,8 @@ def prepare(config: Config) -> Preparation:
     return Preparation(config, model, tokenizer, eos_ids, limits, store, certificates, tokens)
 
 
-def load_credentials(config: Config) -> Credentials:
-    """Load certificates and tokens; OptionError for unusable files."""
+def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | None]:
+    """Load certificates and tokens, None where TLS or authentication is off; OptionError for unusable files."""
     cert, key, client_ca = config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path
     files = TlsFiles(str(cert), str(key), str(client_ca) if client_ca else None)
     certificates = Certificates(files) if cert and key else None

@@ -91,7 +91,9 @@ class Server:
                 self._start_serving(ports)
                 await self._monitor(stop)
             await self._drain(hurry)
-            return self._exit_code(stop)
+            if self._process.died.done() or not stop.done():
+                raise StartError(self._process.died.result())
+            return 0
         finally:
             await self._grpc.stop()
             await self._process.stop()
@@ -254,8 +256,3 @@ class Server:
         service.set_lora_adapters(*client.lora_adapters())
         metrics.set_num_queued(len(client.queued()))
         return await asyncio.to_thread(lambda: render() + metrics.scrape())
-
-    def _exit_code(self, stop: asyncio.Future[None]) -> int:
-        if stop.done() and not self._process.died.done():
-            return 0
-        raise StartError(self._process.died.result())

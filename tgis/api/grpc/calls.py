@@ -8,6 +8,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import closing
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,7 +48,8 @@ class GrpcCall:
         self.client, self.identity = client, identity
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
-        self._task, self._starter = asyncio.current_task(), _creator.get()
+        starter = _creator.get()
+        self._tasks = asyncio.current_task(), starter() if starter else None
         self._write_began: float | None = None
         self._timer = self._loop.call_later(timeout, self._check_write)
 
@@ -85,9 +87,8 @@ class GrpcCall:
             self._timer = self._loop.call_at(began + self._timeout, self._check_write)
             return
         log.info("a client has not read for %g s", self._timeout)
-        for task in (self._task, self._starter and self._starter()):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, self._tasks):
+            task.cancel()
 
 
 # Reads the messages and writes the answer.
@@ -155,11 +156,8 @@ class GrpcCalls:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is required")
             identity = caller_identity(context, bearer_auth=self._tokens is not None)
             client = self.admission.client(identity, context.peer().rpartition(":")[0])
-            call = GrpcCall(context, client, identity, self._config.client_timeout_seconds)
-            try:
+            with closing(GrpcCall(context, client, identity, self._config.client_timeout_seconds)) as call:
                 await run(call)
-            finally:
-                call.close()
         except RequestError as error:
             error.__traceback__ = error.__context__ = error.__cause__ = None
             return error
