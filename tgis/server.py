@@ -33,7 +33,7 @@ from tgis.prepare import Preparation, prepare
 from tgis.startup_log import startup_lines
 from tgis.tracing import make_tracer
 from tgis.utils import logs, stop_signals
-from tgis.utils.memory import return_unused_memory
+from tgis.utils.memory import return_unused_memory, trim_regularly
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,10 @@ class Server:
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
         stop, hurry = stop_signals.futures()
-        loop_lag = asyncio.create_task(self._service_metrics.watch_event_loop())
+        background = [
+            asyncio.create_task(self._service_metrics.watch_event_loop()),
+            asyncio.create_task(trim_regularly()),
+        ]
         try:
             ports = self._grpc.bind(), *await self._http.start()
             await self._grpc.start()
@@ -98,7 +101,8 @@ class Server:
             await self._grpc.stop()
             await self._process.stop()
             await self._http.stop()
-            loop_lag.cancel()
+            for task in background:
+                task.cancel()
             self._preparation.tokenizer.close()
             if self._generator.done():
                 self._generator.result().close()
