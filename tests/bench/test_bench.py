@@ -371,7 +371,6 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
         ("--tls-ca", "/nowhere/ca.pem"),
         ("--json", "/nowhere/raw.json"),
         ("--server-pid", str(2**29)),
-        ("--header", "nothing"),
         ("--prompts", "/nowhere/prompts.txt"),
     ],
 )
@@ -389,9 +388,9 @@ def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "server_cpu_us_per_token " in shown
 
 
-def test_headers_and_a_token_go_with_every_call(tmp_path: Path) -> None:
+def test_a_token_goes_with_every_call(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     fake = FakeServer()
-    options = ("--requests", "1", "--quiet", "--header", "X-Tenant: a:b", "--token-file", str(tmp_path / "token"))
+    options = ("--requests", "1", "--quiet", "--token-file", str(tmp_path / "token"))
     assert bench(fake, *options) == 0
-    assert {(sent["x-tenant"], sent["authorization"]) for sent in fake.metadata} == {("a:b", "Bearer secret")}
+    assert {sent["authorization"] for sent in fake.metadata} == {"Bearer secret"}

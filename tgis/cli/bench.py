@@ -23,7 +23,6 @@ from tgis.utils.options import Parser, ValueType, decimal, integer
 
 DEFAULT_DURATION = 30.0  # seconds of each level
 COUNT = integer(1)
-MAX_PID = 2**22
 AMOUNT = decimal(0, 1e9, exclude_low=True)
 Number = TypeVar("Number", int, float)
 
@@ -84,7 +83,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--server-pid",
-        type=integer(1, MAX_PID),
+        type=integer(1, 1 << 22),
         metavar="PID",
         help="measure the CPU time of this local process",
     )

@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_BYTES = 2048  # together
+UNLIMITED = 1 << 40
 _INT32_MAX = 2**31 - 1
 
 
@@ -36,10 +37,10 @@ class RequestLimits:
     max_top_n_tokens: int = 10
     max_grammar_bytes: int = 1 << 16
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
-    max_request_tokens: int = 1 << 40  # input and output that fit into memory
-    max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
-    input_vocab_size: int = 1 << 40  # of the model; its tokenizer may have more ids
-    vocab_size: int = 1 << 40  # width of the logits
+    max_request_tokens: int = UNLIMITED  # input and output that fit into memory
+    max_positions: int = UNLIMITED  # of an input, and of an output, whatever the memory
+    input_vocab_size: int = UNLIMITED  # of the model; its tokenizer may have more ids
+    vocab_size: int = UNLIMITED  # width of the logits
     max_input_tokens: int | None = None  # None: one less than the maximum sequence length
 
     @property
@@ -172,7 +173,7 @@ def _check_capacity(request: Request, limits: RequestLimits, field: str) -> None
     if size > limits.max_request_tokens:
         text = f"input and new tokens ({size}) are more than fit into memory ({limits.max_request_tokens})"
         raise InvalidRequest(field, text)
-    if max(request.input_positions, request.output_positions) > limits.max_positions:
+    if (most := limits.max_positions) < UNLIMITED and max(request.input_positions, request.output_positions) > most:
         text = f"input tokens ({request.input_positions}) and new tokens ({request.output_positions})"
         raise InvalidRequest(field, f"{text} must each be <= {limits.max_positions} for this model")
 
