@@ -13,7 +13,7 @@ TgisError
     │   └── QueueFull        the queue is too long, not the calls too many
     ├── OutOfMemory          RESOURCE_EXHAUSTED, the request does not even fit alone
     ├── Unavailable          UNAVAILABLE, loading, draining or the engine has died
-    ├── ClientTimeout        DEADLINE_EXCEEDED, the client has not sent its message in time, or does not read
+    ├── ClientTimeout        DEADLINE_EXCEEDED, the client has not sent its message in time
     └── EngineFailure        INTERNAL, a bug or a failed step
 """
 
@@ -24,6 +24,8 @@ from contextlib import contextmanager
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1  # until a client that was refused may try again
+# Why a server is Unavailable, or unhealthy, at its beginning and its end.
+LOADING, SHUTTING_DOWN = "the model is still loading", "the server is shutting down"
 _MAX_REASON = 200  # characters of what a library says
 
 
@@ -133,7 +135,10 @@ class Unavailable(RequestError):
 
 
 class ClientTimeout(RequestError):
-    """The client has not sent its message in time, or does not read."""
+    """The client has not sent its message within this time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the message has not arrived within {seconds:g} s")
 
 
 class EngineFailure(RequestError):

@@ -12,7 +12,7 @@ import msgspec
 from tgis.api.http.app import HttpServer
 from tgis.api.http.probes import Probes
 from tgis.config import Config
-from tgis.errors import StartError
+from tgis.errors import LOADING, SHUTTING_DOWN, StartError
 from tgis.frontend.engine_process import TICK_SECONDS, EngineProcess, wait_first
 from tgis.ipc.messages import EngineOptions
 from tgis.limits import admission
@@ -35,7 +35,7 @@ class Node:
         self._config = config
         self._ranks = {options.rank + n: EngineProcess() for n in range(options.ranks_per_node)}
         self._options = msgspec.structs.replace(options, num_threads=max(options.num_threads // len(self._ranks), 1))
-        self._unhealthy_reason: str | None = "the model is still loading"
+        self._unhealthy_reason: str | None = LOADING
 
     async def serve(self) -> int:
         started = time.monotonic()
@@ -75,7 +75,7 @@ class Node:
 
     async def _wait_for_node_0(self, died: list[asyncio.Future[str]], hurry: asyncio.Future[None]) -> None:
         """After a signal, which all nodes get together, node 0 needs the ranks until it has drained."""
-        self._unhealthy_reason = "the server is shutting down"
+        self._unhealthy_reason = SHUTTING_DOWN
         if not any(each.done() for each in died):
             log.info("waiting for node 0 to drain")
             await wait_first([*died, hurry], timeout=self._config.shutdown_grace_seconds + _EXIT_SECONDS)

@@ -19,7 +19,7 @@ from tgis.api.http.probes import Probes
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.apis import Apis
 from tgis.config import Config
-from tgis.errors import StartError, Unavailable
+from tgis.errors import LOADING, SHUTTING_DOWN, StartError, Unavailable
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import TICK_SECONDS, EngineProcess, wait_first
 from tgis.frontend.generation import Generator, ServerInfo
@@ -37,7 +37,6 @@ from tgis.utils.memory import return_unused_memory, trim_regularly
 
 log = logging.getLogger(__name__)
 
-_LOADING, _SHUTTING_DOWN = "the model is still loading", "the server is shutting down"
 SWITCH_SECONDS = 0.00002  # until threads give the GIL to the event loop, which lets go of it in every call of gRPC
 _LATE_SECONDS = 1.0  # worth a line in the log
 # After the last call: gRPC sends its status, and HTTP connections that clients reuse are answered with 503 and closed.
@@ -68,7 +67,7 @@ class Server:
         config, loop = preparation.config, asyncio.get_running_loop()
         self._preparation = preparation
         self._started = time.monotonic()
-        self._unhealthy_reason: str | None = _LOADING
+        self._unhealthy_reason: str | None = LOADING
         self._admission = admission(config)
         self._service_metrics = ServiceMetrics(__version__, config.git_commit_hash or "", config.shown_model)
         self._process = EngineProcess()
@@ -208,7 +207,7 @@ class Server:
     async def _drain(self, hurry: asyncio.Future[None]) -> None:
         """Refuse new calls; give those in flight the grace period to finish, unless a second signal comes."""
         died = self._process.died
-        self._unhealthy_reason = died.result() if died.done() else _SHUTTING_DOWN
+        self._unhealthy_reason = died.result() if died.done() else SHUTTING_DOWN
         self._service_metrics.set_state(ServiceState.DRAINING)
         self._admission.draining = True
         if died.done():
@@ -244,7 +243,7 @@ class Server:
 
     async def _batch_state(self) -> BatchState:
         if not self._client.done():
-            raise Unavailable(_LOADING)
+            raise Unavailable(LOADING)
         return await self._client.result().batch_state()
 
     async def _scrape(self) -> bytes:

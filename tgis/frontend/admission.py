@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from tgis.errors import Overloaded, Unavailable
+from tgis.errors import SHUTTING_DOWN, Overloaded, Unavailable
 
 _LAST_WORD_SECONDS = 1.0  # for clients to read that the server is shutting down
-_SHUTTING_DOWN = "the server is shutting down"
 
 
 class Quota:
@@ -66,7 +65,7 @@ class Admission:
         Overloaded if messages take too much memory; Unavailable once a drain has begun, or when it ends the call.
         """
         if self.draining:
-            raise Unavailable(_SHUTTING_DOWN)
+            raise Unavailable(SHUTTING_DOWN)
         with self.message_bytes.hold(client, num_bytes):
             try:
                 async with asyncio.timeout(None) as until:
@@ -78,7 +77,7 @@ class Admission:
             except TimeoutError:
                 if not until.expired():
                     raise
-                raise Unavailable(_SHUTTING_DOWN) from None
+                raise Unavailable(SHUTTING_DOWN) from None
 
     async def wait_until_idle(self) -> None:
         """Return when no call runs."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from prometheus_client import ProcessCollector
 
@@ -23,6 +23,9 @@ from tgis.frontend.validation import RequestLimits
 from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, StepStats
 
 _NO_COUNTS = BatcherCounters()
+
+# Called at the end of each call with its API, method and status.
+CountCall = Callable[[str, str, str], object]
 
 
 class Metrics:

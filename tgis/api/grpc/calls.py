@@ -18,6 +18,7 @@ from tgis.api.grpc.status import Context, abort, status_name
 from tgis.config import Config
 from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
 from tgis.frontend.admission import Admission
+from tgis.frontend.metrics import CountCall
 from tgis.security.bearer import TokenFile, caller_identity, token_of
 from tgis.utils import logs
 
@@ -36,7 +37,8 @@ def remember_creators(loop: asyncio.AbstractEventLoop) -> None:
         _creator.set(None if task is None else weakref.ref(task))
         return asyncio.Task(coroutine, loop=loop, **options)
 
-    loop.set_task_factory(create)  # type: ignore[arg-type]  # of typeshed
+    # typeshed describes the keywords of each Python; `create` hands on whatever there are.
+    loop.set_task_factory(create)  # type: ignore[arg-type]
 
 
 class GrpcCall:
@@ -63,7 +65,7 @@ class GrpcCall:
             async with asyncio.timeout(self._timeout):
                 data = await self.context.read()
         except TimeoutError:
-            raise ClientTimeout(f"the message has not arrived within {self._timeout:g} s") from None
+            raise ClientTimeout(self._timeout) from None
         if not isinstance(data, bytes):  # grpc.aio.EOF
             return None
         if max_bytes is not None and len(data) > max_bytes:
@@ -95,8 +97,6 @@ class GrpcCall:
 Run = Callable[[GrpcCall], Awaitable[None]]
 # Gets the message and writes the answer.
 Method = Callable[[bytes, GrpcCall], Awaitable[None]]
-# Called at the end of each call with its API, method and status.
-CountCall = Callable[[str, str, str], object]
 
 
 class GrpcCalls:

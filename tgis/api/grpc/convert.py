@@ -32,8 +32,9 @@ _MAX_LIST_ENTRIES = 10_000
 # Bytes for a token in a reply to Tokenize, at least; for an offset, from the 128th byte of a text on.
 _MIN_TOKEN_BYTES, _MIN_OFFSET_BYTES = 3, 8
 
-IsSpecial = Callable[[int], bool]  # by token id; None if ids are not requested
-TokenText = Callable[[int], str]  # by token id; None if tokens are not requested
+# Both take a token id; a response without token details gets None in their place.
+IsSpecial = Callable[[int], bool]
+TokenText = Callable[[int], str]
 HasAdapter = pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest
 
 

@@ -13,7 +13,7 @@ from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.status import Context
 from tgis.config import Config
-from tgis.errors import Unavailable
+from tgis.errors import LOADING, Unavailable
 from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
 from tgis.pb import generation_pb2 as pb
 
@@ -86,5 +86,5 @@ class GenerationServicer:
 
     def _require_generator(self) -> Generator:
         if not self._generator.done():
-            raise Unavailable("the model is still loading")
+            raise Unavailable(LOADING)
         return self._generator.result()

@@ -11,7 +11,8 @@ from tgis.api.http.errors import ErrorFormat
 from tgis.api.http.operations import Operation
 
 _REF = "#/components/schemas/{name}"
-_PATTERN = re.compile(r":[^}]+(?=})")  # as in {name:pattern}
+# aiohttp writes a path parameter as {name:pattern}, OpenAPI as {name}.
+_PATTERN = re.compile(r":[^}]+(?=})")
 _PARAMETER = re.compile(r"{(\w+)")
 
 Json = dict[str, Any]

@@ -16,21 +16,20 @@ from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.errors import ErrorFormat, HttpError, http_status
 from tgis.config import Config
-from tgis.errors import ClientTimeout, RequestError, Unavailable
+from tgis.errors import LOADING, ClientTimeout, RequestError, Unavailable
 from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind
 from tgis.frontend.generation import Generator
 from tgis.frontend.metric_families import FailureReason
+from tgis.frontend.metrics import CountCall
 from tgis.utils import logs
 
 Handle = Callable[[HttpCall], Awaitable[web.StreamResponse]]
-# Called at the end of each call with its API, method and status.
-CountCall = Callable[[str, str, str], object]
 
 REQUEST_ID = web.RequestKey("request_id", str)
 _FAILED_STREAM_STATUS = web.RequestKey("failed", int)
 _REFUSALS = (400, 413, 415, 422)
-_CLIENT_CLOSED_REQUEST = 499  # as in nginx
+_CLIENT_CLOSED_REQUEST = 499  # no standard has one; proxies log this number of nginx
 _ID_HEADERS = ("x-request-id", "x-correlation-id")
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class HttpApi:
             finally:
                 self._count(operation.errors.api, operation.path, str(status))
 
-        add = {"GET": web.get, "POST": web.post}[operation.method]  # with HEAD where there is GET
+        add = {"GET": web.get, "POST": web.post}[operation.method]  # not web.route: web.get serves HEAD, too
         return add(operation.path, respond)
 
     async def _respond(self, request: web.Request, operation: Operation) -> web.StreamResponse:
@@ -118,7 +117,7 @@ class HttpApi:
     def _open(self, request: web.Request, operation: Operation) -> HttpCall:
         self._auth.check(request)
         if not self._generator.done():
-            raise Unavailable("the model is still loading")
+            raise Unavailable(LOADING)
         identity, inputs = self._auth.identity(request), self._admission.inputs
         client = self._admission.client(identity, request.remote or "")
         return HttpCall(
@@ -143,7 +142,7 @@ async def _read_body(request: web.Request, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             return await request.read()
     except TimeoutError:
-        raise ClientTimeout(f"the message has not arrived within {seconds:g} s") from None
+        raise ClientTimeout(seconds) from None
     except web.HTTPRequestEntityTooLarge:
         raise HttpError(413, f"the body has more than {request.client_max_size} bytes, PAYLOAD_LIMIT") from None
     except web.RequestPayloadError:

@@ -263,4 +263,4 @@ class ErrorDetail(Struct):
 
 class ErrorBody(Struct):
     error: ErrorDetail
-    error_type: str  # as in TGI
+    error_type: str  # clients of TGI read it here, too

@@ -52,7 +52,7 @@ class OpenAIApi:
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
         chat = (ChatCompletionRequest,), ChatCompletion, ChatCompletionChunk
-        any_id = r"{id:[\s\S]+}"  # with slashes and line breaks
+        any_id = r"{id:[\s\S]+}"  # an id may have slashes and line breaks
         return [
             Operation("POST", "/v1/chat/completions", self.chat_completions, ERRORS, *chat),
             Operation(
