@@ -3,6 +3,7 @@
 Knows neither proto nor socket: APIs hand over a `GenerateCall` and get `RequestOutput` values.
 """
 
+import asyncio
 import random
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from tgis.errors import InvalidRequest, QueueFull
+from tgis.errors import LOADING, InvalidRequest, QueueFull, Unavailable
 from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -215,6 +216,13 @@ class Generator:
             check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
         options = EncodeOptions(keep_last=keep_last, special_tokens=params.add_special_tokens)
         return await self._tokenizer.encode(call.texts, options)
+
+
+def loaded(generator: asyncio.Future[Generator]) -> Generator:
+    """The generator of a server; Unavailable while its model loads."""
+    if not generator.done():
+        raise Unavailable(LOADING)
+    return generator.result()
 
 
 def _check_num_inputs(num_inputs: int, limit: int) -> None:

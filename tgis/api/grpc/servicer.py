@@ -13,8 +13,7 @@ from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.api.grpc.status import Context
 from tgis.config import Config
-from tgis.errors import LOADING, Unavailable
-from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator
+from tgis.frontend.generation import MAX_TOKENIZE_INPUTS, Generator, loaded
 from tgis.pb import generation_pb2 as pb
 
 GENERATION_SERVICE = "fmaas.GenerationService"
@@ -41,7 +40,7 @@ class GenerationServicer:
         return grpc.method_handlers_generic_handler(GENERATION_SERVICE, methods)
 
     async def _generate(self, data: bytes, grpc_call: GrpcCall) -> None:
-        generator = self._require_generator()
+        generator = loaded(self._generator)
         message = parse(data, pb.BatchedGenerationRequest, self._config.max_concurrent_requests)
         deadline = self._answer_deadline(grpc_call.context)
         call = convert.generate_call(message, grpc_call.client, grpc_call.identity, grpc_call.metadata, deadline)
@@ -54,7 +53,7 @@ class GenerationServicer:
         await grpc_call.write(response)
 
     async def _generate_stream(self, data: bytes, grpc_call: GrpcCall) -> None:
-        generator = self._require_generator()
+        generator = loaded(self._generator)
         message = parse(data, pb.SingleGenerationRequest, max_inputs=1)
         call = convert.generate_call(message, grpc_call.client, grpc_call.identity, grpc_call.metadata)
         is_special = generator.is_special if call.params.token_ids else None
@@ -65,7 +64,7 @@ class GenerationServicer:
                 await grpc_call.write(response.SerializeToString())
 
     async def _tokenize(self, data: bytes, grpc_call: GrpcCall) -> None:
-        generator, max_bytes = self._require_generator(), _MAX_REPLY_RATIO * self._config.grpc_max_message_bytes
+        generator, max_bytes = loaded(self._generator), _MAX_REPLY_RATIO * self._config.grpc_max_message_bytes
         message = parse(data, pb.BatchedTokenizeRequest, MAX_TOKENIZE_INPUTS)
         call = convert.tokenize_call(message, max_bytes)
         encodings = await generator.tokenize(call)
@@ -77,14 +76,9 @@ class GenerationServicer:
 
     async def _model_info(self, data: bytes, grpc_call: GrpcCall) -> None:
         parse(data, pb.ModelInfoRequest)
-        response = convert.model_info_response(self._require_generator().server_info)
+        response = convert.model_info_response(loaded(self._generator).server_info)
         await grpc_call.write(response.SerializeToString())
 
     def _answer_deadline(self, context: Context) -> float | None:
         remaining = context.time_remaining() if self._config.deadline_partial else None
         return None if remaining is None else time.monotonic() + remaining
-
-    def _require_generator(self) -> Generator:
-        if not self._generator.done():
-            raise Unavailable(LOADING)
-        return self._generator.result()

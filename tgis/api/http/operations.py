@@ -16,10 +16,10 @@ from tgis.api.http.auth import HttpAuth
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.errors import ErrorFormat, HttpError, http_status
 from tgis.config import Config
-from tgis.errors import LOADING, ClientTimeout, RequestError, Unavailable
+from tgis.errors import ClientTimeout, RequestError
 from tgis.frontend.admission import Admission
 from tgis.frontend.calls import CallKind
-from tgis.frontend.generation import Generator
+from tgis.frontend.generation import Generator, loaded
 from tgis.frontend.metric_families import FailureReason
 from tgis.frontend.metrics import CountCall
 from tgis.utils import logs
@@ -116,14 +116,12 @@ class HttpApi:
 
     def _open(self, request: web.Request, operation: Operation) -> HttpCall:
         self._auth.check(request)
-        if not self._generator.done():
-            raise Unavailable(LOADING)
         identity, inputs = self._auth.identity(request), self._admission.inputs
         client = self._admission.client(identity, request.remote or "")
         return HttpCall(
             request=request,
             config=self._config,
-            generator=self._generator.result(),
+            generator=loaded(self._generator),
             client=client,
             max_inputs=inputs.most(client),
             identity=identity,
