@@ -116,8 +116,8 @@ def generate(engine: Engine, limits: BatchLimits, requests: list[Request], at_on
             batcher.submit([waiting.pop()], 0.0)
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)
-        for seq in batcher.commit(plan, engine.step(plan).tokens, 0.0):
-            texts[seq.id] = seq.tokens[seq.prompt_length :]
+        batcher.commit(plan, engine.step(plan).tokens, 0.0)
+        texts |= {seq.id: seq.tokens[seq.prompt_length :] for seq in plan.sampled if seq.finished}
     engine.release(batcher.plan(0.0).to_release)
     return [texts[request.id] for request in requests]
 

@@ -110,12 +110,13 @@ def run(engine: Any, batcher: Any, requests: list[Any], streams: int) -> Counts:
         if not plan.seqs:
             break
         held = sum(len(seq.tokens) for seq in plan.seqs)
-        batcher.commit(plan, engine.step(plan).tokens, time.monotonic())
+        result = engine.step(plan)
+        batcher.commit(plan, result.tokens, time.monotonic(), result.verified)
         if not plan.has_prefill:
             counts.seconds += time.thread_time() - before
             counts.sequences += len(plan.seqs)
             counts.tokens += sum(len(seq.tokens) for seq in plan.seqs) - held
-            counts.proposed += sum(map(len, plan.proposals.values()))
+            counts.proposed += sum(map(len, result.verified.values()))
     counts.outputs = [seq.tokens[seq.prompt_length :] for seq in seqs]
     return counts
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from batches import EOS, busy, ids, limits, next_plan, next_prefill, queued, request, run_step
+from batches import EOS, busy, commit, ids, limits, next_plan, next_prefill, queued, request, run_step
 from proposers import Adversary, ForcedDrafts, proposing
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
@@ -124,10 +124,9 @@ def test_tokens_after_the_one_that_ends_a_request_are_dropped(
 ) -> None:
     batcher = Batcher(limits(padded=False, block_size=4), {EOS})
     (seq,) = batcher.submit([one], 0.0)
-    ended = batcher.commit(next_plan(batcher), [[7, 7, 7, EOS, 7, EOS]], now)
+    assert batcher.commit(next_plan(batcher), [[7, 7, 7, EOS, 7, EOS]], now) == [kept]
     assert (seq.tokens[seq.prompt_length :], seq.stop_reason) == (kept, end)
-    assert ended == ([] if end is StopReason.NOT_FINISHED else [seq])
-    if not ended:  # all of them are computed by the next step
+    if not seq.finished:  # all of them are computed by the next step
         assert next_plan(batcher).num_scheduled_tokens == [6]
 
 
@@ -137,7 +136,7 @@ def test_an_answer_leaves_two_steps_or_50_ms_before_it_is_due(step_seconds: floa
     (one,) = batcher.submit([msgspec.structs.replace(request(1, max_new=200), answer_deadline=1.0005)], 0.0)
     for number in range(1, 200):
         plan = batcher.plan((number - 1) * step_seconds)
-        if batcher.commit(plan, [[7]], number * step_seconds):
+        if commit(batcher, plan, [[7]], number * step_seconds):
             break
     assert (one.num_generated_tokens, one.stop_reason) == (last_step + 1, StopReason.TIME_LIMIT)
 
@@ -240,7 +239,10 @@ def test_a_request_that_is_out_of_memory_alone_fails() -> None:
 
 
 @pytest.mark.parametrize(("kind", "drafted"), [(Adversary, 0), (ForcedDrafts, 3)])
-def test_a_request_whose_proposals_are_out_of_memory_goes_on_without(kind: type[Speculator], drafted: int) -> None:
+def test_after_running_out_of_memory_proposals_pause(
+    kind: type[Speculator], drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tgis.batcher.batcher.PAUSED_STEPS", 5)
     with proposing(kind):
         guessing = {"block_size": 4, "proposed_tokens": 3, "drafted_tokens": drafted}
         batcher = queued([request(1, max_new=20)], padded=False, **guessing)
@@ -249,9 +251,11 @@ def test_a_request_whose_proposals_are_out_of_memory_goes_on_without(kind: type[
     limit = batcher.context_limit
     assert batcher.rollback(plan, out_of_memory=True) == []
     assert batcher.context_limit == limit
+    proposes = []
     while not batcher.idle and (plan := batcher.plan(0.0)).seqs:
-        assert not plan.proposals | plan.drafts
-        (ended,) = batcher.commit(plan, [[7]], 0.0) or plan.seqs
+        proposes.append(bool(plan.proposals or plan.drafts))
+        (ended,) = commit(batcher, plan, [[7]]) or plan.seqs
+    assert proposes.index(True) == 5
     assert (ended.stop_reason, ended.num_generated_tokens) == (StopReason.MAX_TOKENS, 20)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
 
-from batches import EOS, check_pool, limits, next_plan, pool_of, preempted, request
+from batches import EOS, check_pool, commit, limits, next_plan, pool_of, preempted, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proposers import proposing
@@ -193,7 +193,8 @@ class World:
             self.out_of_memory |= {seq.id for seq in refused if lacking}
             self._end(refused)
             return
-        ended = batcher.commit(plan, [self._next_tokens(seq, plan.proposals) for seq in plan.sampled], now + 0.25)
+        tokens = [self._next_tokens(seq, plan.proposals) for seq in plan.sampled]
+        ended = commit(batcher, plan, tokens, now + 0.25, plan.proposals)
         self._end(ended)
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)

@@ -18,7 +18,7 @@ import pytest
 import regex
 import sampling_oracle as oracle
 import torch
-from batches import engine_options, limits
+from batches import commit, engine_options, limits
 from fake_cuda_graphs import record
 from onnx_exports import exported
 from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
@@ -98,9 +98,9 @@ class Subject:
             for seq, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
                 self.facts.setdefault(seq.id, []).extend(fact for fact in facts if fact)
                 self.forced += len(tokens) - 1
-                guesses = zip(tokens[:-1], plan.proposals.get(seq.id, ()), strict=False)
+                guesses = zip(tokens[:-1], result.verified.get(seq.id, ()), strict=False)
                 self.guessed += sum(token == guess for token, guess in guesses if seq.grammar)
-            yield from batcher.commit(plan, result.tokens, 0.0)
+            yield from commit(batcher, plan, result.tokens, verified=result.verified)
             if self.masks:
                 going_on = [seq for seq in plan.sampled if seq.grammar and not seq.finished]
                 self.masks.prepare((seq.grammar, seq.tokens[seq.prompt_length :]) for seq in going_on)

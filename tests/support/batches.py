@@ -1,6 +1,6 @@
 """Requests, limits and steps for tests of the batcher; the caller passes the time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,21 @@ def preempted(plan: StepPlan) -> list[Sequence]:
     return [seq for seq in plan.to_release if seq.stop_reason is StopReason.NOT_FINISHED]
 
 
+def commit(
+    batcher: Batcher,
+    plan: StepPlan,
+    tokens: list[list[int]],
+    now: float = 0.0,
+    verified: Mapping[int, list[int]] = {},
+) -> list[Sequence]:
+    """Commit a step, and return the sequences that it ended."""
+    batcher.commit(plan, tokens, now, verified)
+    return [seq for seq in plan.sampled if seq.finished]
+
+
 def run_step(batcher: Batcher, token: int = 7, now: float = 0.0) -> tuple[StepPlan, list[Sequence]]:
     plan = next_plan(batcher, now)
-    return plan, batcher.commit(plan, [[token]] * len(plan.sampled), now)
+    return plan, commit(batcher, plan, [[token]] * len(plan.sampled), now)
 
 
 def next_prefill(batcher: Batcher) -> StepPlan:

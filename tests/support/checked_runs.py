@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import sampling_oracle as oracle
 import torch
-from batches import check_pool, limits, pool_of
+from batches import check_pool, commit, limits, pool_of
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE
 
@@ -134,7 +134,7 @@ class Run:
         self.failed |= result.failed.keys()
         self.batcher.drop(failed)
         tokens = [new for row, new in zip(plan.sampled, result.tokens, strict=True) if row not in failed]
-        ended = self.batcher.commit(plan.without(result.failed), tokens, 0.0)
+        ended = commit(self.batcher, plan.without(result.failed), tokens, verified=result.verified)
         for row in ended:
             self.subject.check(row)
             end = {EOS, *row.request.sampling_params.stop_token_ids}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from batches import engine_options
+from batches import commit, engine_options
 
 from tgis.batcher.batcher import Batcher
 from tgis.engine_core.main import batch_limits
@@ -73,7 +73,7 @@ def run(engine: Engine, options: EngineOptions, wanted: list[Request]) -> int:
             break
         result = engine.step(plan)
         fullest = max(fullest, batcher.context_tokens)
-        ended += len(batcher.commit(plan, result.tokens, now))
+        ended += len(commit(batcher, plan, result.tokens, now))
     assert ended == len(wanted)
     return fullest
 

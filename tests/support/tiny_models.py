@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from batches import engine_options
+from batches import commit, engine_options
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
@@ -358,7 +358,7 @@ def run_steps(
             lost = batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
             assert lost == []
             continue
-        ended = batcher.commit(plan, result.tokens, 0.0)
+        ended = commit(batcher, plan, result.tokens, verified=result.verified)
         batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
         yield plan, result, ended
 
@@ -392,7 +392,7 @@ def outcomes(
             own.tokens += tokens[:new]
             own.facts += facts[:new]
             if row.id in plan.drafts:
-                drafted = plan.proposals.get(row.id, [])
+                drafted = result.verified.get(row.id, [])
                 counts.update(asked=plan.drafts[row.id], drafted=len(drafted), kept=len(tokens) - 1)
                 check(row.tokens[: len(row.tokens) - new], drafted)
         for number, inputs in result.prompt_logprobs.items():

@@ -5,7 +5,8 @@ that need no text. It never reads a clock: `now` is passed in. A step is `plan`,
 computed it, or `rollback` if it could not.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
@@ -20,6 +21,8 @@ from tgis.speculation.lookup import Lookup
 from tgis.speculation.speculator import Speculator
 
 MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
+# Steps without proposals after one with proposals ran out of memory: one token per sequence may fit.
+PAUSED_STEPS = 4096
 _MAX_SOLO_FAILURES = 2  # one may be an accident
 
 Scheduled = tuple[Sequence, int]  # and the number of its tokens that the step computes
@@ -46,6 +49,7 @@ class Batcher:
         if most := limits.proposed_tokens:
             drafts = limits.drafted_tokens, limits.max_drafting
             self._speculator = Speculator(most, max(limits.max_batch_size, 1 + most), limits.vocab_size, *drafts)
+        self._propose_from = 0  # succeeded steps
         self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
@@ -98,38 +102,40 @@ class Batcher:
         """The next step; without sequences if nothing can run. They stay as they are until `commit` or `rollback`."""
         work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
-        if self._speculator and plan.seqs and self._block_manager:
-            self._propose(self._speculator, self._block_manager, plan)
+        if self._speculator and plan.seqs and self._block_manager and self._num_steps >= self._propose_from:
+            plan = self._with_proposals(self._speculator, self._block_manager, plan)
         self._to_release = []
         self._planned_at = now
         if self._wait_reason is not None:
             self._last_wait_reason = self._wait_reason, now
         return plan
 
-    def commit(self, plan: StepPlan, tokens: list[list[int]], now: float) -> list[Sequence]:
-        """Append the new tokens of each sampled sequence, up to the one that ends it; return the sequences that ended.
+    def commit(
+        self, plan: StepPlan, tokens: list[list[int]], now: float, verified: Mapping[int, list[int]] = {}
+    ) -> list[list[int]]:
+        """Append the new tokens of each sampled sequence, up to the one that ends it, and return those appended.
 
-        Only scheduled tokens count as computed, and proposed ones that were kept: of several tokens that a grammar
-        forces the next step computes all.
+        `verified` are the proposed and drafted tokens that the engine computed, by request id. Scheduled tokens count
+        as computed, and verified ones that were kept; tokens that a grammar forces are computed in the next step.
         """
         self._num_steps += 1
         self._step_seconds = now - self._planned_at
         self._prefill_budget.step_succeeded(plan, self._step_seconds)
         if self._speculator and not plan.has_prefill:
-            self._count_step(self._speculator, plan)
-        for seq, new_tokens in zip(plan.sampled, tokens, strict=True):
-            self._append(seq, new_tokens, now)
+            self._count_step(self._speculator, plan, verified)
+        kept = [self._append(seq, new, now) for seq, new in zip(plan.sampled, tokens, strict=True)]
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
             if seq.id in plan.proposals or seq.id in plan.drafts:
-                seq.num_computed_tokens += self._settle(seq, plan)
+                seq.num_computed_tokens += self._commit_proposals(seq, verified.get(seq.id, []), seq.id in plan.drafts)
             if self._block_manager:
                 self._block_manager.cache_full_blocks(seq)
         for seq in self.running:
             seq.was_scheduled = True
         self._capacity.step_succeeded()
         self._interleaving.step_succeeded(plan, now, self._step_seconds)
-        return self._remove_running(lambda seq: seq.finished)
+        self._remove_running(lambda seq: seq.finished)
+        return kept
 
     def drop(self, seqs: Iterable[Sequence]) -> None:
         """Remove sequences that get an error instead of a token."""
@@ -144,7 +150,8 @@ class Batcher:
         """
         self._interleaving.step_failed(plan)
         if out_of_memory and (plan.proposals or plan.drafts):
-            self._speculator, failed = None, []  # there may be room for the tokens of the sequences alone
+            self._propose_from = self._num_steps + PAUSED_STEPS
+            failed = []
         elif out_of_memory:
             self._shrink_capacity(plan)
             failed = plan.seqs if len(self.running) == 1 else []
@@ -224,11 +231,12 @@ class Batcher:
         block_manager.allocate_lookahead(scheduled)
         return scheduled
 
-    def _propose(self, speculator: Speculator, block_manager: BlockManager, plan: StepPlan) -> None:
-        """Add tokens that may follow in a step that only decodes, as far as there are blocks that nobody has."""
+    def _with_proposals(self, speculator: Speculator, block_manager: BlockManager, plan: StepPlan) -> StepPlan:
+        """Add proposals and drafts to a step that only decodes, as far as there are free blocks."""
         seqs = plan.seqs
         if not all(seq.decoding and not seq.retry_group for seq in seqs) or not speculator.may_pay(len(seqs)):
-            return
+            return plan
+        proposals, drafts = dict[int, list[int]](), dict[int, int]()
         asked = [seq for seq in seqs if seq.speculative]
         for seq in asked:
             seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
@@ -240,35 +248,36 @@ class Batcher:
             if not count:
                 continue
             if isinstance(tokens, int):
-                plan.drafts[seq.id] = count
+                drafts[seq.id] = count
             else:
-                plan.proposals[seq.id] = tokens[:count]
+                proposals[seq.id] = tokens[:count]
+        return replace(plan, proposals=proposals, drafts=drafts)
 
-    def _count_step(self, speculator: Speculator, plan: StepPlan) -> None:
-        """Learn from a step that only decodes. One in which the model that drafts has read a prompt tells nothing."""
-        drafted = {number: len(plan.proposals.get(number, ())) for number in plan.drafts}
+    def _count_step(self, speculator: Speculator, plan: StepPlan, verified: Mapping[int, list[int]]) -> None:
+        """Learn from a step that only decodes. One in which the draft model has read a prompt tells nothing."""
+        drafted = {request_id: len(verified.get(request_id, ())) for request_id in plan.drafts}
         if drafted == plan.drafts:
-            rows = len(plan.seqs) + sum(map(len, plan.proposals.values()))
+            rows = len(plan.seqs) + sum(map(len, verified.values()))
             speculator.step_succeeded(rows, self._step_seconds, max(drafted.values(), default=0))
 
-    def _settle(self, seq: Sequence, plan: StepPlan) -> int:
-        """Give back what a sequence had for proposed tokens that did not come; returns the number of those that are
-        computed: they came, and others after them.
+    def _commit_proposals(self, seq: Sequence, verified: list[int], drafted: bool) -> int:
+        """Free the blocks of rejected tokens; returns the number of verified tokens that were kept, and are computed
+        because others follow them.
         """
         assert self._block_manager
-        proposed, new = plan.proposals.get(seq.id, []), seq.tokens[seq.num_computed_tokens :]
-        kept = num_common(proposed, new[:-1])
+        new = seq.tokens[seq.num_computed_tokens :]
+        kept = num_common(verified, new[:-1])
         self._block_manager.free_unused(seq)
         counters = self._counters
-        if seq.id in plan.drafts:
-            counters.drafted_tokens += len(proposed)
+        if drafted:
+            counters.drafted_tokens += len(verified)
             counters.accepted_drafted_tokens += kept
             if self._speculator and seq.lookup:
-                self._speculator.drafted(seq.lookup, proposed, new[: kept + 1])
+                self._speculator.drafted(seq.lookup, verified, new[: kept + 1])
         else:
-            counters.proposed_tokens += len(proposed)
+            counters.proposed_tokens += len(verified)
             counters.accepted_tokens += kept
-        self._num_proposed_tokens += len(proposed)
+        self._num_proposed_tokens += len(verified)
         self._num_accepted_tokens += kept
         return kept
 
@@ -353,15 +362,17 @@ class Batcher:
         elif not plan.has_prefill or len(plan.seqs) == 1:
             self._capacity.shrink_context(self.context_tokens)
 
-    def _append(self, seq: Sequence, tokens: list[int], now: float) -> None:
+    def _append(self, seq: Sequence, tokens: list[int], now: float) -> list[int]:
+        """Append tokens up to the one that ends the sequence, and return these."""
         assert tokens, "a sampled sequence gets at least one token"
-        for token in tokens:
+        seq.solo_failures = seq.retry_group = 0
+        for count, token in enumerate(tokens, 1):
             seq.tokens.append(token)
             self._num_generated_tokens += 1
             seq.stop_reason = self._stop_reason(seq, now)
             if seq.finished:
-                break
-        seq.solo_failures = seq.retry_group = 0
+                return tokens[:count]
+        return tokens
 
     def _stop_reason(self, seq: Sequence, now: float) -> StopReason:
         """The stop reason after the newest token, in TGIS's order. Stop sequences, which need the text, are not

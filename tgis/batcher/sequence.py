@@ -4,7 +4,7 @@ There is no prefill phase and no decode phase: a sequence has tokens, of which `
 engine's KV cache, and a plan says how many more it computes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Self
@@ -112,10 +112,8 @@ class StepPlan:
     sampled: list[Sequence]  # those whose tokens are all computed after the step
     has_prefill: bool  # some sequence does more than decode
     to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
-    # By request id: tokens that may follow its newest, to which the engine adds those that a model of its own drafts;
-    # and how many it is to draft, of which it may leave some out.
-    proposals: dict[int, list[int]] = field(default_factory=dict)
-    drafts: dict[int, int] = field(default_factory=dict)
+    proposals: Mapping[int, list[int]] = field(default_factory=dict)  # by request id; may follow its newest token
+    drafts: Mapping[int, int] = field(default_factory=dict)  # by request id: tokens that the engine may draft
     # Request ids, if ranks share a model: `StepResult.replaced` of the first rank's last step, all if that has failed.
     replaced: Collection[int] = ()
 

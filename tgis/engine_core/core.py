@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tgis.batcher.batcher import Batcher
+from tgis.batcher.batcher import PAUSED_STEPS, Batcher
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engine_core.lookups import LookupTable
@@ -118,15 +118,16 @@ class EngineCore:
         """Retry the sequences of a failed step, except one that failed alone."""
         failed = self.batcher.rollback(plan, out_of_memory=kind is FailureKind.OUT_OF_MEMORY)
         log.warning("%d sequences of a failed step (%s) will be retried", len(plan.seqs) - len(failed), kind)
+        if kind is FailureKind.OUT_OF_MEMORY and (plan.proposals or plan.drafts):
+            log.warning("speculation pauses for %d steps, since a step with proposals ran out of memory", PAUSED_STEPS)
         self.channel.send(Failed([seq.id for seq in failed], kind, message, plan.has_prefill))
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
         make_stats = _observe(plan, self.batcher, padded=self.engine.info.padded)
+        verified = result.verified
         if result.failed:
             plan, result = self._drop_failed(plan, result)
-        lengths = [len(seq.tokens) for seq in plan.sampled]
-        self.batcher.commit(plan, result.tokens, computed_at)
-        tokens = [seq.tokens[length:] for seq, length in zip(plan.sampled, lengths, strict=True)]
+        tokens = self.batcher.commit(plan, result.tokens, computed_at, verified)
         stats = make_stats(started_at, computed_at)
         self._send_prompt_logprobs(plan.sampled, result.prompt_logprobs)
         ids, stop_reasons = [seq.id for seq in plan.sampled], [seq.stop_reason for seq in plan.sampled]

@@ -1,7 +1,7 @@
 """The interface of engines: an engine computes one plan at a time and knows no text, no queue and no clock."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
     failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
+    verified: Mapping[int, list[int]] = field(default_factory=dict)  # by request id: computed proposals and drafts
     replaced: list[int] = field(default_factory=list)  # request ids: a step in flight computes with another token
 
     @classmethod

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from batches import engine_options, limits
+from batches import commit, engine_options, limits
 from checked_runs import Launches
 from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
@@ -98,7 +98,8 @@ def serve(engine: Any, adapter: Any) -> Texts:
                 assert not batcher.rollback(plan, out_of_memory=False)
                 continue
             assert not result.failed
-            done |= {seq.id: seq.tokens[seq.prompt_length :] for seq in batcher.commit(plan, result.tokens, 0.0)}
+            ended = commit(batcher, plan, result.tokens, verified=result.verified)
+            done |= {seq.id: seq.tokens[seq.prompt_length :] for seq in ended}
     assert batcher.take_counters().preemptions > 2
     assert len(done) < 24
     return done

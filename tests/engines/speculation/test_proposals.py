@@ -1,5 +1,6 @@
 """Which tokens of a step's rows are kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,8 +37,7 @@ def test_what_follows_is_kept(
     seqs = [Sequence(Request(number, [1, 2], 9, logprob_options=options), 0.0) for number in range(3)]
     for seq in seqs:
         seq.num_computed_tokens = 1
-    plan = StepPlan.compute_all(seqs)
-    plan.proposals.update({1: proposed} if proposed else {})
+    plan = replace(StepPlan.compute_all(seqs), proposals={1: proposed} if proposed else {})
     rows = with_proposals(plan)
     tokens = [3, *chosen, 4]
     assert [row.tokens for row in rows.seqs[1:-1]] == [[1, 2, *proposed[:count]] for count in range(len(chosen))]

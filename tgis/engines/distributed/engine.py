@@ -113,8 +113,8 @@ class ShardedEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks; an error after which a rank waits for another one ends them all."""
-        if plan.drafts and isinstance(self._engine, PagedEngine):
-            self._engine.draft(plan)
+        if isinstance(self._engine, PagedEngine):
+            plan = self._engine.with_drafts(plan)
         with self._collective("a step"):
             message = self._sent.step_input(plan)
             self._send(message)

@@ -117,9 +117,9 @@ class MirroredSequences:
     def plan(self, step: StepInput) -> StepPlan:
         """The plan that was sent; what it does not release is updated."""
         counts = [update.num_scheduled_tokens for update in step.seqs]
-        plan = replace(StepPlan.of([self._updated(update) for update in step.seqs], counts), replaced=step.replaced)
-        plan.proposals.update((update.id, update.proposed) for update in step.seqs if update.proposed)
-        return plan
+        plan = StepPlan.of([self._updated(update) for update in step.seqs], counts)
+        proposals = {update.id: update.proposed for update in step.seqs if update.proposed}
+        return replace(plan, replaced=step.replaced, proposals=proposals)
 
     def _updated(self, update: SeqUpdate) -> Sequence:
         if update.request is not None:

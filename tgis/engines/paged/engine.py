@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -185,15 +186,17 @@ class PagedEngine:
             seqs = [Sequence(Request(-1 - n, [1], 2, sampling_params=each), 0.0) for n, each in enumerate(params)]
             self._sampler.sample_and_wait(seqs, logits[:1].repeat(count, 1))
 
-    def draft(self, plan: StepPlan) -> None:
-        """Draft what the plan asks for, before a step that other ranks compute as well: they get the drafts with it."""
+    def with_drafts(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that it asks for as proposals."""
+        if not plan.drafts:
+            return plan
         with device_errors("drafting"), torch.inference_mode():
-            self._drafter.draft(plan)
+            drafts = self._drafter.draft(plan)
+        return replace(plan, proposals={**plan.proposals, **drafts}, drafts={})
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens, except those that a step in flight computes already."""
-        if plan.drafts and self._options.num_shards == 1:
-            self.draft(plan)
+        plan = self.with_drafts(plan)
         what = f"a step of {len(plan.seqs)} rows and {sum(plan.num_scheduled_tokens)} tokens"
         with device_errors(what), torch.inference_mode():
             if plan.proposals:
@@ -201,6 +204,7 @@ class PagedEngine:
                 result = keep_what_follows(plan, rows, self._decoder.step(rows))
             else:
                 result = self._decoder.step(plan)
+            result.verified = plan.proposals
             self._drafter.note(plan, result)
             append_forced_tokens(plan.sampled, result)
         if self.runner.encoder:

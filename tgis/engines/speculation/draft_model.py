@@ -105,7 +105,7 @@ class DraftModel(Drafter):
         # By request id: how many tokens of a sequence have keys and values there, and the drafted ones behind them.
         self._computed: dict[int, tuple[int, list[int]]] = {}
 
-    def draft(self, plan: StepPlan) -> None:
+    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
         """Draft, except for sequences of which more than a step may compute is new."""
         left = _MAX_PROMPT_TOKENS
         asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
@@ -117,14 +117,16 @@ class DraftModel(Drafter):
         ready = {at: len(seq.tokens) for at, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
         for done in range(max((plan.drafts[number] for number in ready), default=0)):
             self._extend([asked[number] for number in ready if plan.drafts[number] > done])
+        drafts = dict[int, list[int]]()
         for seq in plan.seqs:
             if seq.id in ready:
                 drafted = asked[seq.id].tokens[ready[seq.id] :]
-                plan.proposals[seq.id] = drafted[: seq.num_allowed(drafted)]
+                drafts[seq.id] = drafted[: seq.num_allowed(drafted)]
         for number, seq in asked.items():
             end = seq.num_computed_tokens
             length = min(ready.get(number, end), end)
             self._computed[number] = length, seq.tokens[length:end]
+        return drafts
 
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:

@@ -82,18 +82,17 @@ class MLPSpeculator(Drafter):
         self._rows: Tensor | None = None  # of these states, in the order of the logits; None: all
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
-    def draft(self, plan: StepPlan) -> None:
+    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
         """Draft for all sequences whose newest hidden state is known."""
         ends = {seq.id: len(seq.tokens) - 1 for seq in plan.seqs if seq.id in plan.drafts}
         asked = [seq for seq in plan.seqs if seq.id in self._known and self._known[seq.id][0] == ends.get(seq.id)]
         if not asked:
-            return
+            return {}
         states = torch.stack([self._known[seq.id][1] for seq in asked])
         newest = torch.tensor([seq.tokens[-1] for seq in asked])
         drafts = self.chain(states, newest, max(plan.drafts[seq.id] for seq in asked)).tolist()
-        for seq, tokens in zip(asked, drafts, strict=True):
-            tokens = tokens[: plan.drafts[seq.id]]
-            plan.proposals[seq.id] = tokens[: seq.num_allowed(tokens)]
+        limited = [(seq, tokens[: plan.drafts[seq.id]]) for seq, tokens in zip(asked, drafts, strict=True)]
+        return {seq.id: tokens[: seq.num_allowed(tokens)] for seq, tokens in limited}
 
     def computed(self, rows: Tensor | None) -> None:
         self._rows = rows

@@ -69,8 +69,9 @@ class Drafter:
     def warm_up(self, num_blocks: int) -> None:
         """The KV cache has so many blocks."""
 
-    def draft(self, plan: StepPlan) -> None:
-        """Add the drafts that the plan asks for to its proposals, as far as there are any."""
+    def draft(self, plan: StepPlan) -> dict[int, list[int]]:  # noqa: ARG002
+        """Drafts for the sequences that the plan asks for, by request id; some may be missing or shorter."""
+        return {}
 
     def computed(self, rows: Tensor | None) -> None:
         """The engine has computed a pass: its logits are those of the tokens in `rows`, or of all that have any."""
