@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from tgis.speculation.chances import Chances
+from tgis.speculation.acceptance import AcceptanceRates
 from tgis.speculation.lookup import Lookup
 
 
 def expected(tokens: list[int], count: int, start: int = 0) -> list[int]:
-    lookup, shared = Lookup(tokens, start), Chances()
+    lookup, shared = Lookup(tokens, start), AcceptanceRates()
     lookup.advance(shared)
-    return lookup.expected(count) if lookup.survival(shared, count) else []
+    return lookup.expected(count) if lookup.cumulative(shared, count) else []
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_the_longest_match_and_its_most_frequent_continuation(tokens: list[int],
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 20])
 def test_beside_a_search_through_the_whole_sequence(alphabet: int) -> None:
     draw = random.Random(alphabet)
-    tokens, shared = [draw.randrange(alphabet)], Chances()
+    tokens, shared = [draw.randrange(alphabet)], AcceptanceRates()
     lookup = Lookup(tokens, 0)
     for _ in range(400):
         lookup.advance(shared)
-        found = bool(lookup.survival(shared, 4))
+        found = bool(lookup.cumulative(shared, 4))
         matches = [end for end in range(2, len(tokens)) if tokens[end - 2 : end] == tokens[-2:]]
         assert bool(matches) <= found  # what has been coming true may go on from before the match was that long
         if found:
@@ -50,28 +50,28 @@ def test_beside_a_search_through_the_whole_sequence(alphabet: int) -> None:
         tokens.append(draw.randrange(alphabet))
 
 
-def test_chances_follow_what_comes() -> None:
-    shared, word = Chances(), [*range(30)]
+def test_acceptance_rates_follow_the_sampled_tokens() -> None:
+    shared, word = AcceptanceRates(), [*range(30)]
     tokens = word * 2
     lookup = Lookup(tokens, 0)
     lookup.advance(shared)
-    assert lookup.survival(shared, 3) == [0.5, 0.25, 0.125]
+    assert lookup.cumulative(shared, 3) == [0.5, 0.25, 0.125]
     for token in word * 3:
         tokens.append(token)
         lookup.advance(shared)
-        lookup.survival(shared, 1)
-    assert lookup.survival(shared, 3)[2] > 0.9
+        lookup.cumulative(shared, 1)
+    assert lookup.cumulative(shared, 3)[2] > 0.9
     other = Lookup([5, 6, 7, 8, 9, 5, 6, 7, 8], 0)
     other.advance(shared)
-    assert 0.4 < other.survival(shared, 1)[0] < 0.6  # of short matches none has been seen
+    assert 0.4 < other.cumulative(shared, 1)[0] < 0.6  # of short matches none has been seen
 
 
 def test_a_long_input_is_indexed_bit_by_bit() -> None:
-    draw, shared = random.Random(1), Chances()
+    draw, shared = random.Random(1), AcceptanceRates()
     tokens = [draw.randrange(5) for _ in range(5000)]
     lookup = Lookup(tokens, 0)
     for _ in range(2):
         lookup.advance(shared)
-        assert lookup.survival(shared, 1) == []
+        assert lookup.cumulative(shared, 1) == []
     lookup.advance(shared)
-    assert lookup.survival(shared, 1)
+    assert lookup.cumulative(shared, 1)

@@ -10,8 +10,8 @@ from tgis.speculation.policy import Policy, StepCosts
 MEASURED = {1: 9.6, 2: 9.8, 4: 10.7, 6: 12.6, 8: 15.3, 9: 24.0, 10: 24.1, 12: 24.5, 16: 28.3}  # ms on a Zen 5
 
 
-def counts(policy: Policy, rows: int, survival: Sequence[Sequence[float]]) -> list[int]:
-    return policy.best(rows, survival)[1]
+def counts(policy: Policy, rows: int, cumulative: Sequence[Sequence[float]]) -> list[int]:
+    return policy.best(rows, cumulative)[1]
 
 
 def taught(policy: Policy, costs: dict[int, float]) -> Policy:
@@ -27,7 +27,7 @@ def chances(*each: float, most: int = 4) -> list[list[float]]:
 
 @pytest.mark.parametrize("each", [(0.9,), (0.2,), (0.99, 0.5), (0.7, 0.7, 0.1)])
 def test_no_other_way_gives_more_tokens_per_second(each: tuple[float, ...]) -> None:
-    measured, survival = StepCosts(), chances(*each)
+    measured, cumulative = StepCosts(), chances(*each)
     for rows, cost in MEASURED.items():
         for _ in range(3):
             measured.add(rows, cost / 1000)
@@ -35,11 +35,11 @@ def test_no_other_way_gives_more_tokens_per_second(each: tuple[float, ...]) -> N
     policy = taught(Policy(16), {rows: 1000 * cost for rows, cost in costs.items()})
 
     def rate(numbers: tuple[int, ...]) -> float:
-        tokens = len(each) + sum(sum(own[:count]) for own, count in zip(survival, numbers, strict=True))
+        tokens = len(each) + sum(sum(own[:count]) for own, count in zip(cumulative, numbers, strict=True))
         return tokens / costs[len(each) + sum(numbers)]
 
     best, none = max(map(rate, itertools.product(range(5), repeat=len(each)))), rate((0,) * len(each))
-    assert rate(tuple(counts(policy, len(each), survival))) == pytest.approx(best if best > 1.1 * none else none)
+    assert rate(tuple(counts(policy, len(each), cumulative))) == pytest.approx(best if best > 1.1 * none else none)
 
 
 def test_a_step_without_proposals_is_measured_first() -> None:

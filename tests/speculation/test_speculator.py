@@ -33,8 +33,8 @@ def test_lookup_proposes_where_it_expects_more() -> None:
     speculator, lookup = taught(0.001, 1)
     copied = Lookup([*range(50), *range(30)], 0)
     for token in range(30, 45):
-        copied.advance(speculator._chances)
-        copied.survival(speculator._chances, 7)
+        copied.advance(speculator._rates)
+        copied.cumulative(speculator._rates, 7)
         copied._tokens.append(token)
     tokens, count = speculator.propose(2, [(copied, 100), (lookup, 100)])
     assert isinstance(tokens, list)

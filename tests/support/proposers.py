@@ -18,10 +18,10 @@ class _Everything(Policy):
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None: ...
 
     def best(
-        self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
+        self, rows: int, cumulative: Sequence[Sequence[float]], drafting: Collection[int] = ()
     ) -> tuple[float, list[int]]:
         counts, left = [], self._max_rows - rows
-        for own in survival:
+        for own in cumulative:
             counts.append(min(len(own), left))
             left -= counts[-1]
         return float(bool(drafting)), counts

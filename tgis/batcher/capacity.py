@@ -57,13 +57,13 @@ class BatchLimits:
     block_size: int = 0  # tokens of a KV block; 0: no blocks, no chunked prefill
     prefix_cache: bool = False  # reuse full blocks for sequences that begin with the same tokens
     lookahead: int = 0  # tokens beyond the step for which a sequence gets a block, if one is free
-    max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take
-    max_waiting_tokens: int = 24  # decode steps that waiting requests may have to wait
-    encoder_decoder: bool = False  # one with blocks: an input has blocks of its own, and is computed in one step
-    proposed_tokens: int = 0  # that the engine verifies for a sequence in one step; 0: none
-    drafted_tokens: int = 0  # of these, that a model of the engine drafts; 0: it has none
-    max_drafting: int = 1 << 40  # sequences of a step for which it does
-    vocab_size: int = 1 << 40  # that they are below
+    max_prefill_gap_ms: int = 250  # longest step with prefill chunks and decodes
+    max_waiting_tokens: int = 24  # most decode steps before waiting requests may prefill
+    encoder_decoder: bool = False  # paged: an input has separate blocks, and is computed in one step
+    proposed_tokens: int = 0  # most proposed tokens that the engine verifies for a sequence in one step
+    drafted_tokens: int = 0  # most tokens that the draft model makes for a sequence; 0: no draft model
+    max_drafting: int = 1 << 40  # most sequences of a step with drafts
+    vocab_size: int = 1 << 40  # of the model's output
 
     def __post_init__(self) -> None:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"
@@ -153,7 +153,7 @@ class PeakEstimator:
     def fits(self, length: int, remaining: int) -> bool:
         """Whether the batch with one more sequence stays within the limit for good."""
         if any(length >= other and remaining >= rest for other, rest in self._rejected):
-            return False  # cheaper than to look again
+            return False
         if self.fits_worst_case(length, remaining):
             return True
         at = bisect_left(self._seqs, (-remaining, 0))

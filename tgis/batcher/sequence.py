@@ -27,15 +27,15 @@ class Sequence:
     num_counted_tokens: int = 0  # of the prompt, soft prompt included, that StepStats.prompt_tokens has counted
     was_scheduled: bool = False  # in the batch of a step that succeeded
     solo_failures: int = 0  # consecutive steps that failed with this sequence alone
-    start_tag: int = 0  # where it is in the virtual time of the waiting queue
+    start_tag: int = 0  # in the virtual time of the waiting queue
     retry_group: int = 0  # after a failed step only sequences of the same group share a step; 0: none
     stop_reason: StopReason = StopReason.NOT_FINISHED
     block_table: list[int] = field(default_factory=list)  # KV blocks in the order of the tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
-    grammar: Any = None  # what the output must be; opaque but for `ready` and what it allows
-    lookup: Lookup | None = None  # that proposes tokens, while it runs
+    grammar: Any = None  # constrains the output; the batcher uses `ready`, `in_thread` and `num_allowed` only
+    lookup: Lookup | None = None  # proposes tokens while the sequence runs
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -76,12 +76,12 @@ class Sequence:
 
     @property
     def speculative(self) -> bool:
-        """Whether several tokens may come from its next step."""
+        """Whether tokens may be proposed for its next step."""
         quick = self.grammar is None or not self.grammar.in_thread
         return quick and self.num_generated_tokens > 0 and self.num_remaining_tokens > 1
 
     def num_allowed(self, tokens: list[int]) -> int:
-        """How many of some tokens its grammar lets follow its own."""
+        """How many of these tokens, from the first on, the grammar allows next."""
         if self.grammar is None:
             return len(tokens)
         return int(self.grammar.num_allowed(self.tokens[self.prompt_length :], tokens))

@@ -1,91 +1,87 @@
-"""Lookup: what followed an earlier occurrence of the last tokens will probably follow again.
+"""Prompt lookup: the tokens that followed an earlier occurrence of the last tokens probably follow again.
 
-An index of one sequence, which nothing else shares. Ends of short n-grams are chained to the ends of the same n-grams
-before them; of the occurrences that are found so, the longest matches count, and of these the continuation that is most
-frequent. While it comes true, nothing is looked up.
+Each sequence has an index. It chains the end of an n-gram to the end of its previous occurrence. The longest matches
+are kept, and the most frequent continuation among them is proposed until a sampled token differs from it.
 """
 
 from array import array
 
-from tgis.speculation.chances import Chances, kind_of_match
+from tgis.speculation.acceptance import AcceptanceRates, kind_of_match
 
-_SIZES = (4, 2)  # of the n-grams that are found
-_LENGTHS = (2, 4, 8, 16, 32)  # of matches, as they are told apart
-_MAX_OCCURRENCES = 8  # that are compared, the newest first
-_MAX_COMPARED = 8  # tokens of their continuations
+_NGRAM_SIZES = (4, 2)
+_MATCH_LENGTHS = (2, 4, 8, 16, 32)
+_MAX_OCCURRENCES = 8  # the newest ones
+_MAX_COMPARED = 8  # tokens of each continuation
 _MAX_INDEXED = 1 << 15  # tokens before the output: about 250 bytes each
-_MAX_ADVANCE = 2048  # tokens that are indexed at once, in about 2 ms
-_LEAST_CHANCE = 0.05  # what follows a token less likely than this does not pay
+_MAX_ADVANCE = 2048  # tokens indexed in one step: about 2 ms
+_MIN_PROBABILITY = 0.05  # tokens after a less probable one do not pay
 _NONE = -1
 
 
 class Lookup:
-    """The index of one sequence, and what it expects next."""
+    """The index of one sequence, and the position that is expected to repeat."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
-        """`tokens` grow; those before `start` are placeholders."""
+        """`tokens` is the growing list of the sequence; those before `start` are placeholders."""
         self._tokens = tokens
         self._start = max(start, len(tokens) - _MAX_INDEXED)
-        self._end = self._start  # of the tokens that are indexed
-        self._last: tuple[dict[int, int], ...] = tuple({} for _ in _SIZES)  # hash of an n-gram -> its last end
-        self._previous = tuple(array("i", [_NONE]) for _ in _SIZES)  # of each end: that of the same n-gram before
-        self._at = _NONE  # the place of the token that is expected next; none: nothing is expected
-        self._length = 0  # of the match
-        self.chances = Chances(few=True)  # that what this sequence expects is right
-        self.drafts = Chances(few=True)  # that what a model drafts for it is right
+        self._end = self._start  # of the index
+        self._last: tuple[dict[int, int], ...] = tuple({} for _ in _NGRAM_SIZES)  # hash of an n-gram -> its last end
+        self._previous = tuple(array("i", [_NONE]) for _ in _NGRAM_SIZES)  # end of an n-gram -> its previous end
+        self._expected = _NONE  # index of the token expected next
+        self._match_length = 0
+        self.rates = AcceptanceRates(per_sequence=True)
+        self.draft_rates = AcceptanceRates(per_sequence=True)
 
-    def advance(self, shared: Chances) -> None:
-        """Take the tokens that have come, and tell how often they were expected."""
+    def advance(self, shared: AcceptanceRates) -> None:
+        """Index the new tokens, and count how often they were expected."""
         first = self._end
         self._end = min(len(self._tokens), first + _MAX_ADVANCE)
         for at in range(first, self._end):
-            if self._at != _NONE:
+            if self._expected != _NONE:
                 self._check(self._tokens[at], shared)
-            for size, last, previous in zip(_SIZES, self._last, self._previous, strict=True):
-                found = _NONE
+            for size, last, previous in zip(_NGRAM_SIZES, self._last, self._previous, strict=True):
+                previous_end = _NONE
                 if at + 1 - self._start >= size:
                     key = hash(tuple(self._tokens[at + 1 - size : at + 1]))
-                    found, last[key] = last.get(key, _NONE), at + 1
-                previous.append(found)
+                    previous_end, last[key] = last.get(key, _NONE), at + 1
+                previous.append(previous_end)
 
-    def survival(self, shared: Chances, most: int) -> list[float]:
-        """The chances that the first, the first two, ... of the next tokens are as expected, up to `most`; none if
-        nothing is expected.
-        """
-        if self._at == _NONE and self._end == len(self._tokens):
+    def cumulative(self, shared: AcceptanceRates, count: int) -> list[float]:
+        """The probabilities that the first, the first two, ... of at most `count` expected tokens are accepted."""
+        if self._expected == _NONE and self._end == len(self._tokens):
             self._find()
-        if self._at == _NONE:
+        if self._expected == _NONE:
             return []
-        chance, found = 1.0, []
-        for ahead in range(most):
-            kind = kind_of_match(self._length + ahead)
-            chance *= self.chances.mixed(kind, shared)
-            found.append(chance)
-            if chance < _LEAST_CHANCE:
+        probability, cumulative = 1.0, []
+        for ahead in range(count):
+            probability *= self.rates.rate(kind_of_match(self._match_length + ahead), shared)
+            cumulative.append(probability)
+            if probability < _MIN_PROBABILITY:
                 break
-        return found
+        return cumulative
 
     def expected(self, count: int) -> list[int]:
-        """The next tokens, of which there are some; what is expected after the last known one repeats."""
-        period = len(self._tokens) - self._at
-        return [self._tokens[self._at + ahead % period] for ahead in range(count)]
+        """The next `count` tokens of the match, which repeats itself beyond the last known token."""
+        period = len(self._tokens) - self._expected
+        return [self._tokens[self._expected + ahead % period] for ahead in range(count)]
 
-    def _check(self, token: int, shared: Chances) -> None:
-        hit = self._tokens[self._at] == token
-        kind = kind_of_match(self._length)
-        self.chances.add(kind, hit)
+    def _check(self, token: int, shared: AcceptanceRates) -> None:
+        hit = self._tokens[self._expected] == token
+        kind = kind_of_match(self._match_length)
+        self.rates.add(kind, hit)
         shared.add(kind, hit)
-        self._at = self._at + 1 if hit else _NONE
-        self._length += 1
+        self._expected = self._expected + 1 if hit else _NONE
+        self._match_length += 1
 
     def _find(self) -> None:
         for previous in self._previous:
             if ends := self._longest_matches(self._chain(previous)):
-                self._at = self._most_frequent(ends)
+                self._expected = self._most_frequent(ends)
                 return
 
     def _chain(self, previous: "array[int]") -> list[int]:
-        """The ends of earlier occurrences of the last n-gram, the newest first; hashes may mistake others for it."""
+        """The ends of earlier occurrences of the last n-gram, the newest first; hash collisions are possible."""
         ends, end = list[int](), previous[self._end - self._start]
         while end != _NONE and len(ends) < _MAX_OCCURRENCES:
             ends.append(end)
@@ -93,18 +89,18 @@ class Lookup:
         return ends
 
     def _longest_matches(self, ends: list[int]) -> list[int]:
-        tokens, total, found = self._tokens, self._end, list[int]()
-        for length in _LENGTHS:
+        tokens, longest = self._tokens, list[int]()
+        for length in _MATCH_LENGTHS:
             tail = tokens[-length:]
             ends = [end for end in ends if end - length >= self._start and tokens[end - length : end] == tail]
             if not ends:
                 break
-            found, self._length = ends, length
-        assert all(end < total for end in found)
-        return found
+            longest, self._match_length = ends, length
+        assert all(end < self._end for end in longest)
+        return longest
 
     def _most_frequent(self, ends: list[int]) -> int:
-        """The newest of those that are followed by the tokens that follow most often."""
+        """The newest end with the most frequent continuation."""
         tokens, total = self._tokens, self._end
         for ahead in range(_MAX_COMPARED):
             following = [tokens[end + ahead] for end in ends if end + ahead < total]

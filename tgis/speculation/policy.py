@@ -1,6 +1,6 @@
-"""How many tokens to propose: as many as give the most tokens per second, all sequences of a step together.
+"""The number of proposed tokens that gives the most tokens per second over all sequences of a step.
 
-A proposed token is one more row of a step. What a step with so many rows takes is measured while serving; it jumps
+A proposed token is one more row of a step. The cost of a step by its number of rows is measured while serving; it jumps
 where another tile of a matrix product begins.
 """
 
@@ -9,25 +9,25 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 _MIN_SECONDS = 1e-6
-_WARM_STEPS = 2  # with a new number of rows: engines record and verify them
-_FALLING, _RISING = 0.3, 0.05  # weights of a measurement: disturbed ones are too high
-_PACE, _MAX_SLOWDOWN = 0.1, 2.0  # weight of a measurement of what slows all steps down, and how much it may tell
-_STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # until it is forgotten
-_MIN_GAIN = 1.1  # of tokens per second: less is not told from noise
-_MIN_UNKNOWN_GAIN = 1.5  # of a number of rows that is not measured: its first steps, which are recorded, take much more
-_TILE = 8  # rows: in larger steps their number is a multiple of it, or one that is measured, so that few are recorded
+_WARM_STEPS = 2  # with a new number of rows: engines record and verify these
+_FALLING, _RISING = 0.3, 0.05  # weights of a lower and of a higher measurement: disturbances only add time
+_PACE, _MAX_SLOWDOWN = 0.1, 2.0  # weight of a measurement in the pace of the machine, and its upper bound
+_STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # lifetime
+_MIN_GAIN = 1.1  # in tokens per second: less is noise
+_MIN_UNKNOWN_GAIN = 1.5  # for an unmeasured number of rows: recording its first steps is slow
+_TILE = 8  # rows; larger steps have a multiple of it, or a measured number, so that few sizes are recorded
 
 
 class StepCosts:
-    """The seconds of a step by its number of rows, at the pace at which the others were measured."""
+    """The seconds of a step by its number of rows, relative to the current pace of the machine."""
 
     def __init__(self) -> None:
-        self._pace = 1.0  # now, as other processes or the clock of the CPU change it
+        self._pace = 1.0  # changes with other processes and the CPU's clock
         self._num_steps = 0
-        self._counts: dict[int, int] = {}  # of steps, warm ones included
+        self._counts: dict[int, int] = {}  # steps, warm ones included
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
-        self._known: list[int] = []  # numbers of rows, sorted
+        self._known: list[int] = []  # sorted numbers of rows
 
     def add(self, rows: int, seconds: float) -> None:
         self._num_steps += 1
@@ -49,8 +49,8 @@ class StepCosts:
         return rows in self._seconds
 
     def seconds(self, rows: int) -> float:
-        """Measured, or a guess where at least one step has had fewer rows: on the line between the steps beside it, or
-        beyond the largest step as much for each row as from the smallest on. Costs do not fall.
+        """The measured seconds; else interpolated between the nearest measured numbers of rows, or extrapolated beyond
+        the largest with the average slope. At least one smaller number is measured. Costs do not fall.
         """
         if rows in self._seconds:
             return self._seconds[rows]
@@ -61,11 +61,11 @@ class StepCosts:
         return self._seconds[below] + max(slope, 0.0) * (rows - below)
 
     def larger(self, rows: int) -> list[int]:
-        """The numbers of rows above it that were measured."""
+        """The measured numbers of rows above `rows`."""
         return self._known[bisect(self._known, rows) :]
 
     def _forget(self) -> None:
-        """Measurements of few steps soonest: what was slow once may be tried again."""
+        """Forget old measurements, those of few steps first: a size that was slow once may be tried again."""
         for rows in [*self._known]:
             lasts = min(_STEPS_PER_MEASUREMENT * (self._counts[rows] - _WARM_STEPS), _MAX_STEPS)
             if self._num_steps - self._measured_at[rows] > lasts:
@@ -74,17 +74,17 @@ class StepCosts:
 
 
 class Policy:
-    """Decides for a whole step."""
+    """Decides for all sequences of a step."""
 
     def __init__(self, max_rows: int) -> None:
-        """Steps have at most `max_rows` rows, those without a proposal included."""
+        """Steps have at most `max_rows` rows, including those of sequences without proposals."""
         self._max_rows = max_rows
         self._costs = StepCosts()
-        self._draft_costs = StepCosts()  # by the number of passes of the model that drafts; without one, nothing
-        self._resting = 0  # steps in which nothing is looked up
+        self._draft_costs = StepCosts()  # by the number of passes of the draft model
+        self._resting = 0  # steps without lookups
 
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
-        """A step that only decodes, with so many passes of a model that drafts."""
+        """Learn from a step that only decodes, with `passes` of a draft model."""
         self._draft_costs.add(0, 0.0)
         if not passes:
             self._costs.add(rows, seconds)
@@ -94,27 +94,29 @@ class Policy:
             self._draft_costs.add(passes, seconds - self._costs.seconds(rows))
 
     def may_pay(self, rows: int) -> bool:
-        """Whether proposals beside so many sequences would pay if all were kept; not before a step without them is
-        measured, and not in the steps after one in which none paid: lookups have their price, too.
+        """Whether proposals would pay in a step of `rows` sequences if all were accepted. False before a step without
+        proposals is measured, and for some steps after one in which none paid, since lookups take time.
         """
         if self._resting or not self._costs.known(rows) or rows >= self._max_rows:
             self._resting = max(self._resting - 1, 0)
             return False
-        larger = (rows + 1, *self._costs.larger(rows), self._max_rows)  # between them the gain only rises or only falls
+        larger = (rows + 1, *self._costs.larger(rows), self._max_rows)  # the gain is monotonic between them
         return any(more > self._least_tokens(rows, more) for more in larger if more <= self._max_rows)
 
     def best(
-        self, rows: int, survival: Sequence[Sequence[float]], drafting: Collection[int] = ()
+        self, rows: int, cumulative: Sequence[Sequence[float]], drafting: Collection[int] = ()
     ) -> tuple[float, list[int]]:
-        """How many times the tokens per second that would pay are expected, and how many tokens to propose for that to
-        each of some of `rows` sequences, from the chances that they are kept. At the indices `drafting` a model drafts
-        them, one for each of these sequences in a pass.
+        """The best expected gain, as a multiple of the tokens per second that would pay, and the number of tokens to
+        propose for it to each of some of `rows` sequences.
+
+        `cumulative` are their acceptance probabilities, sequence by sequence. At the indices `drafting` the draft model
+        makes the tokens, one for each of these sequences in a pass.
         """
-        counts, passes = [0] * len(survival), 0
-        ranked = sorted(((chance, row) for row, own in enumerate(survival) for chance in own), reverse=True)
+        counts, passes = [0] * len(cumulative), 0
+        ranked = sorted(((p, row) for row, of_row in enumerate(cumulative) for p in of_row), reverse=True)
         tokens, best, best_gain = float(rows), 0, 1.0
-        for extra, (chance, row) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
-            tokens += chance
+        for extra, (probability, row) in enumerate(ranked[: max(self._max_rows - rows, 0)], 1):
+            tokens += probability
             counts[row] += 1
             passes = max(passes, counts[row]) if row in drafting else passes
             more = rows + extra
@@ -126,9 +128,9 @@ class Policy:
         if best or not drafting:
             self._resting = 0 if best else rows // 2
         chosen = Counter(row for _, row in ranked[:best])
-        return best_gain, [chosen[row] for row in range(len(survival))]
+        return best_gain, [chosen[row] for row in range(len(cumulative))]
 
-    def _least_tokens(self, rows: int, more: int, drafting: float = 0.0) -> float:
-        """The tokens from which on a step with more rows, and so many seconds of drafting, pays."""
+    def _least_tokens(self, rows: int, more: int, draft_seconds: float = 0.0) -> float:
+        """The fewest tokens for which a step with `more` rows pays."""
         gain = _MIN_GAIN if self._costs.known(more) else _MIN_UNKNOWN_GAIN
-        return gain * rows * (self._costs.seconds(more) + drafting) / self._costs.seconds(rows)
+        return gain * rows * (self._costs.seconds(more) + draft_seconds) / self._costs.seconds(rows)

@@ -1,66 +1,67 @@
-"""What the batcher asks: which tokens to propose for the sequences of a step."""
+"""Chooses the tokens to propose for the sequences of a step, for the batcher."""
 
 from collections.abc import Sequence
 
-from tgis.speculation.chances import Chances
+from tgis.speculation.acceptance import AcceptanceRates
 from tgis.speculation.lookup import Lookup
 from tgis.speculation.policy import Policy
 
 
 class Speculator:
-    """Proposes by lookup, or has a model of the engine draft tokens, as far as it pays."""
+    """Proposes tokens by prompt lookup, or asks the engine's draft model for some, if that is expected to pay."""
 
     def __init__(
         self, max_tokens: int, max_rows: int, vocab_size: int, max_drafted: int = 0, max_drafting: int = 0
     ) -> None:
-        """At most `max_tokens` for a sequence, all below `vocab_size`, in steps of at most `max_rows` rows. A model
-        drafts up to `max_drafted` of them in steps of up to `max_drafting` sequences.
+        """Propose at most `max_tokens` tokens a sequence, all below `vocab_size`, in steps of at most `max_rows` rows.
+        The draft model makes up to `max_drafted` of them in steps of up to `max_drafting` sequences.
         """
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._max_drafted, self._max_drafting = min(max_drafted, max_tokens), max_drafting
-        self._chances, self._draft_chances = Chances(), Chances()
+        self._rates, self._draft_rates = AcceptanceRates(), AcceptanceRates()
         self._policy = Policy(max_rows)
 
     def may_pay(self, rows: int) -> bool:
-        """Whether to look for tokens in a step of so many sequences."""
+        """Whether proposals could pay in a step of `rows` sequences."""
         return self._policy.may_pay(rows)
 
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> Sequence[list[int] | int]:
-        """Tokens for some of the `rows` sequences of a step that only decodes, at most so many for each; or how many
-        the model is to draft.
+        """Tokens to propose, or the number to draft, for some of the `rows` sequences of a step that only decodes.
+        `lookups` have the most tokens that each sequence may get.
         """
-        survival, drafts = [], []
-        for lookup, most in lookups:
-            lookup.advance(self._chances)
-            survival.append(lookup.survival(self._chances, min(most, self._max_tokens)))
-            drafted = min(most, self._max_drafted if rows <= self._max_drafting else 0)
-            drafts.append(lookup.drafts.survival_of_draft(self._draft_chances, drafted))
-        drafting = {at for at, (own, draft) in enumerate(zip(survival, drafts, strict=True)) if sum(draft) > sum(own)}
-        gain, counts = self._policy.best(rows, survival)
-        mixed = [drafts[at] if at in drafting else own for at, own in enumerate(survival)]
-        if drafting and (other := self._policy.best(rows, mixed, drafting))[0] > gain:
-            counts = other[1]
+        looked_up, drafted = [], []
+        for lookup, limit in lookups:
+            lookup.advance(self._rates)
+            looked_up.append(lookup.cumulative(self._rates, min(limit, self._max_tokens)))
+            count = min(limit, self._max_drafted if rows <= self._max_drafting else 0)
+            drafted.append(lookup.draft_rates.cumulative_of_draft(self._draft_rates, count))
+        pairs = enumerate(zip(looked_up, drafted, strict=True))
+        drafting = {at for at, (by_lookup, by_draft) in pairs if sum(by_draft) > sum(by_lookup)}
+        gain, counts = self._policy.best(rows, looked_up)
+        mixed = [drafted[at] if at in drafting else by_lookup for at, by_lookup in enumerate(looked_up)]
+        if drafting and (with_drafts := self._policy.best(rows, mixed, drafting))[0] > gain:
+            counts = with_drafts[1]
         else:
             drafting = set()
-            self._draft_chances.doubt()
+            self._draft_rates.decay_to_prior()
         return [
             count if at in drafting else self._tokens(lookup, count)
             for at, ((lookup, _), count) in enumerate(zip(lookups, counts, strict=True))
         ]
 
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
-        """A step that only decodes took so long, with one row for each sequence and each token that was proposed, and
-        so many passes of the model that drafts.
+        """A step that only decodes took `seconds`, with a row for each sequence and each proposed token, and `passes`
+        of the draft model.
         """
         self._policy.step_succeeded(rows, seconds, passes)
 
-    def drafted(self, lookup: Lookup, tokens: Sequence[int], came: Sequence[int]) -> None:
-        """The model has drafted tokens for a sequence, and these have come."""
-        for chances in (lookup.drafts, self._draft_chances):
-            chances.add_draft(tokens, came)
+    def drafted(self, lookup: Lookup, tokens: Sequence[int], sampled: Sequence[int]) -> None:
+        """Learn from the drafted tokens of a sequence and the sampled ones."""
+        for rates in (lookup.draft_rates, self._draft_rates):
+            rates.add_draft(tokens, sampled)
 
     def _tokens(self, lookup: Lookup, count: int) -> list[int]:
         tokens = lookup.expected(count) if count else []
         unknown = next((at for at, token in enumerate(tokens) if token >= self._vocab_size), count)
-        return tokens[:unknown]  # inputs have tokens that no output has
+        return tokens[:unknown]  # inputs may have tokens beyond the output vocabulary
