@@ -25,14 +25,14 @@ from tgis.errors import StartError, Unsupported, library_errors
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions
 
-_MAX_PROMPT_TOKENS = 512  # that a step computes before it drafts
-_MAX_ROWS = 8  # of a sequence in one pass; more tokens are a chunk of a prompt
+_MAX_PROMPT_TOKENS = 512  # computed in a step before it drafts
+_MAX_ROWS = 8  # of a sequence in one pass; more tokens are a prompt chunk
 
 
 class DraftEngine(Engine, Protocol):
     """A paged engine."""
 
-    runner: Any  # that computes logits
+    runner: Any
 
     @property
     def caches(self) -> tuple[Any, ...]: ...
@@ -43,8 +43,8 @@ class DraftEngine(Engine, Protocol):
 def load_drafter(
     options: EngineOptions, model: PreTrainedModel, selects: bool, load: Callable[[EngineOptions], DraftEngine]
 ) -> Drafter:
-    """The model that drafts tokens for another one, with `load` as an engine. `selects`: the other one computes only
-    the logits that it is asked for. StartError if the two do not go together.
+    """The draft model of `model`, loaded as an engine by `load`, or its MLP speculator. `selects`: `model` computes
+    only the logits asked for. StartError if the two do not fit together.
     """
     path, name = options.speculator_path or "", type(model).__name__
     if config := _mlp_config(path, model):
@@ -58,9 +58,9 @@ def load_drafter(
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error
     sizes = input_vocab_size(model), model.get_output_embeddings().out_features
-    for own, needed in zip((engine.info.input_vocab_size, engine.info.vocab_size), sizes, strict=True):
-        if own != needed:
-            raise StartError(f"{path} has a vocabulary of {own}, and {name} one of {needed}")
+    for size, needed in zip((engine.info.input_vocab_size, engine.info.vocab_size), sizes, strict=True):
+        if size != needed:
+            raise StartError(f"{path} has a vocabulary of {size}, and {name} one of {needed}")
     if options.max_sequence_length > (positions := engine.info.max_positions):
         raise StartError(
             f"MAX_SEQUENCE_LENGTH {options.max_sequence_length} exceeds the {positions} positions of {path}"
@@ -69,8 +69,8 @@ def load_drafter(
 
 
 def unloaded_drafter(options: EngineOptions, model: PreTrainedModel) -> tuple[int, list[UnloadedModel]]:
-    """The bytes of weights that a start would load to draft for this model, and the model that has them, unless it is
-    an MLP speculator. StartError if it is too big, or known not to go together with the other one.
+    """The bytes of weights that a start would load to draft for `model`, and the draft model, unless it is an MLP
+    speculator. StartError if it is too big or does not fit `model`.
     """
     if config := _mlp_config(options.speculator_path or "", model):
         return config.num_bytes(model.dtype), []
@@ -79,7 +79,7 @@ def unloaded_drafter(options: EngineOptions, model: PreTrainedModel) -> tuple[in
 
 
 def _mlp_config(path: str, model: PreTrainedModel) -> MLPConfig | None:
-    """The configuration of an MLP speculator; None: what drafts for the model is another one."""
+    """The configuration of an MLP speculator; None for other draft models."""
     if model.config.is_encoder_decoder:
         raise StartError(f"{path}: SPECULATOR_NAME is for decoder-only models, which {type(model).__name__} is not")
     with library_errors(path):
@@ -97,16 +97,16 @@ def _draft_options(options: EngineOptions) -> EngineOptions:
 
 
 class DraftModel(Drafter):
-    """Drafts what a model would choose for a sequence, of which it keeps what is in the cache."""
+    """Drafts the tokens that a smaller model would choose."""
 
     def __init__(self, engine: DraftEngine, max_tokens: int) -> None:
         self.max_tokens, self.caches = max_tokens, engine.caches
         self._engine = engine
-        # By request id: how many tokens of a sequence have keys and values there, and the drafted ones behind them.
+        # By request id: the number of tokens with keys and values in the cache, and the drafted tokens after them.
         self._computed: dict[int, tuple[int, list[int]]] = {}
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Draft, except for sequences of which more than a step may compute is new."""
+        """Drafts, except for sequences with more uncomputed tokens than a step may compute."""
         left = _MAX_PROMPT_TOKENS
         asked = {seq.id: self._start(seq) for seq in plan.seqs if seq.id in plan.drafts}
         for seq in asked.values():
@@ -114,18 +114,18 @@ class DraftModel(Drafter):
                 self._engine.runner.compute_logits(StepPlan([seq], [tokens], [], has_prefill=True))
                 seq.num_computed_tokens += tokens
                 left -= tokens
-        ready = {at: len(seq.tokens) for at, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
-        for done in range(max((plan.drafts[number] for number in ready), default=0)):
-            self._extend([asked[number] for number in ready if plan.drafts[number] > done])
+        ready = {id_: len(seq.tokens) for id_, seq in asked.items() if seq.num_uncomputed_tokens <= _MAX_ROWS}
+        for done in range(max((plan.drafts[request_id] for request_id in ready), default=0)):
+            self._extend([asked[request_id] for request_id in ready if plan.drafts[request_id] > done])
         drafts = dict[int, list[int]]()
         for seq in plan.seqs:
             if seq.id in ready:
                 drafted = asked[seq.id].tokens[ready[seq.id] :]
                 drafts[seq.id] = drafted[: seq.num_allowed(drafted)]
-        for number, seq in asked.items():
+        for request_id, seq in asked.items():
             end = seq.num_computed_tokens
-            length = min(ready.get(number, end), end)
-            self._computed[number] = length, seq.tokens[length:end]
+            length = min(ready.get(request_id, end), end)
+            self._computed[request_id] = length, seq.tokens[length:end]
         return drafts
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -137,25 +137,25 @@ class DraftModel(Drafter):
         self.caches = self._engine.caches
 
     def _start(self, seq: Sequence) -> Sequence:
-        """The sequence as the model computes it: without adapter, and no details are asked for."""
+        """A copy of the sequence for the draft model, without adapter and details."""
         length, drafted = self._computed.get(seq.id, (0, []))
-        own = copy(seq)
-        own.request = msgspec.structs.replace(seq.request, logprob_options=LogprobOptions())
-        own.tokens, own.adapter = [*seq.tokens], None
-        own.num_computed_tokens = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
-        return own
+        draft = copy(seq)
+        draft.request = msgspec.structs.replace(seq.request, logprob_options=LogprobOptions())
+        draft.tokens, draft.adapter = [*seq.tokens], None
+        draft.num_computed_tokens = min(length + num_common(drafted, seq.tokens[length:]), len(seq.tokens) - 1)
+        return draft
 
     def _extend(self, seqs: list[Sequence]) -> None:
-        """Append the model's next token to each sequence, in one pass of a row for each token."""
+        """Append the draft model's next token to each sequence, in one pass with a row for each token."""
         rows = []
         for seq in seqs:
             *known, newest = rows_of(seq, seq.tokens, seq.num_computed_tokens)
             for row in known:
-                row.grammar = None  # what follows is there
-            newest.max_length = len(seq.tokens) + 1  # a token that a grammar forces has a pass of its own
+                row.grammar = None  # its next token is known
+            newest.max_length = len(seq.tokens) + 1  # forced tokens have separate passes
             rows += [*known, newest]
         result = self._engine.step(StepPlan(rows, [1] * len(rows), rows, has_prefill=False))
         ends = [*accumulate(seq.num_uncomputed_tokens for seq in seqs)]
         for seq, end in zip(seqs, ends, strict=True):
             seq.num_computed_tokens = len(seq.tokens)
-            seq.tokens += result.tokens[end - 1] or [0]  # none where scores are not finite, or no token is allowed
+            seq.tokens += result.tokens[end - 1] or [0]  # empty if scores are not finite or no token is allowed

@@ -1,6 +1,6 @@
-"""An MLP speculator: from the hidden state of a token and the token after it, a few more, each from the one before.
+"""An MLP speculator: drafts tokens one after the other from the hidden state of a token and the token after it.
 
-As published with fms-extras and vLLM: https://arxiv.org/abs/2404.19124. Only its best chain of tokens is drafted.
+As published with fms-extras and vLLM: https://arxiv.org/abs/2404.19124. Only the best chain of tokens is drafted.
 """
 
 import math
@@ -32,25 +32,25 @@ class MLPConfig(msgspec.Struct, frozen=True):
     emb_dim: _Size  # of the model's hidden states
     n_predict: Annotated[int, msgspec.Meta(ge=1, le=63)]
     inner_dim: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # 0: emb_dim
-    tie_weights: bool = False  # all stages are one, but for the first projection
+    tie_weights: bool = False  # all stages share their weights, except the first projection
     scale_input: bool = False
 
     @classmethod
     def of(cls, path: Path, config: dict[str, Any], model: PreTrainedModel) -> Self:
-        """StartError unless it is that of a speculator for this model."""
+        """The sizes of a speculator for this model; StartError if the file has others."""
         try:
-            own = msgspec.convert(config, cls)
+            sizes = msgspec.convert(config, cls)
         except msgspec.ValidationError as error:
             raise StartError(f"{path}/config.json: {error}") from None
         head = model.get_output_embeddings()
-        sizes = {"a vocabulary": (own.vocab_size, head.out_features), "hidden states": (own.emb_dim, head.in_features)}
-        for what, (has, needed) in sizes.items():
-            if has != needed:
-                raise StartError(f"{path} is for {what} of {has}, and the model has {needed}")
-        return own
+        vocab_sizes, hidden_sizes = (sizes.vocab_size, head.out_features), (sizes.emb_dim, head.in_features)
+        for what, (size, needed) in {"a vocabulary": vocab_sizes, "hidden states": hidden_sizes}.items():
+            if size != needed:
+                raise StartError(f"{path} is for {what} of {size}, and the model has {needed}")
+        return sizes
 
     def all_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors by name; those that stages share are the same."""
+        """The shapes of all tensors by name, shared ones once."""
         return {name: shape for stage in range(self.n_predict) for name, shape in self.shapes(stage)}
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -60,30 +60,30 @@ class MLPConfig(msgspec.Struct, frozen=True):
     def shapes(self, stage: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors of a stage."""
         inner = self.inner_dim or self.emb_dim
-        own, first = (0, min(stage, 1)) if self.tie_weights else (stage, stage)
-        yield f"emb.{own}.weight", (self.vocab_size, inner)
-        yield f"proj.{first}.weight", (inner, inner if stage else self.emb_dim)
-        yield f"ln.{own}.weight", (inner,)
-        yield f"ln.{own}.bias", (inner,)
-        yield f"head.{own}.weight", (self.vocab_size, inner)
+        shared, projection = (0, min(stage, 1)) if self.tie_weights else (stage, stage)
+        yield f"emb.{shared}.weight", (self.vocab_size, inner)
+        yield f"proj.{projection}.weight", (inner, inner if stage else self.emb_dim)
+        yield f"ln.{shared}.weight", (inner,)
+        yield f"ln.{shared}.bias", (inner,)
+        yield f"head.{shared}.weight", (self.vocab_size, inner)
 
 
 class MLPSpeculator(Drafter):
-    """Drafts the best tokens; of a sequence it keeps the hidden state of its newest token but one."""
+    """Drafts the best tokens from the hidden state of the last computed token of each sequence."""
 
     def __init__(self, path: Path, config: MLPConfig, model: PreTrainedModel, max_rows: int) -> None:
-        """Draft for this model, in steps of up to `max_rows` rows. StartError unless the files are those of a
-        speculator that fits into memory.
+        """Draft for `model`, in steps of up to `max_rows` rows. StartError if tensors are missing, have other
+        shapes, or do not fit into memory.
         """
         self.max_tokens, self._config = config.n_predict, config
         self._stages = _read(path, config, model.dtype)
-        self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: tokens up to this one, and its hidden state
-        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # that gave the logits of the last pass
-        self._rows: Tensor | None = None  # of these states, in the order of the logits; None: all
+        self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: computed tokens, last hidden state
+        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # of the last pass
+        self._rows: Tensor | None = None  # rows of the states in the order of the logits; None: all
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Draft for all sequences whose newest hidden state is known."""
+        """Drafts for the sequences whose last hidden state is known."""
         ends = {seq.id: len(seq.tokens) - 1 for seq in plan.seqs if seq.id in plan.drafts}
         asked = [seq for seq in plan.seqs if seq.id in self._known and self._known[seq.id][0] == ends.get(seq.id)]
         if not asked:
@@ -98,7 +98,7 @@ class MLPSpeculator(Drafter):
         self._rows = rows
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """Keep the hidden states from which the step has chosen the newest tokens."""
+        """Keep the hidden states behind the newest tokens."""
         first = 0
         for seq, tokens in zip(plan.sampled, result.tokens, strict=True):
             proposed = len(plan.proposals.get(seq.id, ()))
@@ -112,8 +112,8 @@ class MLPSpeculator(Drafter):
             self._known.pop(seq.id, None)
 
     def chain(self, states: Tensor, newest: Tensor, count: int) -> Tensor:
-        """The best `count` tokens after each newest one, [rows, count]; `states` are those of the tokens before."""
-        config, found = self._config, []
+        """The best `count` tokens after each newest one, [rows, count]; `states` [rows, size] precede these."""
+        config, drafted = self._config, []
         state_weight = 0.5 ** (0.5 / config.n_predict)
         token_weight = math.sqrt((1 - state_weight**2) * (config.inner_dim or config.emb_dim) / 2) / state_weight
         if config.scale_input:
@@ -122,11 +122,11 @@ class MLPSpeculator(Drafter):
             mixed = linear(states, proj).add_(embedding(newest, emb), alpha=token_weight)
             states = gelu(_normed(mixed) * scale + shift)
             newest = linear(states, head).argmax(-1)
-            found.append(newest)
-        return torch.stack(found, 1)
+            drafted.append(newest)
+        return torch.stack(drafted, 1)
 
     def _copy(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Keep the inputs of the layer that gives logits; recorded passes copy them, too."""
+        """Copy the inputs of the output layer; recorded passes replay the copy."""
         states = inputs[0].flatten(0, -2)[: len(self._states)]
         self._states[: len(states)].copy_(states)
 
@@ -140,7 +140,7 @@ def _read(path: Path, config: MLPConfig, dtype: torch.dtype) -> list[list[Tensor
     shapes, needed, free = config.all_shapes(), config.num_bytes(dtype), available_memory(torch.device("cpu"))
     if needed > free:
         raise StartError(f"{path} is too big: it takes {format_bytes(needed)}, and {format_bytes(free)} are free")
-    found: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for full in tensors.keys():  # noqa: SIM118 - it is no dict
@@ -148,7 +148,7 @@ def _read(path: Path, config: MLPConfig, dtype: torch.dtype) -> list[list[Tensor
                 if name in shapes:
                     if (shape := tuple(tensors.get_slice(full).get_shape())) != shapes[name]:
                         raise StartError(f"{file}: {full} has the shape {[*shape]}, not {[*shapes[name]]}")
-                    found[name] = tensors.get_tensor(full).to(dtype)
-    if missing := sorted(shapes.keys() - found):
+                    loaded[name] = tensors.get_tensor(full).to(dtype)
+    if missing := sorted(shapes.keys() - loaded):
         raise StartError(f"{path}: {len(missing)} tensors of an MLP speculator are missing, {missing[0]} for one")
-    return [[found[name] for name, _ in config.shapes(stage)] for stage in range(config.n_predict)]
+    return [[loaded[name] for name, _ in config.shapes(stage)] for stage in range(config.n_predict)]

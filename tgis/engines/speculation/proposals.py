@@ -1,7 +1,7 @@
-"""Proposed tokens in a step: each is a row of its own, that of a sequence which has got all tokens before it already.
+"""Verification of proposed tokens: each is a separate row of the step, a copy of its sequence that ends with the token.
 
-So a row is computed, and sampled, as it would be if its sequence had come there one token at a time; it shares the
-block table of the sequence. What the rows choose is kept as far as they follow from one another.
+A row is computed and sampled as in a step without proposals, and shares the block table of its sequence. The sampled
+tokens are kept up to the first that differs from its proposal.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 
-_row_ids = count(-1, -1)  # none twice: nothing of a row is reused in the next step
+_row_ids = count(-1, -1)  # unique, so that the next step reuses nothing of a row
 
 
 def with_proposals(plan: StepPlan) -> StepPlan:
@@ -38,8 +38,8 @@ def rows_of(seq: Sequence, tokens: list[int], first: int) -> Iterator[Sequence]:
 
 
 def keep_what_follows(plan: StepPlan, rows: StepPlan, result: StepResult) -> StepResult:
-    """The result of a step from that of its rows: a row counts if all tokens that were proposed before it have come. A
-    row that failed is left to the next step, where it is the first of its sequence.
+    """The result of a step from that of its rows: a row counts if all proposals before it were sampled. A failed row
+    ends its sequence's tokens; the next step computes it again as the first row.
     """
     kept = StepResult([], [], result.prompt_logprobs)
     first = 0
@@ -53,7 +53,7 @@ def keep_what_follows(plan: StepPlan, rows: StepPlan, result: StepResult) -> Ste
             last += 1
         kept.tokens.append([token for tokens in result.tokens[first : last + 1] for token in tokens])
         if result.logprobs:
-            kept.logprobs.append([facts for own in result.logprobs[first : last + 1] for facts in own])
+            kept.logprobs.append([logprobs for row in result.logprobs[first : last + 1] for logprobs in row])
         if seq.id in result.failed:
             kept.failed[seq.id] = result.failed[seq.id]
         first += 1 + len(proposed)
@@ -61,20 +61,20 @@ def keep_what_follows(plan: StepPlan, rows: StepPlan, result: StepResult) -> Ste
 
 
 class Drafter:
-    """A model of an engine that drafts tokens in its steps; this one drafts none."""
+    """Drafts tokens in the steps of an engine; this one drafts none."""
 
     max_tokens = 0
-    caches: tuple[Any, ...] = ()  # for keys and values, beside the engine's own, with the same blocks
+    caches: tuple[Any, ...] = ()  # further KV caches, with the same blocks
 
     def warm_up(self, num_blocks: int) -> None:
-        """The KV cache has so many blocks."""
+        """Prepare for a KV cache of this many blocks."""
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:  # noqa: ARG002
         """Drafts for the sequences that the plan asks for, by request id; some may be missing or shorter."""
         return {}
 
     def computed(self, rows: Tensor | None) -> None:
-        """The engine has computed a pass: its logits are those of the tokens in `rows`, or of all that have any."""
+        """A pass was computed; its logits are those of the tokens `rows`, or of all selected tokens."""
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """The step has succeeded."""
