@@ -292,7 +292,7 @@ class Config:
         CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; torchrun takes it: then the next one is used",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
-        CLUSTER, PATH, "file with the shared secret of the nodes, at least 16 bytes", None)
+        CLUSTER, PATH, "file that tells this cluster from others, the same on all nodes", None)
     cluster_interface: str | None = option(
         CLUSTER, TEXT, "network interface for collectives (gloo, NCCL)", None,
         shown_default="that of the connection to node 0")
