@@ -155,8 +155,8 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         if checkpoint:
             checkpoint.attach(model)
         if sharding:
-            sharding.cut(model)
-            sharding.connect(model)
+            sharding.shard(model)
+            sharding.install_collectives(model)
         model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
         if quantization and size:
@@ -164,7 +164,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         _optimize(model, options, device, quantization)
         model.to(device)
         if sharding:
-            sharding.connect(model)
+            sharding.install_collectives(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
