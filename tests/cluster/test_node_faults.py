@@ -106,6 +106,9 @@ def test_a_process_that_is_killed_ends_all(
         assert code is grpc.StatusCode.UNAVAILABLE
         assert reason in details
         assert reason in servers.nodes[0].reason
+        assert (
+            process != 1 or node == 0 or "rank 2: the engine process was ended by signal 9" in servers.nodes[1].reason
+        )
         assert 0 not in codes
         assert told < 0.5
         assert ended < 2

@@ -1,6 +1,5 @@
 """Ranks on several machines: how nodes find and compare each other, and two of them on loopback addresses."""
 
-import os
 import shutil
 import signal
 import socket
@@ -10,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from batches import engine_options
-from cluster import Network, free_port, gone, running_cluster
-from harness import as_stream_request, failure, unary_request
+from cluster import Network, free_port, running_cluster
+from harness import as_stream_request, unary_request
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join
@@ -45,23 +43,6 @@ def greedy_text(model: Path, text: str, max_new_tokens: int) -> str:
     output = reference.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0]
     decoded: str = tokenizer.decode(output[inputs.input_ids.shape[1] :], skip_special_tokens=True)
     return decoded
-
-
-@pytest.mark.slow
-def test_a_rank_of_another_node_that_dies_ends_all(glassllm_dir: Path, tmp_path: Path) -> None:
-    with running_cluster(tmp_path, glassllm_dir, Network()) as servers, servers.stub() as stub:
-        node_0, node_1 = servers.nodes
-        pids = [pid for node in servers.nodes for pid in node.pids()]
-        stream = stub.GenerateStream(as_stream_request(unary_request("The weather", 100, min_new_tokens=100)))
-        next(stream), next(stream)
-        os.kill(node_1.pids()[1], signal.SIGKILL)
-        code, reason = failure(lambda: list(stream))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "rank 1 of the engine on node 1" in reason
-        assert servers.exit_codes(20) == [1, 1]
-        assert gone(pids)
-    assert "rank 1 of the engine on node 1" in node_0.reason
-    assert "rank 1: the engine process was ended by signal 9" in node_1.reason
 
 
 @pytest.fixture
