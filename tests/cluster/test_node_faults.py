@@ -30,8 +30,8 @@ def network() -> Iterator[Network]:
     if os.environ["CLUSTER_TESTS"] != "namespaces":
         yield Network()
         return
-    with namespaces() as found:
-        yield found
+    with namespaces() as network:
+        yield network
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +90,7 @@ def test_a_process_that_is_killed_ends_all(
     node: int, process: int, reason: str, model: Path, network: Network, tmp_path: Path
 ) -> None:
     with running_cluster(tmp_path, model, network, **RANKS) as servers, servers.stub() as stub:
-        pids = [pid for each in servers.nodes for pid in each.pids()]
+        pids = [pid for server in servers.nodes for pid in server.pids()]
         assert len(pids) == 6
         victim = servers.nodes[node].pids()[process]
         stream = stub.GenerateStream(LONG)

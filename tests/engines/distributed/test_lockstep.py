@@ -49,18 +49,18 @@ class Messages:
     """Messages of rank 0 on their way to the other rank."""
 
     def receive(self, timeout: float | None = None) -> list[Any]:
-        found: list[Any] = [None]
-        dist.broadcast_object_list(found)
-        return [msgspec.msgpack.decode(found[0], type=ranks.RankMessage)]
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box)
+        return [msgspec.msgpack.decode(box[0], type=ranks.RankMessage)]
 
     def send(self, message: Any) -> None:
         dist.broadcast_object_list([msgspec.msgpack.encode(message)], dist.get_rank())
 
     def gave_up(self, seconds: float) -> bool:
         """As rank 0 hears it of the other one."""
-        found: list[Any] = [None]
-        dist.broadcast_object_list(found, 1)
-        return bool(msgspec.msgpack.decode(found[0], type=ranks.RankMessage) == ranks.GiveUp())
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, 1)
+        return bool(msgspec.msgpack.decode(box[0], type=ranks.RankMessage) == ranks.GiveUp())
 
 
 def requests() -> list[Request]:
@@ -108,10 +108,10 @@ def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
     """On the second rank only."""
 
     def run(*args: Any) -> Any:
-        found = call(*args)
+        result = call(*args)
         if dist.get_rank():
             raise RuntimeError("not on this rank")
-        return found
+        return result
 
     return run
 
@@ -126,14 +126,14 @@ def failures(mode: str) -> Iterator[None]:
 
     def run(*args: Any) -> Any:
         nonlocal failed, count
-        found, count = call(*args), count + 1
+        result, count = call(*args), count + 1
         on_time = count % 7 == 0
         if mode == "rank 0 fails, short lists":
             on_time = args[1].replaced and len(args[0]) > 1  # none fails alone, after which it would be dropped
         if on_time and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
             failed += 1
             raise Failure
-        return found
+        return result
 
     with mock.patch.object(*target, run):
         yield
@@ -217,11 +217,11 @@ SLOW = (
     ("mode", "made", "count"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
-    (texts, launches, own), *others = on_ranks(count, as_engine, model, mode)
+    (texts, launches, features), *others = on_ranks(count, as_engine, model, mode)
     if "fail" in mode:  # others are cancelled
         assert len(texts) > 8
         expected = {number: expected.get(number, text) for number, text in texts.items()}
     assert texts == expected
     assert [kind for kind, _ in launches].count("ahead") > (5 if "short lists" in mode else 20)
-    assert own == {"graphs": "graphs" in made, "compiled": "compiled" in made}
-    assert others == [({}, launches, own)] * (count - 1)
+    assert features == {"graphs": "graphs" in made, "compiled": "compiled" in made}
+    assert others == [({}, launches, features)] * (count - 1)
