@@ -20,10 +20,17 @@ from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
+from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
+from tgis.engines.padded.model import (
+    MAX_PREFILL_TOKENS,
+    PaddedModel,
+    chunked_prefill,
+    left_aligned,
+    right_aligned,
+    right_aligned_states,
+)
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -74,26 +81,25 @@ class _OnnxModel(PaddedModel):
         return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token, 0)
 
     def clear(self) -> None:
-        self._caches: list[PastKeyValues] = []  # self-attention, then cross-attention where there is an encoder
-
-    def append(self, seqs: list[Sequence]) -> None:
-        """Do nothing: the prefill allocates the KV cache of new sequences."""
+        num_caches = 2 if self._decoder.cross_attention_names else 1
+        self._caches = [PaddedKVCache(self.info.max_batch_size) for _ in range(num_caches)]
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        for cache in self._caches:
-            cache.trim()
-        past = self._caches[0]
-        past.seq_lens = [length + 1 for length in past.seq_lens]
-        return self._decoder.run(past, last_tokens[:, None], self._encoder_outputs())[:, -1]
+        cache = self._caches[0]
+        past = cache.contiguous()
+        mask = padding_mask(cache.seq_lens, cache.width + 1)
+        logits = self._decoder.run(past, last_tokens[:, None], mask, self._encoder_outputs())
+        cache.replace(past)
+        return logits[:, -1]
 
     def _encoder_outputs(self) -> EncoderOutputs | None:
         """What a decode takes of the encoder, if there is one."""
         return None
 
-    def _join(self, *caches: PastKeyValues) -> None:
-        """Append sequences that have been computed."""
-        joined = [cache.merged(new) for cache, new in zip(self._caches, caches, strict=False)]
-        self._caches = joined or list(caches)
+    def _fill_caches(self, num_rows: int, *pasts: list[Tensor]) -> None:
+        """Store what has been computed for the last rows."""
+        for cache, past in zip(self._caches, pasts, strict=True):
+            cache.write(len(cache.seq_lens) - num_rows, past)
 
     def _check_padding(self, options: EngineOptions, probe_outputs: Callable[[int], EncoderOutputs | None]) -> None:
         """Serve one sequence at a time if padding would change the results."""
@@ -112,13 +118,19 @@ class OnnxCausalLM(_OnnxModel):
         self.max_logprob_tokens = self.info.max_prefill_tokens if self.chunked_prefill else self.info.max_positions
         self._check_padding(options, lambda _: None)
 
+    def append(self, seqs: list[Sequence]) -> None:
+        self._caches[0].append([len(seq.tokens) for seq in seqs])
+
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
-        past = self._decoder.empty_past([len(seq.tokens) for seq in seqs])
-        width = ids.shape[1]
-        chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else width
-        output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
-        self._join(past)
+        past, mask = self._decoder.empty_past(len(seqs)), padding_mask([len(seq.tokens) for seq in seqs], ids.shape[1])
+        chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else ids.shape[1]
+
+        def forward(start: int, stop: int) -> Tensor:
+            return self._decoder.run(past, ids[:, start:stop], mask[:, :stop])
+
+        output = chunked_prefill(seqs, chunk_size, forward)
+        self._fill_caches(len(seqs), past)
         return output
 
 
@@ -140,16 +152,18 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         )
         self._check_padding(options, self._probe_outputs)
 
+    def append(self, seqs: list[Sequence]) -> None:
+        self._caches[0].append([len(self.token_history(seq)) for seq in seqs])
+        self._caches[1].append([seq.prompt_length for seq in seqs])
+
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Encode the inputs, then decode what there is of outputs."""
-        inputs = [seq.tokens[: seq.prompt_length] for seq in seqs]
         outputs = [self.token_history(seq) for seq in seqs]
-        states, mask = self._encode(*left_aligned(inputs))
-        past = self._decoder.empty_past([len(output) for output in outputs])
-        cross_past = self._decoder.empty_past([len(tokens) for tokens in inputs], cross=True)
-        ids = right_aligned(outputs).to(self._device)
-        logits = self._decoder.run(past, ids, EncoderOutputs(mask, states, cross_past))[:, -1]
-        self._join(past, cross_past)
+        encoder = self._encode([seq.tokens[: seq.prompt_length] for seq in seqs])
+        past, ids = self._decoder.empty_past(len(seqs)), right_aligned(outputs).to(self._device)
+        mask = padding_mask([len(output) for output in outputs], ids.shape[1])
+        logits = self._decoder.run(past, ids, mask, encoder)[:, -1]
+        self._fill_caches(len(seqs), past, encoder.past)
         return self.prefilled(seqs, logits)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
@@ -157,22 +171,22 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self.constrain(logits, [])
         return logits
 
-    def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The encoder's output, [rows, columns, H], left-aligned, and its mask as the graphs take it."""
-        ids, mask = ids.to(self._device), mask.long().to(self._device)
+    def _encode(self, inputs: list[list[int]]) -> EncoderOutputs:
+        """The encoder's output, right-aligned, though its input is left-aligned."""
+        ids, mask = (tensor.to(self._device) for tensor in left_aligned(inputs))
         states = self._empty_hidden_states(*ids.shape)
         self._encoder.run({"input_ids": ids, "attention_mask": mask}, {_HIDDEN_STATES: states})
-        return states, mask
+        states = right_aligned_states([row[: len(tokens)] for row, tokens in zip(states, inputs, strict=True)])
+        return EncoderOutputs(mask.flip(-1), states, self._decoder.empty_past(len(inputs), cross=True))
 
     def _probe_outputs(self, rows: int) -> EncoderOutputs:
         """The encoder's outputs for rows with the same input."""
-        states, mask = self._encode(*left_aligned([[4, 5, 6]] * rows))
-        return EncoderOutputs(mask, states, self._decoder.empty_past([3] * rows, cross=True))
+        return self._encode([[4, 5, 6]] * rows)
 
     def _encoder_outputs(self) -> EncoderOutputs:
-        past = self._caches[1]
-        mask = past.attention_mask(past.columns).long().to(self._device)
-        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), past)
+        cache = self._caches[1]
+        mask = cache.attention_mask(0, cache.width)
+        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), cache.contiguous())
 
     def _empty_hidden_states(self, rows: int, columns: int) -> Tensor:
         node = self._encoder.outputs[_HIDDEN_STATES]

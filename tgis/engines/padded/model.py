@@ -6,16 +6,18 @@ newest tokens of all in the same column; encoders left-aligned.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
+from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
@@ -32,7 +34,7 @@ class PaddedModel(Protocol):
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-    _caches: list[Any]  # of each attention: a PaddedKVCache or ONNX's PastKeyValues
+    _caches: list[PaddedKVCache]  # of self-attention, and of cross-attention
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
@@ -127,14 +129,12 @@ def left_aligned(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     lengths = [len(tokens) for tokens in rows]
     width = max(lengths)
     ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows])
-    return ids, padding_mask(lengths, width, left_padded=False)
+    return ids, padding_mask(lengths, width).flip(-1)
 
 
-def padding_mask(lengths: list[int], columns: int, *, left_padded: bool) -> Tensor:
-    """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
-    own = torch.tensor(lengths)[:, None]
-    column = torch.arange(columns)
-    return column >= own.max() - own if left_padded else column < own
+def right_aligned_states(rows: list[Tensor]) -> Tensor:
+    """Hidden states [rows, columns, H] of rows [columns, H], with 0 for the padding on the left."""
+    return pad_sequence(rows, batch_first=True, padding_side="left")
 
 
 def token_positions(mask: Tensor, inputs: Tensor) -> Tensor:
