@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import Part, upload
 from tgis.engines.kernels.attention_inputs import PrefillChunk
-from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
+from tgis.engines.loading.positions import EncoderDecoderPositions
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import PromptSpan, encoder_input, encoder_prompt, model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
@@ -31,7 +31,6 @@ from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import Unsupported
 
 _ENCODER_STATES = ("encoder_hidden_states", "key_value_states")  # arguments of their forward
-_NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
 EXTRA_BLOCKS = 1  # of a sequence, beyond those of its tokens in one row
 
 
@@ -50,29 +49,21 @@ class PagedEncoder:
         self.embed_tokens = self._encoder.get_input_embeddings()
         names = inspect.signature(self._cross_attention[0].forward).parameters
         (self._states_name,) = (name for name in _ENCODER_STATES if name in names)
-        self.max_positions, self._table_length = max_length, max(max_length, MIN_POSITIONS)
-        self._embeddings: list[PositionEmbeddings] = []  # of encoder and decoder
-        if hasattr(self._encoder, "embed_positions"):
-            own = model.config.max_position_embeddings
-            if own < MIN_POSITIONS:
-                raise Unsupported(f"{type(model).__name__} has {own} positions, the check needs {MIN_POSITIONS}")
-            self.max_positions, self._table_length = min(max_length, own), min(self._table_length, own)
-            parts = self._encoder, model.get_decoder()
-            self._embeddings = [position_embeddings(model, part, self._table_length) for part in parts]
-        self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
+        self._positions = EncoderDecoderPositions(model, max(max_length, MIN_POSITIONS), "encoder", "decoder")
+        length = self._positions.length
+        if length < MIN_POSITIONS:
+            raise Unsupported(f"{type(model).__name__} has {length} positions, the check needs {MIN_POSITIONS}")
+        self.max_positions = min(max_length, length)
         self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
 
     def input_positions(self, seq: Sequence, tokens: list[int]) -> Iterable[int]:
         """The positions of the tokens of a sequence's input; padding has none, but not beside a soft prompt."""
-        if self._embeddings and encoder_prompt(seq) is None:
-            return self._embeddings[0].positions_of(tokens)
-        return range(len(tokens))
+        return range(len(tokens)) if encoder_prompt(seq) is not None else self._positions.input_positions(tokens)
 
     def install(self) -> None:
         """Make the model attend to pages, and place each token where its batch says, for good."""
-        install_hooks(self._model, self._attention, self._table_length + 1)
-        for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
-            part.embed_positions = embeddings
+        install_hooks(self._model, self._attention, self._positions.length + 1)
+        self._positions.install(self._model)
         head, bias = self._model.get_output_embeddings(), getattr(self._model, "final_logits_bias", None)
         head.register_forward_pre_hook(self._select_logits)
         rows = len(head.weight)  # fewer than the bias has where ranks share the vocabulary
@@ -93,13 +84,9 @@ class PagedEncoder:
         num_blocks = sum(len(chunk.block_table) for chunk in batch.chunks)
         if num_blocks > attention.encoder_cache.num_blocks:
             attention.encoder_cache = PagedKVCache(num_blocks, attention.cache.block_size)
-        attention.batch, positions = batch, batch.positions[None]
-        arguments: dict[str, Any] = (
-            {"position_ids": positions, "attention_mask": _NO_MASKS} if self._takes_positions else {}
-        )
-        for embeddings in self._embeddings[:1]:
-            embeddings.positions = positions
-        arguments |= model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
+        attention.batch = batch
+        arguments = model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
+        arguments |= self._positions.arguments("encoder", batch.positions[None])
         with self._lora.using(batch.adapters):
             states = self._encoder(**arguments).last_hidden_state
             for module in self._cross_attention:
@@ -107,13 +94,9 @@ class PagedEncoder:
 
     def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a pass of the model, from those that its decoder takes as input."""
-        positions = batch.positions[None]
-        for embeddings in self._embeddings[1:]:
-            embeddings.positions = positions
-        found = {f"decoder_{name}": value for name, value in arguments.items()}
-        if self._takes_positions:
-            found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
-        return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
+        arguments = {f"decoder_{name}": value for name, value in arguments.items()}
+        arguments |= self._positions.arguments("decoder", batch.positions[None])
+        return arguments | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
 
 
 class _NothingToAdd:
