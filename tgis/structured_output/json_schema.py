@@ -14,8 +14,9 @@ from typing import Any
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 from tgis.structured_output.inferred_types import with_type
-from tgis.structured_output.one_of_to_any_of import OneOfRewriter
-from tgis.structured_output.property_names import check_names
+from tgis.structured_output.one_of import OneOfChecker
+
+_Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
@@ -47,8 +48,10 @@ _EXACT = {
 }
 
 
-def parse_schema(text: str) -> dict[str, Any]:
-    """A JSON schema that is safe to compile; GrammarError."""
+def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
+    """A JSON schema that is safe to compile; GrammarError. If it is not `exact`, a `oneOf` allows what validates with
+    several of its schemas.
+    """
     schema = _parse(text)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
@@ -58,12 +61,9 @@ def parse_schema(text: str) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain = json.loads(text)
     num_ids = sum(name == "$id" for name, _ in members)
-    one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
-    exact = _rewritten(plain, lambda each: _with_exact_format(_with_inner_bounds(one_of.rewrite(each))))
-    one_of.finish()
-    typed: dict[str, Any] = _rewritten(exact, lambda each: with_type(_check_num_properties(each)))
-    check_names(members)
-    return typed
+    checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
+    rewritten: dict[str, Any] = _rewritten(plain, checker.check if exact else lambda *_: None, "#")
+    return rewritten
 
 
 def _check_values(members: list[tuple[str, Any]]) -> None:
@@ -79,22 +79,24 @@ def _check_values(members: list[tuple[str, Any]]) -> None:
         raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
 
 
-def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy in which every schema is what `rewrite` makes of it, the innermost first."""
+def _rewritten(schema: Any, check: _Check, place: str) -> Any:
+    """A copy in which every schema, which must pass the check, says what it means in keywords of llguidance."""
     if isinstance(schema, list):
-        return [_rewritten(each, rewrite) for each in schema]
+        return [_rewritten(item, check, f"{place}/{index}") for index, item in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
+    check(schema, place)
     kept = {name: value for name, value in schema.items() if value not in _WITHOUT_EFFECT.get(name, ())}
-    return rewrite({name: _rewritten_member(name, value, rewrite) for name, value in kept.items()})
+    changed = {name: _rewritten_member(name, value, check, f"{place}/{name}") for name, value in kept.items()}
+    return _with_exact_format(_with_inner_bounds(with_type(_check_num_properties(changed))))
 
 
-def _rewritten_member(name: str, value: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def _rewritten_member(name: str, value: Any, check: _Check, place: str) -> Any:
     if name in _VALUES:
         return value
     if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {key: _rewritten(each, rewrite) for key, each in value.items()}
-    return _rewritten(value, rewrite)
+        return {key: _rewritten(schema, check, f"{place}/{key}") for key, schema in value.items()}
+    return _rewritten(value, check, place)
 
 
 def _parse(text: str) -> Any:

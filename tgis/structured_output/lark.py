@@ -20,7 +20,6 @@ from tgis.ipc.lookups import (
 )
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
 from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
-from tgis.structured_output.one_of_to_any_of import OVERLAPS
 
 _DIRECTIVE = "%llguidance"
 # Lark's tokens that may contain anything, by llguidance's rules. An unterminated one matches too: otherwise the rest of
@@ -42,7 +41,6 @@ _WORDS = {
     'failed to parse "%json"': "not JSON",  # that Python has read
     "Resource '": "$ref '",
     "present in a registry and retrieving it failed: Default retriever does not fetch resources": "in this document",
-    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
 # Texts of a client in an error, the last one perhaps cut off; short names of properties, rules, types and formats stay.
 _QUOTED = re.compile(
@@ -67,15 +65,15 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_bounded(parse_schema(spec.text))}\n"
+            return f"start: %json {_bounded(parse_schema(spec.text, exact=spec.exact))}\n"
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
             return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
         case GrammarKind.GRAMMAR:
-            return _lark(spec.text)
+            return _lark(spec)
         case GrammarKind.TOOLS:
-            return _with_checked_schemas(spec.text, spec.kind)
+            return _with_checked_schemas(spec)
         case unknown:
             assert_never(unknown)
 
@@ -106,8 +104,8 @@ def _in_tool(problem: str, line: int) -> str:
 
 
 def _bounded(schema: dict[str, Any]) -> str:
-    """The JSON of a schema with bounded blanks."""
-    return json.dumps({**schema, OWN_KEYWORD: {"whitespace_pattern": _WHITESPACE}})
+    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`."""
+    return json.dumps({**schema, OWN_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
 
 
 def _regex(text: str) -> str:
@@ -118,22 +116,23 @@ def _regex(text: str) -> str:
     return escaped
 
 
-def _lark(text: str) -> str:
-    if _DIRECTIVE in text:
+def _lark(spec: GrammarSpec) -> str:
+    if _DIRECTIVE in spec.text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    _check_costs(_with_schemas(text, lambda _start, _end: ""))
-    return _with_checked_schemas(text, GrammarKind.GRAMMAR)
+    _check_costs(_with_schemas(spec.text, lambda _start, _end: ""))
+    return _with_checked_schemas(spec)
 
 
-def _with_checked_schemas(text: str, kind: GrammarKind) -> str:
+def _with_checked_schemas(spec: GrammarSpec) -> str:
     """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
+    text = spec.text
 
     def checked(start: int, end: int) -> str:
         try:
-            schema = _bounded(parse_schema(text[start:end]))
+            schema = _bounded(parse_schema(text[start:end], exact=spec.exact))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
-            in_tool = kind is GrammarKind.TOOLS
+            in_tool = spec.kind is GrammarKind.TOOLS
             raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
         return "{" + "\n" * text.count("\n", start, end) + schema[1:]
 

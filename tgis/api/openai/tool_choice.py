@@ -103,7 +103,8 @@ class ToolGrammar:
         assert len(head) == FIRST_TOOL_LINE - 1
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
         lines = [*head, *calls, f"call: {call}", self._calls(choice), *self._text()]
-        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines))
+        strict = any(tool.function.strict for tool in choice.tools)
+        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), exact=strict)
 
     def _start(self, choice: ToolChoice) -> str:
         if choice.required:
