@@ -4,8 +4,7 @@ The model code is transformers' own. Around it are KV caches that sequences join
 layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and no code of a model directory runs.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -114,16 +113,14 @@ class PaddedEngine(NoReservedCache):
     def close(self) -> None:
         """Do nothing: the process ends next."""
 
+    # No row is held while the cache grows: where that fails its layers may disagree, and `release` clears them.
+
     def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
-        with self._all_or_nothing():
-            self._model.append(new_seqs)
-        self._seqs += new_seqs
-        try:
-            with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
-                logits, prompt_logprobs = self._model.prefill(new_seqs)
-        except BaseException:
-            self.release(new_seqs)  # at once: other rows, which move when they leave, must stay those of the cache
-            raise
+        held, self._seqs = self._seqs, []
+        self._model.append(new_seqs)
+        self._seqs = held + new_seqs
+        with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
+            logits, prompt_logprobs = self._model.prefill(new_seqs)
         result = self._sampler.sample_and_wait(new_seqs, logits)
         result.prompt_logprobs = prompt_logprobs
         return result
@@ -131,19 +128,10 @@ class PaddedEngine(NoReservedCache):
     def _decode(self, seqs: list[Sequence]) -> StepResult:
         if len(self._seqs) < len(seqs):
             raise OutOfMemory("the rows were lost when the cache could not grow")
-        with self._all_or_nothing():
-            last_tokens = torch.tensor([seq.tokens[-1] for seq in self._seqs], device=self._device)
-            with self._model.lora.applied([lora_of(seq) for seq in self._seqs]):
-                logits = self._model.decode(last_tokens)
-            result = self._sampler.sample_and_wait(self._seqs, logits)
-            return StepResult.gather(seqs, [(self._seqs, result)])
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Drop all sequences when a step raises: the layers of the cache may disagree then."""
-        try:
-            yield
-        except BaseException:
-            self._model.clear()
-            self._seqs = []
-            raise
+        held, self._seqs = self._seqs, []
+        last_tokens = torch.tensor([seq.tokens[-1] for seq in held], device=self._device)
+        with self._model.lora.applied([lora_of(seq) for seq in held]):
+            logits = self._model.decode(last_tokens)
+        result = self._sampler.sample_and_wait(held, logits)
+        self._seqs = held
+        return StepResult.gather(seqs, [(held, result)])

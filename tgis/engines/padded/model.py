@@ -64,8 +64,7 @@ class PaddedModel(Protocol):
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
         for cache in self._caches:
-            if row < len(cache.seq_lens):  # otherwise its prefill has failed
-                cache.remove(row)
+            cache.remove(row)
 
     def clear(self) -> None:
         """Drop all sequences, also after a pass that raised halfway."""
