@@ -18,11 +18,12 @@ from tgis.engines.base import warn
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, load_generation_config
 from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
+from tgis.engines.padded.kv_cache import padding_mask
 from tgis.engines.padded.model import (
     MAX_PREFILL_TOKENS,
     PaddedModel,
@@ -80,10 +81,6 @@ class _OnnxModel(PaddedModel):
     def kv_cache_cost(self) -> KVCacheCost:
         return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token, 0)
 
-    def clear(self) -> None:
-        num_caches = 2 if self._decoder.cross_attention_names else 1
-        self._caches = [PaddedKVCache(self.info.max_batch_size) for _ in range(num_caches)]
-
     def decode(self, last_tokens: Tensor) -> Tensor:
         cache = self._caches[0]
         past = cache.contiguous()
@@ -118,9 +115,6 @@ class OnnxCausalLM(_OnnxModel):
         self.max_logprob_tokens = self.info.max_prefill_tokens if self.chunked_prefill else self.info.max_positions
         self._check_padding(options, lambda _: None)
 
-    def append(self, seqs: list[Sequence]) -> None:
-        self._caches[0].append([len(seq.tokens) for seq in seqs])
-
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
         past, mask = self._decoder.empty_past(len(seqs)), padding_mask([len(seq.tokens) for seq in seqs], ids.shape[1])
@@ -152,14 +146,10 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         )
         self._check_padding(options, self._probe_outputs)
 
-    def append(self, seqs: list[Sequence]) -> None:
-        self._caches[0].append([len(self.token_history(seq)) for seq in seqs])
-        self._caches[1].append([seq.prompt_length for seq in seqs])
-
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Encode the inputs, then decode what there is of outputs."""
-        outputs = [self.token_history(seq) for seq in seqs]
-        encoder = self._encode([seq.tokens[: seq.prompt_length] for seq in seqs])
+        outputs = [self.decoder_input(seq) for seq in seqs]
+        encoder = self._encode([encoder_input(seq) for seq in seqs])
         past, ids = self._decoder.empty_past(len(seqs)), right_aligned(outputs).to(self._device)
         mask = padding_mask([len(output) for output in outputs], ids.shape[1])
         logits = self._decoder.run(past, ids, mask, encoder)[:, -1]

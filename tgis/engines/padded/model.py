@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
@@ -34,7 +35,7 @@ class PaddedModel(Protocol):
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-    _caches: list[PaddedKVCache]  # of self-attention, and of cross-attention
+    _caches: list[PaddedKVCache]  # of self-attention, then of cross-attention if there is an encoder
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
@@ -50,6 +51,9 @@ class PaddedModel(Protocol):
 
     def append(self, seqs: list[Sequence]) -> None:
         """Make room for new sequences."""
+        self._caches[0].append([len(self.decoder_input(seq)) for seq in seqs])
+        for cache in self._caches[1:]:
+            cache.append([len(encoder_input(seq)) for seq in seqs])
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Compute all tokens of the newest sequences. Returns the logits after the last token of each, [rows, V], and
@@ -68,6 +72,11 @@ class PaddedModel(Protocol):
 
     def clear(self) -> None:
         """Drop all sequences, also after a pass that raised halfway."""
+        self._caches = [PaddedKVCache(self.info.max_batch_size) for _ in range(1 + self.info.encoder_decoder)]
+
+    def decoder_input(self, seq: Sequence) -> list[int]:
+        """The tokens of the decoder that a prefill computes."""
+        return seq.tokens
 
     def token_history(self, seq: Sequence) -> list[int]:
         """The tokens that a repetition penalty applies to, the newest last; placeholders of a soft prompt are none."""

@@ -26,7 +26,6 @@ from tgis.engines.lora.soft_prompts import (
     model_inputs,
     padded_spans,
 )
-from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
     MAX_PREFILL_TOKENS,
     TransformersModel,
@@ -61,16 +60,9 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
         self.clear()
 
     def clear(self) -> None:
-        self._cross_attention_cache = PaddedKVCache(self.info.max_batch_size)
-        self._self_attention_cache = PaddedKVCache(self.info.max_batch_size)
-        self._caches = [self._self_attention_cache, self._cross_attention_cache]
-        self._past_key_values = EncoderDecoderCache(
-            self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values
-        )
-
-    def append(self, seqs: list[Sequence]) -> None:
-        self._cross_attention_cache.append([len(encoder_input(seq)) for seq in seqs])
-        self._self_attention_cache.append([len(self.decoder_input(seq)) for seq in seqs])
+        super().clear()
+        self._self_attention_cache, self._cross_attention_cache = self._caches
+        self._past_key_values = EncoderDecoderCache(*(cache.past_key_values for cache in self._caches))
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Encode the inputs, then decode what there is of outputs."""
