@@ -1,7 +1,7 @@
-"""Checks of JSON schemas before they are compiled: what would take too long, or would be ignored.
+"""Checks and rewrites JSON schemas before they are compiled.
 
-llguidance refuses the keywords that it does not implement itself, by name, and ignores unknown ones, as the standard
-says. What it could do, written in another way, is rewritten.
+llguidance refuses the keywords that it does not implement, by name, and ignores unknown ones, as the standard says. The
+checks refuse schemas that would take too long. Keywords that llguidance enforces only roughly are rewritten.
 """
 
 import json
@@ -21,18 +21,18 @@ _Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
-OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for clients
+OPTIONS_KEYWORD = "x-guidance"  # options of llguidance's compiler, not for clients
 _VALUES = ("const", "enum", "default", "examples")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-# What llguidance refuses, but always holds: libraries write it all the same.
+# Keywords that llguidance refuses although they always hold; libraries write them.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-# Formats that llguidance enforces only roughly: it allows a 29th of February every year, host names of any length, and
-# leap seconds at any minute, which neither Python nor jsonschema reads.
+# llguidance allows a 29th of February every year, host names of any length, and leap seconds at any minute, which
+# neither Python nor jsonschema reads.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _MULTIPLE_OF_4 = "(0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"([0-9]{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
@@ -61,7 +61,8 @@ def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain = json.loads(text)
     num_ids = sum(name == "$id" for name, _ in members)
-    checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
+    # An inner $id changes the meaning of references.
+    checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))
     rewritten: dict[str, Any] = _rewritten(plain, checker.check if exact else lambda *_: None, "#")
     return rewritten
 
@@ -69,7 +70,7 @@ def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
 def _check_values(members: list[tuple[str, Any]]) -> None:
     multiple = 1
     for name, value in members:
-        if name == OWN_KEYWORD:
+        if name == OPTIONS_KEYWORD:
             raise GrammarError(f"unsupported keyword {name}")
         if name in _COUNTS and isinstance(value, int | Decimal) and value > MAX_GRAMMAR_REPETITIONS:
             raise GrammarError(f"{name} {value} is more than {MAX_GRAMMAR_REPETITIONS}")
@@ -123,7 +124,7 @@ def _no_number(name: str) -> None:
 
 
 def _coefficient(value: int | Decimal) -> int:
-    """The digits of a number without the decimal point, a large number for one that is too long."""
+    """The digits of a number without the decimal point; a number above the limit for one that is too long."""
     digits, exponent = Decimal(value).normalize().as_tuple()[1:]
     assert isinstance(exponent, int)
     if exponent > len(str(_MAX_MULTIPLE)):
@@ -141,13 +142,13 @@ def _members(schema: Any) -> Iterator[tuple[str, Any]]:
             raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep")
         if isinstance(value, dict):
             yield from value.items()
-            values += [(each, depth + 1) for each in value.values()]
+            values += [(member, depth + 1) for member in value.values()]
         elif isinstance(value, list):
-            values += [(each, depth + 1) for each in value]
+            values += [(item, depth + 1) for item in value]
 
 
 def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with a pattern or a length that says exactly what its format does."""
+    """The schema with an exact pattern or length for its format."""
     if not (exact := _EXACT.get(str(schema.get("format")))) or not isinstance(schema.get("allOf", []), list):
         return schema
     rest = {name: value for name, value in schema.items() if name != "format"}
@@ -155,7 +156,7 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with exclusive bounds a bit further in: llguidance may allow a bound itself if it is an integer."""
+    """The schema with inclusive bounds a bit further in: llguidance may allow an exclusive bound that is an integer."""
     changed = dict(schema)
     for name, inner, best, step in _EXCLUSIVE if schema.get("type") != "integer" else ():
         bound, other = schema.get(name), schema.get(inner)
@@ -166,7 +167,7 @@ def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_num_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Names that a grammar does not know can come twice, and then count once."""
+    """GrammarError if minProperties may be missed: names outside `required` may come twice, and then count once."""
     least, required = schema.get("minProperties"), schema.get("required")
     most = 1 + (len(required) if isinstance(required, list) else 0)
     if isinstance(least, int | float) and least > most:

@@ -1,6 +1,4 @@
-"""Checks that the schemas of each `oneOf` exclude each other: then it means the same as `anyOf`, as which llguidance
-compiles it.
-"""
+"""Checks that the schemas of each `oneOf` exclude each other, so that llguidance may compile it as `anyOf`."""
 
 from itertools import combinations
 from typing import Any
@@ -12,8 +10,8 @@ from tgis.structured_output.inferred_types import combined, inferred_types
 _TYPES = {"null": type(None), "boolean": bool, "object": dict, "array": list, "string": str, "number": float}
 _OVERLAPS = "its schemas must differ in type, in constant or in a required property"
 _MAX_HOPS = 8  # from reference to reference
-_MAX_DEPTH = 3  # of properties that are compared
-_MAX_COST = 200_000  # values, names and characters of references in all of a document; about 50 ms
+_MAX_DEPTH = 3  # of nested properties
+_MAX_COST = 200_000  # compared values and names, and characters of references, per document: about 50 ms
 
 
 class OneOfChecker:
@@ -26,7 +24,7 @@ class OneOfChecker:
         self._cost = 0
 
     def check(self, schema: dict[str, Any], place: str) -> None:
-        """GrammarError unless the schemas of its `oneOf` exclude each other for certain."""
+        """GrammarError unless the schemas of `oneOf` certainly exclude each other."""
         options = schema.get("oneOf")
         if not isinstance(options, list):
             return
@@ -47,7 +45,7 @@ class OneOfChecker:
         )
 
     def _target(self, schema: Any) -> dict[str, Any]:
-        """The schema that a reference leads to; {}, which allows any value, where that is unknown."""
+        """The schema that a reference leads to, or {}, which allows any value, if that is unknown."""
         for _ in range(_MAX_HOPS):
             if not isinstance(schema, dict):
                 break
@@ -79,8 +77,8 @@ def _is_object(schema: dict[str, Any]) -> bool:
 
 
 def _overlap(first: dict[type, set[Any]], second: dict[type, set[Any]]) -> bool:
-    common = ((first[kind], second[kind]) for kind in first.keys() & second.keys())
-    return any(... in values or ... in others or values & others for values, others in common)
+    pairs = ((first[kind], second[kind]) for kind in first.keys() & second.keys())
+    return any(... in left or ... in right or left & right for left, right in pairs)
 
 
 def _excludes(closed: dict[str, Any], schema: dict[str, Any]) -> bool:
@@ -90,7 +88,7 @@ def _excludes(closed: dict[str, Any], schema: dict[str, Any]) -> bool:
 
 
 def _values_by_type(schema: dict[str, Any]) -> dict[type, set[Any]]:
-    """The values that validate: constants or, for all values of a type, an ellipsis."""
+    """The values that validate, by type: constants, or an ellipsis for all values of the type."""
     constants = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(constants, list):
         values: dict[type, set[Any]] = {}

@@ -213,7 +213,7 @@ def forget_heads(model: onnx.ModelProto) -> None:
 CHANGES: dict[str, tuple[Change, str]] = {
     "no present": (lambda model: drop(model.graph.output, "present.3.value"), " has no output present.3.value"),
     "no logits": (lambda model: drop(model.graph.output, "logits"), " has no output logits"),
-    "another input": (add_input, " wants an input 'inputs_embeds', which nobody here can give"),
+    "another input": (add_input, " wants an input 'inputs_embeds', which this engine does not have"),
     "no heads": (forget_heads, ": past_key_values.0.key is (None, None, None, 32), not [rows, heads, columns, size]"),
     "no past": (without_past, " takes no past_key_values.*: it was exported without the past"),
 }

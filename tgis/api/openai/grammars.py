@@ -10,7 +10,7 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:
-    """The grammar that the output must follow; None for any output."""
+    """The grammar of the output; None if there is none."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     absent = (None, StructuredOutputs())
     given = [_only_constraint(outputs) for outputs in (body.structured_outputs, guided) if outputs not in absent]
@@ -23,7 +23,7 @@ def grammar(body: SamplingBody) -> GrammarSpec | None:
 
 
 def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
-    """TGI has the schema or regex under the name `value`, llama.cpp the schema of a json_object under `schema`."""
+    """TGI writes the schema or regex as `value`, llama.cpp the schema of a json_object as `schema`."""
     values = (given.get(name) for name in ("value", "json_schema", "schema"))
     value = next((value for value in values if value is not None), None)
     strict = isinstance(value, dict) and value.get("strict") is True

@@ -1,4 +1,4 @@
-"""Positions of encoder-decoders, whose own code gives all rows of a batch the same positions."""
+"""Positions of encoder-decoders, whose code in transformers gives all rows of a batch the same positions."""
 
 import inspect
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tgis.errors import Unsupported
 
-_PREFIXES = {"encoder": "", "decoder": "decoder_"}  # of the arguments of each part
+_PREFIXES = {"encoder": "", "decoder": "decoder_"}  # of arguments
 _NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
 
 
@@ -78,7 +78,7 @@ class PositionEmbeddings(nn.Module):  # type: ignore[misc]
 
 
 class _StopForward(Exception):
-    """Ends a pass early, with the output that is wanted."""
+    """Ends a pass early, with the observed output."""
 
 
 def position_embeddings(model: PreTrainedModel, part: str, count: int) -> PositionEmbeddings:

@@ -44,7 +44,7 @@ class GraphFiles:
 
 
 def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
-    """StartError names what is missing."""
+    """The graphs of a model; StartError names a missing one."""
     folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
     if not encoder_decoder:
         return _find_decoder(folder, (SINGLE_DECODER, MERGED_DECODER))
@@ -54,15 +54,15 @@ def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
     return GraphFiles(decoder.decoder, decoder.decoder_with_past, folder / ENCODER)
 
 
-def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
-    for name in alone:
+def _find_decoder(folder: Path, single: tuple[str, ...]) -> GraphFiles:
+    for name in single:
         if (folder / name).is_file():
             return GraphFiles(folder / name, folder / name)
     missing = [name for name in (DECODER, DECODER_WITH_PAST) if not (folder / name).is_file()]
     if len(missing) == 1:
         raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
     if missing:
-        wanted = " nor ".join((*alone, f"{DECODER} with {DECODER_WITH_PAST}"))
+        wanted = " nor ".join((*single, f"{DECODER} with {DECODER_WITH_PAST}"))
         raise Unsupported(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
     return GraphFiles(folder / DECODER, folder / DECODER_WITH_PAST)
 
@@ -93,9 +93,9 @@ class Decoder:
         self._check_signatures()
         nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
         self.dtype, self.vocab_size = nodes[0].dtype, self.with_past.outputs[LOGITS].dim(2)
-        # keys and values, those of an input token included where there is an encoder
+        # Keys and values of an output token and, if there is an encoder, of an input token.
         self.bytes_per_token = sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
-        # a prompt may be computed in several passes by a single graph that is made for it
+        # A single graph with any past can compute a prompt in several passes.
         self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 
     def empty_past(self, rows: int, *, cross: bool = False) -> list[Tensor]:
@@ -159,9 +159,9 @@ def _named(prefix: str, names: tuple[str, ...], tensors: list[Tensor]) -> dict[s
 
 
 def ignores_padding(decoder: Decoder, encoder_outputs: Callable[[int], EncoderOutputs | None]) -> bool:
-    """Whether padding on the left changes nothing; `encoder_outputs` makes the encoder's outputs of a number of rows.
+    """Whether padding on the left changes nothing; `encoder_outputs` makes the encoder's outputs for a number of rows.
 
-    A graph that takes both a mask and positions need not be tried.
+    A graph that takes both a mask and positions ignores it.
     """
     takes = decoder.with_past.inputs
     if "attention_mask" not in takes or "position_ids" in takes:

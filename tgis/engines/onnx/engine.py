@@ -46,7 +46,7 @@ def load_engine(options: EngineOptions) -> PaddedEngine:
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need, as far as the sizes of the graphs tell."""
+    """The memory that a start will need, from the sizes of the graphs."""
     find_graphs(Path(options.model_path), encoder_decoder=load_config(options).is_encoder_decoder)
     return unknown_memory("hf_optimum_ort", options, "**/*.onnx*")
 
@@ -66,7 +66,7 @@ def _load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 
 
 class _OnnxModel(PaddedModel):
-    """What both kinds share: a decoder, and the KV cache of its sequences. Graphs take ids only."""
+    """A decoder and the KV caches of its sequences. Graphs take ids only."""
 
     def __init__(
         self, options: EngineOptions, config: PreTrainedConfig, device: torch.device, files: GraphFiles
@@ -90,11 +90,11 @@ class _OnnxModel(PaddedModel):
         return logits[:, -1]
 
     def _encoder_outputs(self) -> EncoderOutputs | None:
-        """What a decode takes of the encoder, if there is one."""
+        """The encoder's outputs for a decode, if there is an encoder."""
         return None
 
     def _fill_caches(self, num_rows: int, *pasts: list[Tensor]) -> None:
-        """Store what has been computed for the last rows."""
+        """Store the keys and values of the last rows."""
         for cache, past in zip(self._caches, pasts, strict=True):
             cache.write(len(cache.seq_lens) - num_rows, past)
 
@@ -147,7 +147,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self._check_padding(options, self._probe_outputs)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs."""
+        """Encode the inputs, then decode the start tokens and any earlier outputs."""
         outputs = [self.decoder_input(seq) for seq in seqs]
         encoder = self._encode([encoder_input(seq) for seq in seqs])
         past, ids = self._decoder.empty_past(len(seqs)), right_aligned(outputs).to(self._device)

@@ -37,7 +37,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need. StartError if it would find no room."""
+    """The memory that a start will need; StartError if it does not fit."""
     unloaded = UnloadedModel(options)
     if not unloaded.caches:
         return unknown_memory("hf_transformers", options)
@@ -100,7 +100,7 @@ class PaddedEngine(NoReservedCache):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Remove sequences; the last one moves to the row of each. An empty batch holds no memory."""
+        """Remove sequences; the last one moves to the row of a removed one. An empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:
             row = self._seqs.index(seq)

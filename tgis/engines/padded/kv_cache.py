@@ -30,7 +30,7 @@ _COLUMN_STEP = 64
 
 @dataclass(slots=True)
 class CacheView:
-    """The part of the buffers that the current forward pass writes and reads; shared by all layers."""
+    """The part of the buffers that the current pass writes and reads, the same in all layers."""
 
     slots: int = 0  # allocated
     columns: int = 0  # allocated
@@ -108,17 +108,15 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
+        # Separate pages return to the system at once; on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
 
 def padded_cost(layers: list[int], max_slots: int) -> KVCacheCost:
-    """The cost of layers with so many bytes for a token: attention and reallocation may copy a layer's keys and values
-    twice.
-    """
-    each = sum(layers) * (1 + 2 / len(layers))
-    return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * max_slots))
+    """The cost of layers with these bytes per token; attention and reallocation may copy a layer twice."""
+    bytes_per_token = sum(layers) * (1 + 2 / len(layers))
+    return KVCacheCost(bytes_per_token * (1 + 1 / _SPARE) ** 2, int(bytes_per_token * 2 * _COLUMN_STEP * max_slots))
 
 
 class PaddedKVCache:

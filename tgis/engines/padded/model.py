@@ -1,8 +1,8 @@
-"""What the models of a padded engine share: passes over sequences that join and leave, and their KV caches.
+"""The common parts of the models of a padded engine: passes over sequences that join and leave, and their KV caches.
 
 Sequences have rows, 0 to n-1 without gaps, which are the same in the model and in the engine: new sequences are
-appended, and the last one moves to the row of each that is removed. Decoders get their rows right-aligned, with the
-newest tokens of all in the same column; encoders left-aligned.
+appended, and the last one moves to the row of a removed one. Decoders get right-aligned rows, with the newest tokens of
+all in the same column; encoders get left-aligned rows.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprob
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
-# Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
+# Larger passes gain nothing on two cores; an H200 needs thousands of tokens.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-MAX_LOGPROB_TOKENS = 128  # in a pass that computes prompt logprobs, whose logits take most of its memory
+MAX_LOGPROB_TOKENS = 128  # per pass with prompt logprobs, whose logits take most of its memory
 
 
 class PaddedModel(Protocol):
@@ -34,7 +34,7 @@ class PaddedModel(Protocol):
     info: EngineInfo  # before `warm_up` has found the token capacity
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
-    max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
+    max_logprob_tokens: int  # per pass with prompt logprobs; 0 if the model has none
     _caches: list[PaddedKVCache]  # of self-attention, then of cross-attention if there is an encoder
 
     @property
@@ -79,12 +79,12 @@ class PaddedModel(Protocol):
         return seq.tokens
 
     def token_history(self, seq: Sequence) -> list[int]:
-        """The tokens that a repetition penalty applies to, the newest last; placeholders of a soft prompt are none."""
+        """The tokens that a repetition penalty applies to, without placeholders of a soft prompt."""
         return seq.tokens[seq.request.soft_prompt_length :]
 
 
 class TransformersModel(PaddedModel):
-    """What both kinds of models of transformers share."""
+    """A model that transformers loads."""
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.model = load_model(options, device)
@@ -112,7 +112,7 @@ def chunked_prefill(
     """
     width = max(seq.num_uncomputed_tokens for seq in seqs)
     wanting = [seq for seq in seqs if seq.wants_prompt_logprobs]
-    found = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
+    all_logprobs = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
     for start in range(0, width, chunk_size):
         stop = min(start + chunk_size, width)
         logits = forward(start, stop)
@@ -122,8 +122,8 @@ def chunked_prefill(
             if begin < end:
                 targets = seq.tokens[begin - padding + 1 : end - padding + 1]
                 scores = logits[seqs.index(seq), begin - start : end - start]
-                found[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
-    return logits[:, -1], found
+                all_logprobs[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
+    return logits[:, -1], all_logprobs
 
 
 def right_aligned(rows: list[list[int]]) -> Tensor:

@@ -3,8 +3,8 @@
 The self-attention cache is that of a decoder-only model whose prompt is the start token. The keys and values of the
 encoder's output are in a second cache of the same kind, which changes only when sequences join or leave.
 
-Transformers counts one position of the decoder for the whole batch; here each row has its own. A model whose rows would
-disturb each other, or whose positions cannot be set, is refused at the start.
+transformers counts one position of the decoder for the whole batch; here each row has its own. A model whose rows
+depend on each other, or whose positions cannot be set, is refused at the start.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
         self._past_key_values = EncoderDecoderCache(*(cache.past_key_values for cache in self._caches))
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs."""
+        """Encode the inputs, then decode the start tokens and any earlier outputs."""
         first_row = len(self._self_attention_cache.seq_lens) - len(seqs)
         encoded = self._encode(seqs)
         self._cross_attention_cache.view(first_row, 0, encoded.shape[1])
@@ -103,14 +103,14 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
     def _encode_batch(self, seqs: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
         """The output for each sequence, [columns, H]."""
         tokens = [encoder_input(seq) for seq in seqs]
-        ids, mask = (each.to(self._device) for each in left_aligned(tokens))
+        ids, mask = (tensor.to(self._device) for tensor in left_aligned(tokens))
         spans = [
             PromptSpan(row, 0, prompt) for row, seq in enumerate(seqs) if (prompt := encoder_prompt(seq)) is not None
         ]
         inputs = model_inputs(self._encoder_embed_tokens, ids, spans)
         with self.lora.applied([lora_of(seq) for seq in seqs]):
             states = self.model.get_encoder()(**inputs, attention_mask=mask).last_hidden_state
-        return ((seq, state[: len(own)]) for seq, state, own in zip(seqs, states, tokens, strict=True))
+        return ((seq, state[: len(ids)]) for seq, state, ids in zip(seqs, states, tokens, strict=True))
 
     def _forward(self, inputs: dict[str, Tensor], first_row: int, width: int, encoded: Tensor) -> Tensor:
         """The logits of one pass of the decoder for the rows from `first_row` on, `inputs` [rows, columns, ...] in the
@@ -131,7 +131,7 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
 
 
 def _check_row_independence(model: PreTrainedModel) -> None:
-    """Raise Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
+    """Raise Unsupported if rows depend on each other, by experts of limited capacity or a decoder that sees padding.
 
     LED and FSMT, for example, ignore the mask when they decode a single token.
     """
