@@ -55,7 +55,6 @@ REFUSED: list[tuple[Any, str]] = [
         "multipleOf: the common multiple of all values is more than 20000",
     ),
     ({"type": "integer", "multipleOf": 1e300}, "multipleOf: the common multiple of all values is more than 20000"),
-    ({"oneOf": [STRING], "anyOf": [{}], "allOf": None}, "allOf must be an array"),
     (
         {"minProperties": 3, "required": ["a"]},
         "minProperties 3 is more than 2, the number of required names and one more",
@@ -149,7 +148,6 @@ EXCLUSIVE: list[dict[str, Any]] = [
     {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
     {"oneOf": [CAT, DOG, {"type": "null"}, {"type": "array", "items": {"oneOf": [SIZE, CAT]}}]},
     {"oneOf": [{"const": 3}, SIZE, {"enum": ["3", None]}]},
-    {"oneOf": [CAT, SIZE], "anyOf": [CAT, {"type": "string"}]},
     {"oneOf": [closed(pet=CAT), closed(pet=DOG)]},
     {"oneOf": [closed(and_=INTEGER), closed(or_=INTEGER)]},
     {"oneOf": [UNTYPED_CAT, {"required": ["kind"], "properties": {"kind": {"const": "dog"}}}]},
@@ -268,22 +266,14 @@ def output(tokens: list[int]) -> str:
 TABLE_BYTES = [b"", *(bytes([byte]) for byte in range(256)), *(piece.encode() for piece in PIECES)]
 
 
-HOSTILE_ONE_OF: list[dict[str, Any]] = [
-    {
-        "a": closed(None, **{f"{n}": {"$ref": "#/c"} for n in range(600)}),
-        "b": closed(None, **{f"{n}": {"$ref": "#/d"} for n in range(600)}),
-        "c": {"type": "object", "required": [f"{n}" for n in range(2500)], "properties": {}},
-        "d": {"type": "object", "required": [f"-{n}" for n in range(2500)], "properties": {}},
-    },
-    {"a": {"enum": [*range(8000)]}, "b": STRING},
-]
-
-
-@pytest.mark.parametrize("schemas", HOSTILE_ONE_OF, ids=["objects", "values"])
-def test_references_do_not_multiply_what_is_compared(schemas: dict[str, Any]) -> None:
-    text = json.dumps(schemas | {"allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500})
+def test_references_do_not_multiply_what_is_compared() -> None:
+    schemas = {
+        "a": {"enum": [*range(8000)]},
+        "b": STRING,
+        "allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500,
+    }
     with pytest.raises(GrammarError, match="oneOf: too many values and names to compare"):
-        parse_schema(text)
+        parse_schema(json.dumps(schemas))
 
 
 NO_SCHEMA: list[tuple[str, str]] = [
