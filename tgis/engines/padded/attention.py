@@ -1,7 +1,8 @@
 """Attention of padded batches: SDPA, with the query heads of a group packed into one tile at decode.
 
 A decode step has one query token, so the heads that share keys and values can use the dimension of query tokens: one
-pass over the keys instead of one per head, three times as fast on the CPU.
+pass over the keys instead of one per head, three times as fast on the CPU. transformers 5.23 does so itself if some row
+is padded, 5.17 never.
 """
 
 from typing import Any
