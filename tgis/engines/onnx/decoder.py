@@ -91,10 +91,7 @@ class Decoder:
         self.self_attention_names = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
         self.cross_attention_names = tuple(name for name in names if ENCODER_INFIX in f".{name}")
         self._check_signatures()
-        nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
-        self.dtype, self.vocab_size = nodes[0].dtype, self.with_past.outputs[LOGITS].dim(2)
-        # Keys and values of an output token and, if there is an encoder, of an input token.
-        self.bytes_per_token = sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
+        self.dtype, self.vocab_size = self._past_node(names[0]).dtype, self.with_past.outputs[LOGITS].dim(2)
         # A single graph with any past can compute a prompt in several passes.
         self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 

@@ -79,7 +79,7 @@ class _OnnxModel(PaddedModel):
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
-        return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token, 0)
+        return KVCacheCost(_BUFFERS * sum(cache.bytes_per_token for cache in self._caches), 0)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
         cache = self._caches[0]
@@ -88,6 +88,12 @@ class _OnnxModel(PaddedModel):
         logits = self._decoder.run(past, last_tokens[:, None], mask, self._encoder_outputs())
         cache.replace(past)
         return logits[:, -1]
+
+    def _decoder_inputs(self, seqs: list[Sequence]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """An empty past, the ids and the mask, [rows, columns], of new sequences."""
+        tokens = [self.decoder_input(seq) for seq in seqs]
+        ids = right_aligned(tokens).to(self._device)
+        return self._decoder.empty_past(len(seqs)), ids, padding_mask([len(row) for row in tokens], ids.shape[1])
 
     def _encoder_outputs(self) -> EncoderOutputs | None:
         """The encoder's outputs for a decode, if there is an encoder."""
@@ -116,8 +122,7 @@ class OnnxCausalLM(_OnnxModel):
         self._check_padding(options, lambda _: None)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
-        past, mask = self._decoder.empty_past(len(seqs)), padding_mask([len(seq.tokens) for seq in seqs], ids.shape[1])
+        past, ids, mask = self._decoder_inputs(seqs)
         chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else ids.shape[1]
 
         def forward(start: int, stop: int) -> Tensor:
@@ -148,10 +153,8 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Encode the inputs, then decode the start tokens and any earlier outputs."""
-        outputs = [self.decoder_input(seq) for seq in seqs]
         encoder = self._encode([encoder_input(seq) for seq in seqs])
-        past, ids = self._decoder.empty_past(len(seqs)), right_aligned(outputs).to(self._device)
-        mask = padding_mask([len(output) for output in outputs], ids.shape[1])
+        past, ids, mask = self._decoder_inputs(seqs)
         logits = self._decoder.run(past, ids, mask, encoder)[:, -1]
         self._fill_caches(len(seqs), past, encoder.past)
         return self.prefilled(seqs, logits)
