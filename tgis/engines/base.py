@@ -71,18 +71,12 @@ class Engine(Protocol):
     def clear_cache(self) -> bool:
         """Forget cached prefixes where that frees memory, and return whether it has. No sequence is held."""
 
-    @property
-    def resident_cache_bytes(self) -> int:
-        """Bytes of memory that the `kv_cache_bytes` of `info` take."""
-
     def close(self) -> None:
         """Free everything."""
 
 
 class NoReservedCache:
     """Part of an engine whose KV cache is as large as its batch."""
-
-    resident_cache_bytes = 0
 
     def clear_cache(self) -> bool:
         return False

@@ -141,11 +141,6 @@ class ShardedEngine:
             self._send(ranks.ClearCache())
             return self._engine.clear_cache()
 
-    @property
-    def resident_cache_bytes(self) -> int:
-        """Bytes of rank 0's cache; the other ranks report theirs."""
-        return self._engine.resident_cache_bytes
-
     def close(self) -> None:
         """Shut the other ranks down."""
         for follower in self._followers:

@@ -78,12 +78,11 @@ def _follow(
 def _load_and_compute(
     rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object]
 ) -> None:
-    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines(), rank_0.resident_cache_bytes()))
+    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines()))
     num_shards = options.num_shards
     ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
     engine, _ = load_shard(options)
     engine.warm_up()
-    rank_0.resident_cache_bytes = lambda: engine.resident_cache_bytes
     return_unused_memory()
     gc.freeze()  # the loaded model is never garbage
     on_ready(engine.info)

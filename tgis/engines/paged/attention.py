@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.host_memory import Mapping
+from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
@@ -50,7 +50,7 @@ class PagedKVCache:
         self.block_size, self.codes = block_size, codes
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._mappings: list[Mapping] = []  # on CPUs
+        self._buffers: list[HugePageBuffer] = []  # on CPUs
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -65,16 +65,11 @@ class PagedKVCache:
         """Bytes of all layers seen."""
         return self.bytes_per_block * self.num_blocks
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes that take memory: on CPUs those of blocks that have been written."""
-        return sum(mapping.resident_bytes for mapping in self._mappings) if self._mappings else self.nbytes
-
     def clear(self) -> bool:
         """Forget all keys and values to give their memory back; False where that is not possible."""
-        for mapping in self._mappings:
-            mapping.clear()
-        return bool(self._mappings)
+        for buffer in self._buffers:
+            buffer.clear()
+        return bool(self._buffers)
 
     def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that has been seen."""
@@ -93,9 +88,9 @@ class PagedKVCache:
             return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
         # Keys and values of a layer begin at the same place of a page, and reach the next one together. Layers do not,
         # or one step would wait until the system has given pages for all.
-        place = len(self._mappings) // 2 * _GOLDEN_RATIO % 1
-        self._mappings.append(Mapping(math.prod(size) * dtype.itemsize, place))
-        return self._mappings[-1].bytes.view(dtype).view(size)
+        place = len(self._buffers) // 2 * _GOLDEN_RATIO % 1
+        self._buffers.append(HugePageBuffer(math.prod(size) * dtype.itemsize, place))
+        return self._buffers[-1].bytes.view(dtype).view(size)
 
 
 class PagedAttention:

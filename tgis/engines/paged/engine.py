@@ -220,10 +220,6 @@ class PagedEngine:
         return all(cache.clear() for cache in self.caches)
 
     @property
-    def resident_cache_bytes(self) -> int:
-        return sum(cache.resident_bytes for cache in self.caches)
-
-    @property
     def kv_cache_bytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
 
