@@ -157,7 +157,7 @@ def test_after_a_lack_of_memory_steps_are_recorded_again(
     expected = generated(model)
     replays.clear()
     monkeypatch.setattr(recorded_steps, "_PAUSE", 5)
-    empty, fails = RecorderMemory.empty, iter([True, True] + [False] * 400 + [True])
+    empty, fails = RecorderMemory.empty, iter([True, True] + [False] * 60 + [True])
 
     def scarce(memory: RecorderMemory, like: Tensor) -> Tensor:
         if next(fails, False):

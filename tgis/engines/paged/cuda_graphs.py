@@ -119,17 +119,17 @@ class DecodeGraphs:
 
     def _find(self, size: int, adapters: int | None, *, may_capture: bool) -> tuple[Replay, Tensor] | None:
         """The captured step. A missing one, with adapters, is captured now if it `may_capture`, and None otherwise."""
-        found = self._captured.get((size, adapters))
-        if found is None and may_capture and self._capture_graph:
+        captured = self._captured.get((size, adapters))
+        if captured is None and may_capture and self._capture_graph:
             run = partial(self._logits, size, adapters)
             try:
-                found = on_all_ranks(partial(_verified, run, self._capture_graph))
+                captured = on_all_ranks(partial(_verified, run, self._capture_graph))
             except Unsupported as error:
                 log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", error)
                 self._capture_graph = None
             else:
-                self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
-        return found
+                self._captured = without_stale(self._captured, adapters) | {(size, adapters): captured}
+        return captured
 
 
 def _is_short(batch: FlatBatch) -> bool:

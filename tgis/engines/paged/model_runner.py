@@ -98,11 +98,11 @@ class ModelRunner:
     def optimize(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
         """Compile, capture and record what can be; the KV cache has been allocated."""
         on_cuda = self.device.type == "cuda"
-        wanted = self._options.compile
-        if wanted and (self.encoder or self.codes):
+        asked = self._options.compile
+        if asked and (self.encoder or self.codes):
             what = "encoder-decoders are" if self.encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
             warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
-        elif on_cuda if wanted is None else wanted:
+        elif on_cuda if asked is None else asked:
             self._compile(eager_logits)
         if on_cuda:
             self.capture_graphs(cuda_capture(), eager_logits, info)
@@ -191,8 +191,8 @@ class ModelRunner:
         vocab_size = min(input_vocab_size(self.model), self.vocab_size)
         draw = torch.Generator().manual_seed(0)
         tokens, output = torch.randint(vocab_size, (2, count), generator=draw).tolist()
-        plain, found = (self._long_logits(tokens, output, each) for each in (None, codes))
-        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", found, plain, _CODED)
+        plain, coded = (self._long_logits(tokens, output, dtype) for dtype in (None, codes))
+        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", coded, plain, _CODED)
 
     def _long_logits(self, tokens: list[int], output: list[int], codes: torch.dtype | None) -> torch.Tensor:
         blocks = -(-len(tokens + output) // self._block_size) + EXTRA_BLOCKS

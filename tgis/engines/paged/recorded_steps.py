@@ -10,7 +10,7 @@ on what else is in the batch.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
 
 import torch
 from torch import Tensor
@@ -27,11 +27,7 @@ _MIN_SIZE = 2  # so that a size which is smaller by 1 is still a size
 _PAUSE = 1000  # eager steps after one that failed for lack of memory or the like
 _OTHER_LOGITS = "a recorded step does not give the logits of an eager one"
 Forward = Callable[[FlatBatch], Tensor]
-
-
-class _Steps(Protocol):
-    def run(self, batch: FlatBatch) -> Tensor | None:
-        """The logits of a batch, until the next call; None if it has to run eagerly."""
+Replay = Callable[[FlatBatch], Tensor | None]  # the logits until the next call; None: the batch has to run eagerly
 
 
 class RecordedSteps:
@@ -40,9 +36,9 @@ class RecordedSteps:
     def __init__(self, forward: Forward, kernels: CpuKernels, inputs: StaticInputs, max_prefill_tokens: int) -> None:
         """Steps have up to `max_prefill_tokens` tokens of prompts, beside the decodes that `inputs` have rows for."""
         tokens, rows = max_prefill_tokens + inputs.max_rows, inputs.max_rows
-        self._decodes = _Attempts("decode steps", lambda: RecordedDecodes(forward, Recorder(kernels), inputs))
+        self._decodes = _Attempts("decode steps", lambda: RecordedDecodes(forward, Recorder(kernels), inputs).run)
         self._prefills = _Attempts(
-            "steps with prompts", lambda: RecordedPrefill(forward, Recorder(kernels), tokens, rows)
+            "steps with prompts", lambda: RecordedPrefill(forward, Recorder(kernels), tokens, rows).run
         )
 
     def run(self, batch: FlatBatch) -> Tensor | None:
@@ -51,39 +47,36 @@ class RecordedSteps:
 
 
 class _Attempts:
-    """Steps of one kind that are recorded for as long as that works."""
+    """Records and replays steps of one kind for as long as that works."""
 
-    def __init__(self, kind: str, make: Callable[[], _Steps]) -> None:
+    def __init__(self, kind: str, make: Callable[[], Replay]) -> None:
         self._kind, self._make = kind, make
-        self._steps: _Steps | None = None
-        self._unsupported = False
-        self._num_eager = 0  # steps to run eagerly before another attempt
+        self._replay: Replay | None = None
+        self._num_eager = 0.0  # steps to run eagerly before another attempt
         self._has_paused = False
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        if self._unsupported:
-            return None
         if self._num_eager:
             self._num_eager -= 1
             return None
         try:
-            self._steps = self._steps or self._make()
-            return self._steps.run(batch)
+            self._replay = self._replay or self._make()
+            return self._replay(batch)
         except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
             self._stop(error)
             return None
 
     def _stop(self, error: Exception) -> None:
         """Free the recordings: for good if the model cannot be recorded, else until some steps have run."""
-        self._steps = None
+        self._replay = None
         if isinstance(error, Unsupported):
-            self._unsupported = True
+            self._num_eager = inf
             log.warning("%s are not recorded: %s", self._kind, error)
-            return
-        self._num_eager = _PAUSE
-        if not self._has_paused:
-            log.warning("%s are recorded again %d steps after each failure: %r", self._kind, _PAUSE, error)
-        self._has_paused = True
+        else:
+            self._num_eager = _PAUSE
+            if not self._has_paused:
+                log.warning("%s are recorded again %d steps after each failure: %r", self._kind, _PAUSE, error)
+            self._has_paused = True
 
 
 @dataclass(slots=True)

@@ -51,12 +51,12 @@ class Recorder:
         smaller = [tuple(size - (at == index) for at, size in enumerate(largest)) for index in range(len(largest))]
         probed = tuple(-(-size // 2) for size in largest)
         recorded, output = self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, largest))
-        others = []
+        passes = []
         for sizes in (*smaller, probed):
             with self._memory.repeated():
-                others.append(self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, sizes))[0])
-        *others, probe = others
-        return ResizablePass(recorded, others, largest, (probe, probed)), output
+                passes.append(self._record(_Recording(self._kernels, self._memory, dry=True), partial(run, sizes))[0])
+        *fewer, probe = passes
+        return ResizablePass(recorded, fewer, largest, (probe, probed)), output
 
     def _record(self, recording: "_Recording", run: Callable[[], Tensor]) -> tuple[RecordedPass, Tensor]:
         self._memory.start()

@@ -66,8 +66,8 @@ class RecordedPass:
     @property
     def kernel_calls(self) -> KernelCalls:
         """The only part. Unsupported if there is more than calls of kernels."""
-        first, *others = self.parts
-        if others or not isinstance(first, KernelCalls):
+        first, *more = self.parts
+        if more or not isinstance(first, KernelCalls):
             raise Unsupported("a pass has operators of PyTorch")
         return first
 
