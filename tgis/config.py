@@ -178,8 +178,7 @@ class Config:
         BATCHES, integer(0), "most decode steps before waiting requests get a prefill", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "memory estimate: auto (profile at start), off (KV cache only), manual (trust the limits)", "auto")
-    verify_start: bool = option(BATCHES, BOOLEAN, "profile memory again, ignoring cached results", False)
+        "memory estimate: auto (the largest step), off (KV cache only), manual (trust the limits)", "auto")
     batch_safety_margin: int | None = option(
         BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
     cuda_process_memory_fraction: float = option(

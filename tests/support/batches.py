@@ -45,7 +45,6 @@ def engine_options(model: Path, max_batch_size: int = 4, **changes: Any) -> Engi
         "json_output": False,
         "cache_dir": CACHE_DIR,
         "cpu_isa": CPU_ISA,
-        "verify_start": True,
     }
     return EngineOptions(**values | changes)
 

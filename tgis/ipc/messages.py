@@ -57,7 +57,6 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     quantize: str = "none"  # int8, int4, or the name of a format
     quantize_logits: bool = False
     quantize_activations: str = "auto"  # none or int8
-    verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
     speculation: str = "off"  # auto, off or lookup
     speculation_max_tokens: int = 15  # that are proposed for a sequence in one step

@@ -16,7 +16,9 @@ from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
 from tgis.engines import describe_memory
 from tgis.engines.loading import memory_estimate
+from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.memory import available
+from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -157,6 +159,18 @@ def test_what_drafts_must_go_together_with_the_model(
     assert len(describe_memory(msgspec.structs.replace(options, speculation="off", kv_cache_bytes=1 << 19))) == 5
     with pytest.raises(StartError, match=refusal):
         describe_memory(msgspec.structs.replace(options, speculation="auto"))
+
+
+def test_a_start_on_a_cpu_takes_the_estimate_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_for(make_model_from_config(LLAMA, tmp_path), max_sequence_length=1 << 14, dtype="float32")
+    weights, free = UnloadedModel(options).weights, 1 << 27
+    for module in (available, memory_estimate):
+        monkeypatch.setattr(module, "available_memory", lambda _: free)
+    room = int(describe_memory(options)[-1].split("room for ")[1].split()[0])
+    monkeypatch.setattr(available, "available_memory", lambda _: free - weights)  # they are loaded by then
+    engine = PagedEngine(options)
+    engine.warm_up()
+    assert engine.info.token_capacity == room
 
 
 def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:

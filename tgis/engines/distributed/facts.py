@@ -12,7 +12,7 @@ from tgis.ipc.messages import EngineOptions
 
 # of a machine: where its files are, what it logs, its threads; the rank is another for each process
 _OF_A_NODE = {
-    *("model_path", "speculator_path", "cache_dir", "log_level", "json_output", "num_threads", "verify_start"),
+    *("model_path", "speculator_path", "cache_dir", "log_level", "json_output", "num_threads"),
     *("strict", "adapter_store", "rank", "node_rank", "master_addr", "master_port"),
     *("cluster_secret_path", "cluster_interface"),
 }

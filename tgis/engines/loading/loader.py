@@ -26,6 +26,7 @@ from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
+from tgis.engines.memory.step_shape import StepShape
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
@@ -133,6 +134,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
     auto_class, config, dtype, quantization, size = look_at_model(options, device)
+    shape = StepShape.of(size[0]) if size else None
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
@@ -167,6 +169,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             sharding.connect(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
+    model.step_shape = shape
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 

@@ -40,14 +40,15 @@ def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need. StartError if it would find no room."""
     unloaded = UnloadedModel(options)
-    if not unloaded.caches:
+    if not unloaded.caches or not unloaded.shape:
         return unknown_memory("hf_transformers", options)
     rows, longest = unloaded.max_batch_size, options.max_sequence_length
     chunk = min(longest, MAX_PREFILL_TOKENS[unloaded.device.type])
     if len(unloaded.caches) > 1:  # inputs are encoded as a whole; a requeued sequence computes all of its output again
-        step = unloaded.step_bytes(longest, logits=chunk, logprobs=0)
+        step = unloaded.shape.step_bytes(unloaded.device.type, rows, longest, logits=chunk)
     else:
-        step = unloaded.step_bytes(chunk, logits=0, logprobs=min(longest, MAX_LOGPROB_TOKENS))
+        logprobs = min(longest, MAX_LOGPROB_TOKENS)
+        step = unloaded.shape.step_bytes(unloaded.device.type, rows, chunk, logprobs=logprobs)
     caches = ([size // unloaded.kv_shards for size in layers] for layers in unloaded.caches)
     cost = sum((padded_cost(layers, rows) for layers in caches), KVCacheCost(0, 0))
     available = memory_for_batches(options, unloaded.device, to_load=unloaded.weights)

@@ -20,6 +20,7 @@ from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
 from tgis.engines.memory.profiler import DummyRunner, profile
+from tgis.engines.memory.step_shape import StepShape
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
@@ -49,15 +50,11 @@ def describe_memory(options: EngineOptions) -> list[str]:
     unloaded = UnloadedModel(options)
     if unloaded.config.is_encoder_decoder and unloaded.model is not None:
         cross_attention_modules(unloaded.model)
-    if not unloaded.caches:
+    if not unloaded.caches or not unloaded.shape:
         return unknown_memory("tgis_native", options)
     device, rows = unloaded.device, unloaded.max_batch_size
-    tokens = min(_PREFILL_TOKENS[device.type], rows * options.max_sequence_length)
     encodes = len(unloaded.caches) > 1
-    if encodes:  # inputs are whole
-        step = unloaded.step_bytes(max(tokens, options.max_sequence_length), logits=rows, logprobs=0, pairs=False)
-    else:
-        step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
+    step = _largest_step(unloaded.shape, options, device, rows, encodes=encodes)
     drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
     each = 0
     for model in (unloaded, *drafting):
@@ -152,11 +149,10 @@ class PagedEngine:
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
         bytes_per_block = sum(cache.bytes_per_block for cache in self.caches)
-        measure = partial(profile, self, self._options, self.runner.device)
         extra = EXTRA_BLOCKS if self.runner.encoder else 0
         rows, device = self.info.max_batch_size, self.runner.device
         budget = KVBudget(self._options, device, rows, self._block_size, extra_blocks=extra)
-        num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, measure))
+        num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, self._step_bytes))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
         self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.codes)
         log.info(
@@ -174,6 +170,15 @@ class PagedEngine:
             max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self.runner.encoder else capacity,
             kv_cache_bytes=sum_of_ranks(num_blocks * bytes_per_block),
         )
+
+    def _step_bytes(self) -> int:
+        """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache
+        takes a part of the memory only.
+        """
+        device, shape, encodes = self.runner.device, self.runner.model.step_shape, self.runner.encoder is not None
+        if device.type == "cpu" and shape:
+            return _largest_step(shape, self._options, device, self.info.max_batch_size, encodes=encodes)
+        return profile(self, self._options, device)
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Sample in every way once, since kernels compile at their first use."""
@@ -255,6 +260,15 @@ class PagedEngine:
         count = len(logits)
         newest = batch.input_ids[:count] if batch.all_logits else batch.input_ids[batch.logits_indices[:count]]
         return self._sampler.sample(logits, newest, batch.step_metadata)
+
+
+def _largest_step(shape: StepShape, options: EngineOptions, device: torch.device, rows: int, *, encodes: bool) -> int:
+    """Bytes that the largest step takes beside the KV cache, estimated."""
+    longest = options.max_sequence_length
+    tokens = min(_PREFILL_TOKENS[device.type], rows * longest)
+    if encodes:  # inputs are whole
+        return shape.step_bytes(device.type, rows, max(tokens, longest), logits=rows, pairs=False)
+    return shape.step_bytes(device.type, rows, tokens, logits=tokens, logprobs=tokens)
 
 
 def _proposed_tokens(options: EngineOptions, device: torch.device) -> int:
