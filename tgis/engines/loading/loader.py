@@ -4,6 +4,7 @@ import itertools
 import logging
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
-from tgis.engines.memory.step_shape import StepShape
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
@@ -134,7 +135,6 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
     auto_class, config, dtype, quantization, size = look_at_model(options, device)
-    shape = StepShape.of(size[0]) if size else None
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
@@ -169,7 +169,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             sharding.connect(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
-    model.step_shape = shape
+    model.step_bytes = partial(step_bytes, size[0]) if size else None
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 

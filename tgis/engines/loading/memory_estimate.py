@@ -12,7 +12,6 @@ from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
-from tgis.engines.memory.step_shape import StepShape
 from tgis.engines.sharding.plans import num_kv_heads
 from tgis.engines.sharding.sharded_model import check_quantized
 from tgis.ipc.messages import EngineOptions
@@ -35,7 +34,6 @@ class UnloadedModel:
             check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
         coded = codes_of(options.kv_cache_dtype, self.device) is not None
         self.caches = _kv_bytes(self.model, coded=coded) if size else []
-        self.shape = StepShape.of(self.model) if size else None
 
     def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, drafter: int = 0) -> list[str]:
         """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;

@@ -15,7 +15,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
 from tgis.engines.memory.available import PeakMeter, memory_for_batches
-from tgis.engines.memory.step_shape import prompt_logits_bytes
+from tgis.engines.memory.largest_step import prompt_logits_bytes
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams

@@ -18,6 +18,7 @@ from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.capacity import KVCacheCost, padded_capacity
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.kv_cache import padded_cost
@@ -40,15 +41,15 @@ def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need. StartError if it would find no room."""
     unloaded = UnloadedModel(options)
-    if not unloaded.caches or not unloaded.shape:
+    if not unloaded.caches:
         return unknown_memory("hf_transformers", options)
     rows, longest = unloaded.max_batch_size, options.max_sequence_length
     chunk = min(longest, MAX_PREFILL_TOKENS[unloaded.device.type])
     if len(unloaded.caches) > 1:  # inputs are encoded as a whole; a requeued sequence computes all of its output again
-        step = unloaded.shape.step_bytes(unloaded.device.type, rows, longest, logits=chunk)
+        step = step_bytes(unloaded.model, unloaded.device.type, rows, longest, logits=chunk)
     else:
         logprobs = min(longest, MAX_LOGPROB_TOKENS)
-        step = unloaded.shape.step_bytes(unloaded.device.type, rows, chunk, logprobs=logprobs)
+        step = step_bytes(unloaded.model, unloaded.device.type, rows, chunk, logprobs=logprobs)
     caches = ([size // unloaded.kv_shards for size in layers] for layers in unloaded.caches)
     cost = sum((padded_cost(layers, rows) for layers in caches), KVCacheCost(0, 0))
     available = memory_for_batches(options, unloaded.device, to_load=unloaded.weights)

@@ -6,7 +6,7 @@ Which sequences run, and which blocks they have, is decided by the batcher; a Mo
 import itertools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -19,8 +19,8 @@ from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
-from tgis.engines.memory.step_shape import StepShape
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
@@ -50,11 +50,11 @@ def describe_memory(options: EngineOptions) -> list[str]:
     unloaded = UnloadedModel(options)
     if unloaded.config.is_encoder_decoder and unloaded.model is not None:
         cross_attention_modules(unloaded.model)
-    if not unloaded.caches or not unloaded.shape:
+    if not unloaded.caches:
         return unknown_memory("tgis_native", options)
     device, rows = unloaded.device, unloaded.max_batch_size
     encodes = len(unloaded.caches) > 1
-    step = _largest_step(unloaded.shape, options, device, rows, encodes=encodes)
+    step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
     drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
     each = 0
     for model in (unloaded, *drafting):
@@ -175,9 +175,9 @@ class PagedEngine:
         """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache
         takes a part of the memory only.
         """
-        device, shape, encodes = self.runner.device, self.runner.model.step_shape, self.runner.encoder is not None
-        if device.type == "cpu" and shape:
-            return _largest_step(shape, self._options, device, self.info.max_batch_size, encodes=encodes)
+        device, estimate, encodes = self.runner.device, self.runner.model.step_bytes, self.runner.encoder is not None
+        if device.type == "cpu" and estimate:
+            return _largest_step(estimate, self._options, device, self.info.max_batch_size, encodes=encodes)
         return profile(self, self._options, device)
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
@@ -262,13 +262,15 @@ class PagedEngine:
         return self._sampler.sample(logits, newest, batch.step_metadata)
 
 
-def _largest_step(shape: StepShape, options: EngineOptions, device: torch.device, rows: int, *, encodes: bool) -> int:
+def _largest_step(
+    estimate: Callable[..., int], options: EngineOptions, device: torch.device, rows: int, *, encodes: bool
+) -> int:
     """Bytes that the largest step takes beside the KV cache, estimated."""
     longest = options.max_sequence_length
     tokens = min(_PREFILL_TOKENS[device.type], rows * longest)
     if encodes:  # inputs are whole
-        return shape.step_bytes(device.type, rows, max(tokens, longest), logits=rows, pairs=False)
-    return shape.step_bytes(device.type, rows, tokens, logits=tokens, logprobs=tokens)
+        return estimate(device.type, rows, max(tokens, longest), logits=rows, pairs=False)
+    return estimate(device.type, rows, tokens, logits=tokens, logprobs=tokens)
 
 
 def _proposed_tokens(options: EngineOptions, device: torch.device) -> int:
