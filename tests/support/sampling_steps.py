@@ -41,8 +41,10 @@ def sample_batch(
     eos: Iterable[int] = (),
     ops: SamplingOps = PLAIN_OPS,
 ) -> Sampled:
-    """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
-    by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}
+    """By a new sampler; repetition penalties apply to the `histories` and the outputs."""
+    by_seq = {
+        id(seq): [*history, *seq.tokens[seq.prompt_length :]] for seq, history in zip(seqs, histories, strict=True)
+    }
     made = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)], ops)
     return by_row(made.sample_and_wait(seqs, logits.clone()), seqs)
 

@@ -68,12 +68,8 @@ def test_any_plan_may_follow_any_other(
         inputs = StaticInputs(ROWS, 64, runner.device)
         graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
         monkeypatch.setattr(runner, "graphs", graphs)
-    changed = mock.Mock(wraps=subject.engine._sampler.invalidate)
     tokens = back = 0
-    with (
-        mock.patch.object(subject.engine._sampler, "invalidate", changed),
-        mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
-    ):
+    with mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0):
         for seed in range(4):
             rng = random.Random(seed)
             rows = [Sequence(random_request(rng, number), 0.0) for number in range(ROWS)]
@@ -94,7 +90,6 @@ def test_any_plan_may_follow_any_other(
     assert reused > tokens // 4
     assert sum(launches.rows("ahead")) > reused + 20
     assert back > 5
-    assert (changed.call_count > 12) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:

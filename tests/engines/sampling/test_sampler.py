@@ -16,7 +16,6 @@ from transformers.generation import logits_process as theirs
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.draws import select_ops
-from tgis.engines.sampling.histories import TokenHistory
 from tgis.engines.sampling.logprobs import prompt_logprobs
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
@@ -144,7 +143,7 @@ def test_extreme_repetition_penalties_stay_finite(penalty: float, logits: list[f
 
 def test_extreme_penalties_together_stay_finite() -> None:
     sampling = SamplingParams(length_penalty=(0, 10.0), repetition_penalty=1e-38)
-    row = make_row(sampling, generated=100)
+    row = make_row(sampling, output=[3] * 100)
     assert choose([row], torch.tensor([[5.0, 1.0, 2.0, 3.0]]), torch.tensor([[3]]), EOS[:1]).tokens == [3]
 
 
@@ -284,14 +283,3 @@ def test_prompt_logprobs_of_an_invalid_position() -> None:
     found = prompt_logprobs(logits, [1, 2, 3], details)
     assert math.isnan(found[1].logprob)
     assert found[::2] == prompt_logprobs(logits[::2], [1, 3], details)
-
-
-def test_a_history_has_every_token_however_long_a_row_becomes() -> None:
-    tokens = [[77, 1, 2, 3], [77, *range(88)]]
-    history = TokenHistory(tokens, CPU)
-    for token in range(1000, 1400):
-        newest = [token, token + 1]
-        for own, new in zip(tokens, newest, strict=True):
-            own.append(new)
-        history.append(torch.tensor(newest))
-        assert [set(ids) for ids in history.ids.tolist()] == [set(own) for own in tokens]

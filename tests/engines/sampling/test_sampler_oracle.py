@@ -99,7 +99,7 @@ def test_rows_match_the_naive_sampler(
     sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
     for i, sampling in enumerate(params):
         generated = len(outputs[i])
-        expected = oracle.process(logits[i], sampling, generated, ends, context[i], outputs[i], allowed[i])
+        expected = oracle.process(logits[i], sampling, generated, ends, context[i] + outputs[i], outputs[i], allowed[i])
         bad = expected.scores.max() == -float("inf")
         assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:

@@ -108,6 +108,7 @@ class PaddedEngine(NoReservedCache):
             self._model.remove(row)
             self._seqs[row] = self._seqs[-1]
             self._seqs.pop()
+        self._sampler.release(seq.id for seq in held)
         if not self._seqs:
             self._model.clear()
 

@@ -129,5 +129,5 @@ class AsyncDecoder:
         """Do not reuse the step in flight for sequences whose token was replaced after its launch."""
         if replaced:
             self.release(replaced)
-            self.sampler.invalidate()
+            self.sampler.release(replaced)
             self._cooldown = _COOLDOWN_STEPS

@@ -23,13 +23,12 @@ from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
-from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
 from tgis.engines.paged.model_runner import ModelRunner
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
-from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
 from tgis.engines.speculation.draft_model import load_drafter, unloaded_drafter
 from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_proposals
@@ -210,6 +209,7 @@ class PagedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seq.id for seq in seqs)
+        self._sampler.release(seq.id for seq in seqs)
         self._drafter.release(seqs)
 
     @property
@@ -246,19 +246,13 @@ class PagedEngine:
         if self.runner.encoder:
             first_steps = [row for row, seq in enumerate(plan.sampled) if not seq.num_generated_tokens]
             self.runner.encoder.outputs.constrain(logits, first_steps)
-        return InFlightStep(self._sample(batch, logits), prompt_chunks)
+        return InFlightStep(self._sampler.sample(logits, batch.step_metadata), prompt_chunks)
 
     def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
         """Queue the step after one whose tokens are still on the device."""
         step_metadata = self._sampler.prepare(seqs, lookahead=1)
         batch = self.runner.batch_builder.build_next(seqs, tokens, token_indices, step_metadata)
-        return InFlightStep(self._sample(batch, self.runner.run(batch)), [])
-
-    def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:
-        """Sample from `logits`, which are those of the first `batch.logits_indices`."""
-        count = len(logits)
-        newest = batch.input_ids[:count] if batch.all_logits else batch.input_ids[batch.logits_indices[:count]]
-        return self._sampler.sample(logits, newest, batch.step_metadata)
+        return InFlightStep(self._sampler.sample(self.runner.run(batch), batch.step_metadata, batch.input_ids), [])
 
 
 def _proposed_tokens(options: EngineOptions, device: torch.device) -> int:

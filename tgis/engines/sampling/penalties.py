@@ -68,9 +68,9 @@ class _BadWords:
         self._tokens = _flat_ids(beginnings, device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.outputs is not None
-        places = histories.outputs.lengths[self._token_rows] - self._distances
-        differs = (places < 0) | (histories.outputs.ids[self._token_rows, places.clamp(min=0)] != self._tokens)
+        slots, starts, ends = histories.rows[:, self._token_rows]
+        columns = ends - self._distances
+        differs = (columns < starts) | (histories.ids[slots, columns.clamp(min=0)] != self._tokens)
         num_different = torch.zeros_like(self._last).index_add_(0, self._words, differs.long())
         if histories.only_eos is not None:  # these rows must be able to end
             num_different += to_device(histories.only_eos[self._in_batch], torch.int64, scores.device)
@@ -124,8 +124,8 @@ class _Watermark:
         self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.tokens is not None
-        last = histories.tokens.ids.gather(1, histories.tokens.lengths[:, None] - 1)[self._in_batch, 0]
+        slots, _, ends = histories.rows[:, self._in_batch]
+        last = histories.ids[slots, ends - 1]
         vocab_size = scores.shape[1]
         packed = [_green_list(token, vocab_size) for token in last.tolist()]
         is_green = np.unpackbits(np.stack(packed), axis=1, count=vocab_size)
@@ -178,8 +178,8 @@ class _RepetitionPenalty:
         self._penalties = column(penalties, torch.float32, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.tokens is not None
-        ids = histories.tokens.ids[self._in_batch]
+        ids, _, ends = histories.of(self._in_batch)
+        ids = torch.where(torch.arange(ids.shape[1], device=ids.device) < ends, ids, ids[:, :1])
         old = scores[self._rows, ids]  # [r, W]; duplicate ids read and write the same value
         new = torch.where(old < 0, old * self._penalties, old / self._penalties).clamp(-_MAX_SCORE, _MAX_SCORE)
         scores[self._rows, ids] = torch.where(old.isfinite(), new, old)  # tokens that are excluded stay so
@@ -194,9 +194,9 @@ class _OutputPenalty:
         self._presence = column([row.presence_penalty for row in params], torch.float32, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.outputs is not None
-        ids = histories.outputs.ids[self._in_batch]
-        used = torch.arange(ids.shape[1], device=ids.device) < histories.outputs.lengths[self._in_batch, None]
+        ids, starts, ends = histories.of(self._in_batch)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        used = (columns >= starts) & (columns < ends)
         counts = scores.new_zeros(len(ids), scores.shape[1]).scatter_add_(1, ids, used.to(scores.dtype))
         scores[self._rows] -= self._presence * (counts > 0) + self._frequency * counts
 
@@ -244,14 +244,15 @@ class Penalties:
         return any(is_used_by(params) for is_used_by in _USED_BY.values())
 
     @staticmethod
-    def need_tokens(params: SamplingParams) -> bool:
-        """Whether a penalty of the row depends on the tokens so far."""
+    def need_prompt(params: SamplingParams) -> bool:
+        """Whether a penalty of the row depends on the prompt too."""
         return _USED_BY[_RepetitionPenalty](params) or _USED_BY[_Watermark](params)
 
     @staticmethod
-    def need_outputs(params: SamplingParams) -> bool:
-        """Whether a penalty of the row depends on the generated tokens."""
-        return _USED_BY[_OutputPenalty](params) or _USED_BY[_BadWords](params)
+    def need_history(params: SamplingParams) -> bool:
+        """Whether a penalty of the row depends on the tokens so far."""
+        kinds = _RepetitionPenalty, _Watermark, _OutputPenalty, _BadWords
+        return any(_USED_BY[kind](params) for kind in kinds)
 
     def __bool__(self) -> bool:
         """Whether any row has a penalty."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.host_memory import to_device
+from tgis.engines.host_memory import to_device, upload
 from tgis.engines.sampling.draws import FilteredRows, SamplingOps, draw_filtered, noise_keys
 from tgis.engines.sampling.grammar_masks import GrammarMasks
-from tgis.engines.sampling.histories import Histories, TokenHistory
+from tgis.engines.sampling.histories import Histories, HistorySlots
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
 from tgis.engines.sampling.logprobs import (
     LogprobRequest,
@@ -32,8 +32,6 @@ from tgis.engines.sampling.penalties import Penalties
 from tgis.ipc.messages import FailureKind
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
-
-_Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +150,8 @@ class SampledTokens:
 
 def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     """The best token in the logits' own dtype, of equal ones the lowest id."""
+    if 2 * len(group.indices) > len(step.logits):  # a copy of most rows would take longer than a look at all
+        return LogprobTable(step.ops.best_tokens(step.logits, details=False)[group.selector])
     return LogprobTable(step.ops.best_tokens(step.logits[group.selector], details=False))
 
 
@@ -201,8 +201,8 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
 
 
 class BatchSampler:
-    """The sampler of an engine. A step is `prepare`, then `sample`. Consecutive steps of the same sequences reuse what
-    is on the device: the parameters, and the token histories, to which the newest tokens are appended.
+    """The sampler of an engine. A step is `prepare`, then `sample`. What is on the device stays there: the parameters
+    as long as the batch has the same sequences, and token histories, to which new tokens are appended.
     """
 
     def __init__(
@@ -214,73 +214,72 @@ class BatchSampler:
         ops: SamplingOps,
     ) -> None:
         """`vocab_size` is the width of the logits. Penalties on the end of a sequence apply to all of `eos_ids`; a
-        repetition penalty and a watermark apply to the tokens that `history_of` returns, the newest last.
+        repetition penalty and a watermark apply to the tokens that `history_of` returns, those of the output last.
         """
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
         self._ops = ops
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
-        self._sampled_lengths: _Lengths | None = None  # in the last step; None if the next one must not reuse it
-        self._next_lengths: _Lengths = []  # in the step that is prepared
-        self._num_generated = np.empty(0, np.int64)  # tokens of each sequence of that step
-        self._append_newest = False
+        self._slots = HistorySlots(device)
+        self._num_generated = np.empty(0, np.int64)  # tokens of each sequence in the step that is prepared
         self._set_batch([])
 
     def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.int64]:
-        """The step metadata [B] that `sample` takes on the device: the noise key of each sequence, which is read only
-        where tokens are drawn. The newest `lookahead` tokens, at most one, are on the device only.
+        """The step metadata [rows, B] that `sample` takes on the device: the noise key of each sequence, which is read
+        only where tokens are drawn, and `Histories.rows` if there are any. The newest `lookahead` tokens, at most one,
+        are on the device only.
         """
-        self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
-        advanced = self._is_next(self._next_lengths)
-        self._sampled_lengths = None  # this step may fail before it is sampled
-        if not advanced:
+        if seqs != self._seqs:
             self._set_batch(seqs)
-        self._append_newest = advanced or lookahead > 0
         self._num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
-        return noise_keys(self._seeds, self._num_generated) if self._any_drawn else self._num_generated
+        keys = noise_keys(self._seeds, self._num_generated) if self._any_drawn else self._num_generated
+        if not self._history_rows:
+            return keys[None]
+        slots, starts, ends = np.zeros_like(keys), np.zeros_like(keys), np.ones_like(keys)
+        with_history = [seqs[row] for row in self._history_rows]
+        slots[self._history_rows], ends[self._history_rows] = self._slots.update(with_history, self._history, lookahead)
+        starts[self._history_rows] = (ends - self._num_generated)[self._history_rows]
+        return np.stack([keys, slots, starts, ends])
 
-    def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
+    def sample(self, logits: Tensor, step_metadata: Tensor, newest: Tensor | None = None) -> SampledTokens:
         """Sample a token for each sequence from `logits` [B, V], which may be overwritten. `newest` [B] are the last
-        tokens.
+        tokens if they are on the device only.
 
         Nothing here waits for the device. The tokens of sequences with a grammar must all be on the host.
         """
         assert logits.shape == (len(self._seqs), self._vocab_size)
-        for history in (self._tokens, self._outputs) if self._append_newest else ():
-            if history is not None:
-                history.append(newest)
-        self._sampled_lengths = self._next_lengths
+        keys, rows = step_metadata[0, :, None], step_metadata[1:]
+        if newest is not None and self._history_rows:
+            self._slots.append(rows, newest)
         masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
-        histories = Histories(self._tokens, self._outputs, self._num_generated, masks.only_eos if masks else None)
-        step = StepInputs(logits, histories, step_metadata[:, None], self._ops, masks)
+        only_eos = masks.only_eos if masks else None
+        histories = Histories(self._num_generated, self._slots.ids, rows, only_eos)
+        step = StepInputs(logits, histories, keys, self._ops, masks)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
         """Run a whole step for sequences whose tokens are all on the host."""
         with torch.inference_mode():
-            step_metadata = to_device(self.prepare(seqs), torch.int64, self._device)
-            newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
-            sampled = self.sample(logits, newest, step_metadata)
+            (step_metadata,) = upload([self.prepare(seqs)], self._device)
+            sampled = self.sample(logits, step_metadata)
             PendingCopy(sampled.tables).wait()
             return sampled.result()
 
-    def invalidate(self) -> None:
-        """Reuse nothing in the next step: a token that was on the device only was replaced on the host."""
-        self._sampled_lengths = None
+    def release(self, request_ids: Iterable[int]) -> None:
+        """Forget the tokens of these requests."""
+        self._slots.release(request_ids)
 
-    def _is_next(self, lengths: _Lengths) -> bool:
-        last = self._sampled_lengths
-        return last is not None and lengths == [(seq_id, length + 1) for seq_id, length in last]
+    def _history(self, seq: Sequence) -> list[int]:
+        """The tokens that the penalties of a sequence depend on."""
+        whole = Penalties.need_prompt(seq.request.sampling_params)
+        return self._history_of(seq) if whole else seq.tokens[seq.prompt_length :]
 
     def _set_batch(self, seqs: list[Sequence]) -> None:
         self._seqs = list(seqs)
-        self._seeds = np.array([seq.request.sampling_params.seed for seq in seqs], dtype=np.uint64)
-        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
         params = [seq.request.sampling_params for seq in seqs]
-        self._any_drawn = any(not each.greedy for each in params)
-        needs_tokens, needs_outputs = any(map(Penalties.need_tokens, params)), any(map(Penalties.need_outputs, params))
-        outputs = (seq.tokens[seq.prompt_length :] for seq in seqs)
-        self._tokens = TokenHistory(map(self._history_of, seqs), self._device) if needs_tokens else None
-        self._outputs = TokenHistory(outputs, self._device) if needs_outputs else None
+        self._seeds = np.array([row.seed for row in params], dtype=np.uint64)
+        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
+        self._any_drawn = any(not row.greedy for row in params)
+        self._history_rows = [index for index, row in enumerate(params) if Penalties.need_history(row)]
