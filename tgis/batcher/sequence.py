@@ -116,8 +116,6 @@ class StepPlan:
     # and how many it is to draft, of which it may leave some out.
     proposals: dict[int, list[int]] = field(default_factory=dict)
     drafts: dict[int, int] = field(default_factory=dict)
-    # Request ids, if ranks share a model: `StepResult.replaced` of the first rank's last step, all if that has failed.
-    replaced: Collection[int] = ()
 
     @property
     def num_prefill_tokens(self) -> list[int]:

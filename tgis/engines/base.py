@@ -24,24 +24,6 @@ class StepResult:
     logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
     failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
-    replaced: list[int] = field(default_factory=list)  # request ids: a step in flight computes with another token
-
-    @classmethod
-    def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":
-        """Merge the results of several batches in the order of `seqs`; the last batch with a sequence counts."""
-        gathered = cls([], [])
-        sources = {seq.id: (result, index) for batch, result in results for index, seq in enumerate(batch)}
-        asked = any(result.logprobs for _, result in results)
-        for seq in seqs:
-            result, index = sources[seq.id]
-            gathered.tokens.append(result.tokens[index])
-            if asked:
-                gathered.logprobs.append(result.logprobs[index] if result.logprobs else [])
-            if seq.id in result.failed:
-                gathered.failed[seq.id] = result.failed[seq.id]
-        for _, result in results:
-            gathered.prompt_logprobs |= result.prompt_logprobs
-        return gathered
 
 
 class Engine(Protocol):

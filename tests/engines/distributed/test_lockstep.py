@@ -18,7 +18,6 @@ from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
 from rank_processes import on_ranks
-from sampling_steps import short_lists
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from torch import Tensor
 
@@ -127,10 +126,7 @@ def failures(mode: str) -> Iterator[None]:
     def run(*args: Any) -> Any:
         nonlocal failed, count
         found, count = call(*args), count + 1
-        on_time = count % 7 == 0
-        if mode == "rank 0 fails, short lists":
-            on_time = args[1].replaced and len(args[0]) > 1  # none fails alone, after which it would be dropped
-        if on_time and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
+        if count % 7 == 0 and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
             failed += 1
             raise Failure
         return found
@@ -149,14 +145,8 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
     backend: Any = "inductor" if "inductor" in mode else "eager"
     if mode == "compile, not everywhere":
         backend = fail_here(lambda graph, _: graph)
-    cooldown = 1 if "short lists" in mode else async_decode._COOLDOWN_STEPS
-    with (
-        mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
-        short_lists() if "short lists" in mode else nullcontext(),
-        mock.patch.object(async_decode, "_COOLDOWN_STEPS", cooldown),
-    ):
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
-        engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
         engine.warm_up()
         if "capture" in mode:
             capture: Callable[[Callable[[], Tensor]], Any] = record
@@ -197,13 +187,11 @@ def expected(model: Path) -> Texts:
 
 FAST = (
     ("capture, not everywhere", "", 2),
-    ("rank 0 fails, short lists", "", 2),
+    ("rank 0 fails", "", 2),
     ("all ranks fail", "", 2),
 )
 SLOW = (
     ("as it is", "", 2),
-    ("short lists", "", 2),
-    ("rank 0 fails", "", 2),
     ("compile", "compiled", 2),
     ("compile by inductor", "compiled", 2),
     ("compile, not everywhere", "", 2),
@@ -222,6 +210,6 @@ def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, ma
         assert len(texts) > 8
         expected = {number: expected.get(number, text) for number, text in texts.items()}
     assert texts == expected
-    assert [kind for kind, _ in launches].count("ahead") > (5 if "short lists" in mode else 20)
+    assert [kind for kind, _ in launches].count("ahead") > 20
     assert own == {"graphs": "graphs" in made, "compiled": "compiled" in made}
     assert others == [({}, launches, own)] * (count - 1)

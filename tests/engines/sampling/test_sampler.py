@@ -118,7 +118,7 @@ def test_top_p_keeps_what_reaches_it_and_at_least_the_best() -> None:
 @pytest.mark.parametrize("share", [1e-6, 0.0])
 def test_tiny_top_p_is_greedy(share: float) -> None:
     logits = normal(50, 300).bfloat16()
-    greedy = choose([make_row(SamplingParams())] * 50, logits).tokens
+    greedy = choose([make_row(SamplingParams()) for _ in range(50)], logits).tokens
     rows = [make_row(SamplingParams(temperature=1.5, top_p=share, seed=seed)) for seed in range(50)]
     assert choose(rows, logits).tokens == greedy
 
@@ -237,7 +237,7 @@ def test_neighbours_change_no_bit(isa: str) -> None:
 def test_sampling_at_the_lowest_temperatures_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = normal(20, 400)
     sampling = SamplingParams(temperature=temperature, seed=4, **filters)  # type: ignore[arg-type]
-    sampled = choose([make_row(sampling, LOGPROBS)] * 20, logits)
+    sampled = choose([make_row(sampling, LOGPROBS) for _ in range(20)], logits)
     assert sampled.tokens == logits.argmax(-1).tolist()
     assert all(logprobs_of(sampled, i).logprob == pytest.approx(0.0, abs=1e-6) for i in range(20))
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -118,17 +118,15 @@ class ShardedEngine:
         with self._collective("a step"):
             message = self._sent.step_input(plan)
             self._send(message)
-        plan = replace(plan, replaced=message.replaced)
         try:
-            result = self._engine.step(plan)
+            return self._engine.step(plan)
         except Exception:
             with self._collective("a step"):
                 if not self._all_gave_up():
                     raise
-            self._sent.replaced = [seq.id for seq in plan.seqs]  # some ranks may have come further in it than others
+            if isinstance(self._engine, PagedEngine):
+                self._engine.discard_step()
             raise
-        self._sent.replaced = result.replaced
-        return result
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Release sequences; the other ranks hear of it with the next step."""

@@ -4,7 +4,6 @@ Rank 0 has the sequences of the batcher, the others mirror them: tokens, blocks,
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import msgspec
 import torch
@@ -40,7 +39,6 @@ class StepInput(msgspec.Struct, frozen=True, tag="step"):
 
     seqs: list[SeqUpdate]
     released: list[int]
-    replaced: list[int]  # as in StepPlan
 
 
 class SentSequences:
@@ -49,7 +47,6 @@ class SentSequences:
     def __init__(self) -> None:
         self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}  # with its tokens, its table and blocks in it
         self._released: list[int] = []
-        self.replaced: list[int] = []  # of the next message
 
     def step_input(self, plan: StepPlan) -> StepInput:
         """The message for a plan."""
@@ -58,8 +55,7 @@ class SentSequences:
             for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         ]
         released, self._released = self._released, []
-        replaced, self.replaced = self.replaced, []
-        return StepInput(updates, released, replaced)
+        return StepInput(updates, released)
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; the next message says so."""
@@ -117,7 +113,7 @@ class MirroredSequences:
     def plan(self, step: StepInput) -> StepPlan:
         """The plan that was sent; what it does not release is updated."""
         counts = [update.num_scheduled_tokens for update in step.seqs]
-        plan = replace(StepPlan.of([self._updated(update) for update in step.seqs], counts), replaced=step.replaced)
+        plan = StepPlan.of([self._updated(update) for update in step.seqs], counts)
         plan.proposals.update((update.id, update.proposed) for update in step.seqs if update.proposed)
         return plan
 

@@ -136,8 +136,7 @@ class PaddedEngine(NoReservedCache):
             last_tokens = torch.tensor([seq.tokens[-1] for seq in self._seqs], device=self._device)
             with self._model.lora.applied([lora_of(seq) for seq in self._seqs]):
                 logits = self._model.decode(last_tokens)
-            result = self._sampler.sample_and_wait(self._seqs, logits)
-            return StepResult.gather(seqs, [(self._seqs, result)])
+            return self._sampler.sample_and_wait(self._seqs, logits, seqs)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

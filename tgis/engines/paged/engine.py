@@ -96,7 +96,7 @@ class PagedEngine:
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder
         launch_next = self._launch_next if async_decode else None
-        self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
+        self._decoder = AsyncDecoder(self._launch, launch_next, self._prompt_logprobs, block_size)
         self._drafter = runner.drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
@@ -134,7 +134,6 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache; compile and capture what can be."""
         self._allocate_cache()
-        self._decoder.reset()
         started = time.monotonic()
         eager_logits = self.runner.dummy_logits()
         self._warm_sampler(eager_logits)
@@ -211,6 +210,10 @@ class PagedEngine:
         self._decoder.release(seq.id for seq in seqs)
         self._sampler.release(seq.id for seq in seqs)
         self._drafter.release(seqs)
+
+    def discard_step(self) -> None:
+        """Do not reuse the step in flight, after a step that failed: another rank may not have launched it."""
+        self._decoder.discard()
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
