@@ -17,11 +17,11 @@ from tgis.structured_output.lark import problem_of
 _WORD_BITS = 32  # llguidance writes whole words
 _SPECIAL = b"\xff"  # begins no text
 _MAX_FORCED_TOKENS = 64  # of a step
-_THREADS = 2  # in each pool, so that one expensive grammar does not delay all others
+_THREADS = 2  # so that one expensive grammar does not delay all others
 _NICENESS = 5  # where cores are few, steps get three times as much of them as these threads
-_PATIENCE = 0.003  # of a step, for masks that are probably quick
-_MAX_WAIT = 0.01  # until messages are read again
-_QUICK_SECONDS = 0.003  # of CPU time, for a mask; the grammars that are usual stay below
+_PATIENCE = 0.003  # seconds for masks that were just begun: usual ones are ready then, and miss no step
+_MAX_WAIT = 0.01  # seconds until messages are read again
+_SLOW_SECONDS = 0.003  # CPU time of a mask; those of usual grammars stay below
 
 Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
 
@@ -80,10 +80,9 @@ class GrammarMatcher:
     """Where one output is in its grammar: it follows the tokens of a sequence, also back."""
 
     def __init__(self, matcher: llguidance.LLMatcher, table: TokenTable, *, in_thread: bool) -> None:
-        """With `in_thread` masks may take long: `prepare` makes them beside the steps. So it does once one has."""
+        """With `in_thread` masks may take long: `prepare` makes them in a thread. So it does once one has."""
         self.table = table
         self.in_thread = in_thread
-        self.quick = True  # the last mask was
         self._start = matcher  # stays before the first token
         self._matcher = matcher.deep_copy()
         self._consumed: list[int] = []
@@ -97,7 +96,6 @@ class GrammarMatcher:
         copied = GrammarMatcher(self._matcher, self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask
         copied._has_mask = self._has_mask
-        copied.quick = self.quick
         return copied
 
     @property
@@ -166,9 +164,7 @@ class GrammarMatcher:
         self.table.fill(self._matcher, self._mask, first=not tokens)
         self._check()
         self._has_mask = True
-        seconds = time.thread_time() - started
-        self.quick = seconds < _QUICK_SECONDS
-        self.in_thread = self.in_thread or not self.quick
+        self.in_thread = self.in_thread or time.thread_time() - started > _SLOW_SECONDS
 
     def _advance(self, tokens: Sequence[int]) -> None:
         kept = min(len(tokens), len(self._consumed))
@@ -202,37 +198,24 @@ def _lower_priority() -> None:
 
 
 class MaskThreads:
-    """Makes the masks that may take long beside the steps, in threads of less priority.
-
-    Nobody but their own output waits for them, for longer than it takes a quick one to be made; the masks of outputs
-    whose last one was quick do not wait behind others.
-    """
+    """Makes masks that may take long in threads of lower priority: only their own outputs wait for them."""
 
     def __init__(self) -> None:
-        self._slow, self._quick = low_priority_pool("slow masks"), low_priority_pool("quick masks")
+        self._pool = low_priority_pool("masks")
         self._open: set[Future[None]] = set()
 
     def prepare(self, outputs: Iterable[tuple[GrammarMatcher, Sequence[int]]]) -> None:
-        """Begin with the masks after these tokens, and wait for a moment for those that are probably quick."""
-        quick, others = set(), set()
-        for matcher, tokens in outputs:
-            if matcher.in_thread and matcher.quick:
-                quick.add(matcher.prepare(tokens, self._quick))
-            elif matcher.in_thread:
-                others.add(matcher.prepare(tokens, self._slow))
-        if quick:
-            wait(quick, _PATIENCE)
-        self._open = {future for future in self._open | quick | others if not future.done()}
+        """Begin with the masks after these tokens, and wait for a moment."""
+        begun = {matcher.prepare(tokens, self._pool) for matcher, tokens in outputs if matcher.in_thread}
+        self._open = wait(begun, _PATIENCE).not_done | {future for future in self._open if not future.done()}
 
     def wait(self) -> None:
         """Wait until one more mask is ready, but not for long."""
-        wait(self._open, _MAX_WAIT, FIRST_COMPLETED)
-        self._open = {future for future in self._open if not future.done()}
+        self._open = wait(self._open, _MAX_WAIT, FIRST_COMPLETED).not_done
 
     def close(self) -> None:
         """Drop the masks that no thread has begun with; the process ends when the others are made."""
-        for pool in (self._slow, self._quick):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Tokens:
