@@ -68,7 +68,7 @@ class HistorySlots:
 
     def release(self, request_ids: Iterable[int]) -> None:
         """Free the slots of these requests."""
-        self._free += [self._slots.pop(each).index for each in request_ids if each in self._slots]
+        self._free += [self._slots.pop(request_id).index for request_id in request_ids if request_id in self._slots]
 
     def _take_slots(self, batch: list[int]) -> None:
         """Give each request of a batch a slot: a free one, or that of a request outside the batch."""

@@ -37,7 +37,7 @@ class Rows:
 
     def take(self, rows: Tensor | slice) -> Self:
         """A copy with some of the rows."""
-        return type(self)(*(_take(getattr(self, each.name), rows) for each in fields(self)))
+        return type(self)(*(_take(getattr(self, field.name), rows) for field in fields(self)))
 
 
 def _take(value: Any, rows: Tensor | slice) -> Any:
@@ -159,6 +159,11 @@ def _top_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[:, :count].contiguous(), ids[:, :count].contiguous()
 
 
+def _possibly_any(values: Tensor) -> bool:
+    """Whether any is true; always on a device that would have to be waited for."""
+    return not values.is_cpu or bool(values.any())
+
+
 def first_tokens(scores: Scores, count: int, nth: Tensor) -> tuple[Tensor, Tensor]:
     """The values of the `count` best tokens and their ids, sorted. Of equal ones at the end they are those with the
     lowest ids, except on CPUs where these are worse than the `nth` best [b, 1].
@@ -168,7 +173,7 @@ def first_tokens(scores: Scores, count: int, nth: Tensor) -> tuple[Tensor, Tenso
     is_needed = values.gather(1, (nth - 1).clamp(min=0)) == lowest
     vocabulary = torch.arange(scores.values.shape[1], dtype=torch.int32, device=ids.device)
     for rows in scores.row_blocks():
-        if not ids.is_cpu or is_needed[rows].any():  # other devices would be waited for
+        if _possibly_any(is_needed[rows]):
             equal = torch.where(scores.values[rows] == lowest[rows], vocabulary, vocabulary[-1])
             lowest_ids = equal.topk(count, largest=False).values.long()
             index = torch.arange(count, device=ids.device) - (values[rows] > lowest[rows]).sum(-1, keepdim=True)

@@ -134,10 +134,12 @@ def _top_candidates(
     """
     n = options.top_n_tokens
     if options.exact_top_n:
-        candidates = [chosen, *(each for each in best if each[0] != chosen[0])]
-        return sorted(candidates, key=lambda each: -round(each[1], _TIE_DIGITS))[:n]
+        candidates = [chosen, *((token, logprob) for token, logprob in best if token != chosen[0])]
+        return sorted(candidates, key=lambda candidate: -round(candidate[1], _TIE_DIGITS))[:n]
     by_id = sorted(best)[: _MAX_TIE_FACTOR * n]
-    return sorted(by_id, key=lambda each: -each[1]) if options.logprobs else [(token, 0.0) for token, _ in by_id]
+    return (
+        sorted(by_id, key=lambda candidate: -candidate[1]) if options.logprobs else [(token, 0.0) for token, _ in by_id]
+    )
 
 
 def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:

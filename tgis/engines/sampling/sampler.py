@@ -50,9 +50,7 @@ class SamplingGroup:
     """The rows of a batch that are sampled by the same method, and their parameters."""
 
     def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor) -> None:
-        """The rows are those at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos`
-        [ids].
-        """
+        """The rows at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos` [ids]."""
         params = [seqs[index].request.sampling_params for index in indices]
         options = [seqs[index].request.output_details for index in indices]
         needed = [max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True)]
@@ -90,7 +88,7 @@ def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[
     for index, seq in enumerate(seqs):
         method = _method(seq, vocab_size)
         indices.setdefault(method, []).append(index)
-    return [SamplingGroup(method, seqs, own, vocab_size, eos) for method, own in indices.items()]
+    return [SamplingGroup(method, seqs, rows, vocab_size, eos) for method, rows in indices.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ def _best_token(
     token_id = tl.min(tl.where(highest == maximum, first, vocab_size - 1), 0)
     is_invalid = (tl.max(is_nan, 0) > 0) | (tl.abs(maximum) == float("inf"))
     column = tl.arange(0, 8)
-    numbers = tl.where(column == 0, token_id, tl.where((column == 1) & is_invalid, _INVALID, 0.0)).to(tl.float64)
-    tl.store(table + row * _COLUMNS + column, numbers, mask=column < _COLUMNS)
+    line = tl.where(column == 0, token_id, tl.where((column == 1) & is_invalid, _INVALID, 0.0)).to(tl.float64)
+    tl.store(table + row * _COLUMNS + column, line, mask=column < _COLUMNS)
 
 
 def gumbel_max(scores: Tensor, max_scores: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
