@@ -60,7 +60,8 @@ DTYPE = choice(
 )  # fmt: skip
 FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
-KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
+KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
+FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"  # of vLLM
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
@@ -189,7 +190,8 @@ class Config:
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: DTYPE", "auto")
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 (tgis_native on CPUs); auto: DTYPE", "auto",
+        nearest_values=dict.fromkeys(FP8_KV_CACHE, "int8"))
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(

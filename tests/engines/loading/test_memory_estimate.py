@@ -57,7 +57,6 @@ STARTS: dict[str, tuple[Any, str, Any]] = {  # a model, KV_CACHE_DTYPE, and what
     "falcon": (FALCON, "auto", None),
     "t5": (T5, "auto", None),
     "qwen2, KV int8": (GROUPED, "int8", DRAFTER),
-    "qwen2, KV fp8": (GROUPED, "fp8", None),
     "qwen2, a draft model": (GROUPED, "auto", DRAFTER),
     "qwen2, an MLP speculator": (GROUPED, "auto", MLP),
 }
@@ -162,9 +161,9 @@ def test_what_drafts_must_go_together_with_the_model(
 def test_codes_of_8_bits_nearly_double_the_tokens(tmp_path: Path) -> None:
     model = make_model_from_config(LlamaConfig(**dict(LLAMA.to_dict(), head_dim=64)), tmp_path)
     changes = {"dtype": "bfloat16", "kv_cache_bytes": 1 << 20, "max_sequence_length": 64}
-    lines = (describe_memory(options_for(model, kv_cache_dtype=each, **changes))[2] for each in ("auto", "int8", "fp8"))
-    auto, *coded = (int(line.split("full: ")[1].split()[0]) for line in lines)
-    assert all(each >= 1.8 * auto for each in coded)
+    lines = (describe_memory(options_for(model, kv_cache_dtype=each, **changes))[2] for each in ("auto", "int8"))
+    auto, coded = (int(line.split("full: ")[1].split()[0]) for line in lines)
+    assert coded >= 1.8 * auto
 
 
 @pytest.mark.parametrize("engine", ["tgis_native", "hf_transformers"])

@@ -68,7 +68,6 @@ QUANTIZED: dict[str, Any] = {
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
     "KV int8": {"kv_cache_dtype": "int8"},
-    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arithmetic
@@ -83,13 +82,13 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arit
 }
 # kernels/test_quantized.py tries all kernels in milliseconds, and with several threads
 SOME_KERNELS = ("int8", "KV int8", "nf4", "W8A8 by token")
-CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV fp8")]
+CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV int8")]
 SLOW: list[Any] = [
     ("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in SOME_KERNELS
 ]
 SLOW += [("Llama", "float32", "avx2"), ("GPT2", "float32", "avx2", "int8")]
 SLOW += [("Llama", "float32", "auto", "gptq, act-order")]
-SLOW += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static", "KV fp8")]
+SLOW += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static", "KV int8")]
 SLOW += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.capacity import check_max_sequence_length
-from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
+from tgis.engines.kernels.kv_codes import SCALE_BYTES, kv_dtype_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.memory.profiler import prompt_logits_bytes
@@ -40,7 +40,7 @@ class UnloadedModel:
         self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
         if found and quantization and quantization.checkpoint and options.num_shards > 1:
             check_quantized(found[0], quantization.checkpoint.layers, options.num_shards)
-        coded = codes_of(options.kv_cache_dtype, self.device) is not None
+        coded = kv_dtype_of(options.kv_cache_dtype, self.device) is not None
         self.caches = _kv_bytes(self.model, coded=coded) if found else []
 
     def step_bytes(self, tokens: int, *, logits: int, logprobs: int, pairs: bool = True) -> int:

@@ -45,9 +45,9 @@ class PagedKVCache:
     batcher decides who owns a block; the order of the numbers in it is that of the kernel that writes it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, codes: torch.dtype | None = None) -> None:
-        """Numbers are stored as codes of 8 bits, int8 or FP8, or as they are."""
-        self.block_size, self.codes = block_size, codes
+    def __init__(self, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:
+        """`kv_dtype`: int8 for codes; None: the dtype of the keys and values."""
+        self.block_size, self.kv_dtype = block_size, kv_dtype
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mappings: list[Mapping] = []  # on CPUs
@@ -87,7 +87,7 @@ class PagedKVCache:
         return self._layers[index]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        dtype, row = (self.codes, like.shape[3] + SCALE_BYTES) if self.codes else (like.dtype, like.shape[3])
+        dtype, row = (self.kv_dtype, like.shape[3] + SCALE_BYTES) if self.kv_dtype else (like.dtype, like.shape[3])
         size = self.num_blocks, self.block_size, like.shape[1], row
         if like.device.type != "cpu":
             return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
@@ -108,7 +108,7 @@ class PagedAttention:
         self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
-        self._key_scales: dict[nn.Module, Tensor] = {}  # of int8, fixed by the first keys that a module gives
+        self._key_scales: dict[nn.Module, Tensor] = {}  # of codes, fixed by the first keys that a module gives
         self.windows: set[int | None] = set()  # of layers that have called
         self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
         # Of an encoder-decoder: the modules of its encoder, whose keys and values are kept for one layer only, and the
@@ -148,7 +148,7 @@ class PagedAttention:
             kv_cache = self.encoder_cache.layer(0, key, value)
             return self._attend(batch, query, key, value, kv_cache, AttentionParams(scale, None, *others, causal=False))
         kv_cache = self.cache.layer(module.layer_idx, key, value)
-        scales = self._scales_of(module, key) if self.cache.codes == torch.int8 else None
+        scales = self._scales_of(module, key) if self.cache.kv_dtype else None
         own = AttentionParams(*params, key_scales=scales)
         if module in self.cross_modules:
             assert batch.cross is not None
@@ -157,7 +157,7 @@ class PagedAttention:
         return self._attend(batch, query, key, value, kv_cache, own)
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
-        """What the keys of a module are divided by. The precision of FP8 is relative and needs no such scales."""
+        """What the keys of a module are divided by."""
         if module not in self._key_scales:
             self._key_scales[module] = channel_scales(key[0])
         return self._key_scales[module]
@@ -217,22 +217,15 @@ def _triton_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) ->
 
 def _torch_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
     for stored, new in zip(kv_cache, (k, v), strict=True):
-        if is_coded(stored):
-            _as_bytes(stored).flatten(0, 1).index_copy_(0, batch.slot_mapping, _as_bytes(quantize(new, stored.dtype)))
-        else:
-            stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    """FP8 as what PyTorch can index."""
-    return codes.view(torch.uint8)
+        stored.flatten(0, 1).index_copy_(
+            0, batch.slot_mapping, quantize(new) if is_coded(stored) else new.to(stored.dtype)
+        )
 
 
 def _gathered(stored: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks of a cache; what codes stand for is of this dtype."""
-    if not is_coded(stored):
-        return stored.index_select(0, blocks)
-    return dequantize(_as_bytes(stored).index_select(0, blocks).view(stored.dtype), dtype)
+    gathered = stored.index_select(0, blocks)
+    return dequantize(gathered, dtype) if is_coded(stored) else gathered
 
 
 def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:

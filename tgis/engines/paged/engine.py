@@ -121,7 +121,7 @@ class PagedEngine:
             decoder_start_token_id=encoder.outputs.decoder_start_token_id if encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=runner.lora.targets,
-            kv_cache_dtype=self._options.kv_cache_dtype if runner.attention.cache.codes else "auto",
+            kv_cache_dtype=self._options.kv_cache_dtype if runner.kv_dtype else "auto",
         )
 
     def _load_drafter(self) -> Drafter:
@@ -158,14 +158,14 @@ class PagedEngine:
         budget = KVBudget(self._options, device, rows, self._block_size, extra_blocks=extra)
         num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, measure))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
-        self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.codes)
+        self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.kv_dtype)
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all%s",
             num_blocks,
             self._block_size,
             bytes_per_block / self._block_size / 1024,
             num_blocks * bytes_per_block / 2**30,
-            f", in {self._options.kv_cache_dtype}" if self.runner.codes else "",
+            f", in {self._options.kv_cache_dtype}" if self.runner.kv_dtype else "",
         )
         capacity = num_blocks * self._block_size
         self.info = msgspec.structs.replace(

@@ -36,7 +36,7 @@ typedef struct {
     int64_t window;                      /* tokens that a token sees, itself included */
     int64_t bias_row, bias_origin;       /* the column of a token's own key; -1: columns are positions of keys */
     float scale, softcap;                /* softcap: 0 is none */
-    int64_t codes;                       /* of the cache: see attention_codes.h */
+    int64_t is_coded;                    /* whether the cache has codes: see attention_codes.h */
     int64_t causal;                      /* 0: a token sees later ones, too; then there is no window */
     int64_t threads;
 } attention_args;
@@ -76,7 +76,7 @@ static inline int64_t task_queries(const attention_args *args) { return max_i64(
 static int64_t scratch_bytes(const attention_args *args) {
     const int64_t states = 2 * state_vecs(args) * sizeof(f32_vec), q = args->k_size * sizeof(operand_t);
     const int64_t tile = TILE * ((args->k_size + args->v_size) * sizeof(scalar_t) + 2 * sizeof(float));
-    return task_queries(args) * (states + q) + (args->codes ? tile : 2 * PANEL * args->v_size * (int64_t)sizeof(scalar_t));
+    return task_queries(args) * (states + q) + (args->is_coded ? tile : 2 * PANEL * args->v_size * (int64_t)sizeof(scalar_t));
 }
 
 static scratch make_scratch(const attention_args *args, char *memory) {
@@ -85,7 +85,7 @@ static scratch make_scratch(const attention_args *args, char *memory) {
     s.split_states = s.states + task_queries(args) * state_vecs(args);
     s.q = (operand_t *)(s.split_states + task_queries(args) * state_vecs(args));
     s.keys = (scalar_t *)(s.q + task_queries(args) * args->k_size);
-    s.values = s.keys + (args->codes ? TILE * args->k_size : 0);
+    s.values = s.keys + (args->is_coded ? TILE * args->k_size : 0);
     s.scales = (float *)(s.values + TILE * args->v_size);
     return s;
 }
@@ -238,14 +238,14 @@ static void add_widened(
 ) {
     const int64_t at = found->count * PANEL, k_size = args->k_size, v_size = args->v_size;
     const int64_t later = later_slot(args, t, kv_head, token);
-    const char *keys = panel_of(args->k_cache, args->codes, k_size, slot);
-    const char *values = panel_of(args->v_cache, args->codes, v_size, slot);
+    const char *keys = panel_of(args->k_cache, args->is_coded, k_size, slot);
+    const char *values = panel_of(args->v_cache, args->is_coded, v_size, slot);
     found->keys[found->count] = s->keys + at * k_size;
     found->values[found->count] = s->values + at * v_size;
-    const char *later_keys = panel_of(args->k_cache, args->codes, k_size, later);
-    const char *later_values = panel_of(args->v_cache, args->codes, v_size, later);
-    widen_panel(args->codes, keys, k_size / QUAD, PANEL, later_keys, s->keys + at * k_size, s->scales + at);
-    widen_panel(args->codes, values, PANEL / QUAD, v_size, later_values, s->values + at * v_size, s->scales + TILE + at);
+    const char *later_keys = panel_of(args->k_cache, args->is_coded, k_size, later);
+    const char *later_values = panel_of(args->v_cache, args->is_coded, v_size, later);
+    widen_panel(keys, k_size / QUAD, PANEL, later_keys, s->keys + at * k_size, s->scales + at);
+    widen_panel(values, PANEL / QUAD, v_size, later_values, s->values + at * v_size, s->scales + TILE + at);
     for (int64_t i = 0; i < PANEL; i++)
         if (token + i < seen.begin || token + i >= seen.end) s->scales[TILE + at + i] = 0; /* NaN times 0 is NaN */
     found->key_scales = s->scales;
@@ -256,13 +256,13 @@ static void add_widened(
 static panels find_panels(
     const attention_args *args, const task *t, int64_t kv_head, int64_t begin, range seen, scratch *s
 ) {
-    const int has_next = !args->codes && kv_head + 1 < t->kv_head + t->kv_heads;
+    const int has_next = !args->is_coded && kv_head + 1 < t->kv_head + t->kv_heads;
     panels found = {.next_keys = has_next ? args->block_size * args->k_size : 0};
     const int64_t end = min_i64(begin / TILE * TILE + TILE, seen.end);
     for (int64_t token = begin; token < end; token += PANEL, found.count++) {
         const uint32_t size = args->block_size, block = (uint32_t)token / size, in_block = (uint32_t)token % size;
         const int64_t slot = panel_slot(args->kv_heads, size, t->seq->block_table[block], kv_head, in_block);
-        if (args->codes) {
+        if (args->is_coded) {
             add_widened(args, t, kv_head, token, slot, seen, &found, s);
             continue;
         }
@@ -444,7 +444,7 @@ typedef struct {
     const int64_t *slot_mapping; /* [tokens], counted in tokens */
     const float *key_scales;     /* [kv_heads, k_size] or NULL: what keys are divided by */
     int64_t tokens, kv_heads, block_size, k_size, v_size;
-    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, codes, threads;
+    int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride, is_coded, threads;
 } write_args;
 
 /* Where the panel of a new token is. */
@@ -471,7 +471,7 @@ INLINE void scatter(
 
 /* Writes the keys and values of new tokens to their slots in the cache; each head fetches the lines of the next token. */
 void EXPORT(write_kv_cache)(const write_args *args) {
-    const int64_t k_size = args->k_size, v_size = args->v_size, codes = args->codes;
+    const int64_t k_size = args->k_size, v_size = args->v_size, is_coded = args->is_coded;
 #pragma omp parallel for schedule(static) num_threads(args->threads) if (args->tokens >= PARALLEL_TOKENS)
     for (int64_t t = 0; t < args->tokens; t++)
         for (int64_t head = 0; head < args->kv_heads; head++) {
@@ -479,14 +479,14 @@ void EXPORT(write_kv_cache)(const write_args *args) {
             const int64_t next = slot_of(args, min_i64(t + 1, args->tokens - 1), head);
             const scalar_t *k = args->k + t * args->k_token_stride + head * args->k_head_stride;
             const scalar_t *v = args->v + t * args->v_token_stride + head * args->v_head_stride;
-            char *keys = (char *)panel_of(args->k_cache, codes, k_size, slot);
-            char *values = (char *)panel_of(args->v_cache, codes, v_size, slot);
-            const char *next_keys = panel_of(args->k_cache, codes, k_size, next);
-            if (codes) {
+            char *keys = (char *)panel_of(args->k_cache, is_coded, k_size, slot);
+            char *values = (char *)panel_of(args->v_cache, is_coded, v_size, slot);
+            const char *next_keys = panel_of(args->k_cache, is_coded, k_size, next);
+            if (is_coded) {
                 uint8_t new_keys[k_size], new_values[v_size];
                 const float *scales = args->key_scales ? args->key_scales + head * k_size : NULL;
-                *scale_of(keys, k_size, at) = quantize(codes, k, k_size, scales, new_keys);
-                *scale_of(values, v_size, at) = quantize(codes, v, v_size, NULL, new_values);
+                *scale_of(keys, k_size, at) = quantize(k, k_size, scales, new_keys);
+                *scale_of(values, v_size, at) = quantize(v, v_size, NULL, new_values);
                 scatter(1, QUAD, args, at, new_keys, new_values, keys, values, next_keys);
             } else scatter(sizeof *k, PAIR, args, at, k, v, keys, values, next_keys);
         }
