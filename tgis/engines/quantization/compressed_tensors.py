@@ -174,8 +174,8 @@ def _activations(tensors: LayerTensors, inputs: _Inputs | None) -> ActivationCod
     if inputs is None or inputs.type == "float":
         return None
     if inputs.dynamic:
-        return ActivationCodes(per_group=False, steps=_STEPS)
+        return ActivationCodes(per_block=False, steps=_STEPS)
     scale = tensors.numbers("input_scale", (1, 1), (1, 1)).item()
     if not 0 < scale < math.inf:
         raise StartError(f"{tensors.name}: input_scale is {scale}")
-    return ActivationCodes(per_group=False, steps=_STEPS, scale=scale)
+    return ActivationCodes(per_block=False, steps=_STEPS, scale=scale)

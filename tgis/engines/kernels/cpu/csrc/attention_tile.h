@@ -23,8 +23,6 @@
 #define GEMM_COLUMNS 2
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Panels of one KV head. Unseen values are 0, unseen keys anything. */
 typedef struct {
     const scalar_t *keys[TILE_PANELS], *values[TILE_PANELS];
