@@ -14,7 +14,6 @@ from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, Activation
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _HALF_BLOCK = 16  # inputs, as there: the size of a group is a multiple
-_ROUNDING = 2e-3  # relative to the largest value: values halfway between two codes may be rounded either way
 _MAX_INPUTS = 1 << 16  # the sum of their products fits in 32 bits
 _KINDS = {id(INT4): (0, "int4"), id(INT8): (1, "int8"), id(E4M3): (2, "fp8")}  # as in codes.h, and for the log
 
@@ -122,8 +121,8 @@ def has_kernel(weight: QuantizedWeight) -> bool:
 
 def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> bool:
     """Whether the kernel is right for weights like this one."""
-    gemm, tolerance = QuantizedGemm(sample, kernels, dtype), _ROUNDING if sample.activations else 0
-    return is_right(gemm, sample.dequantized(), dtype, sample.fake_quantized, tolerance)
+    fake_quantized = sample.fake_quantized if sample.activations else None
+    return is_right(QuantizedGemm(sample, kernels, dtype), sample.dequantized(), dtype, fake_quantized)
 
 
 def stored(weight: QuantizedWeight) -> QuantizedWeight:
