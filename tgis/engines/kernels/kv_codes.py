@@ -11,7 +11,7 @@ from tgis.errors import StartError
 
 SCALE_BYTES = 4
 _LARGEST = 127.0  # of the codes
-_TINY = 1e-30  # as in attention_codes.h: smaller numbers are 0
+_TINY = 1e-30  # as in kv_cache.c: smaller values are 0
 _MAX_RATIO = 256.0  # of constants: a channel that is small at first may grow later
 
 
