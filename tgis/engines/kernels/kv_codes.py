@@ -24,7 +24,7 @@ def kv_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
 
 def is_coded(stored: Tensor) -> bool:
     """Whether keys or values are stored as codes: [..., size + SCALE_BYTES]."""
-    return stored.dtype == torch.int8
+    return bool(stored.dtype == torch.int8)
 
 
 def head_size(stored: Tensor) -> int:

@@ -39,7 +39,7 @@ class PlacedAdapters:
 
 
 class LoraLayers:
-    """The linear layers of a model, which adapters change inside `applied` and `using`; none if the model is None."""
+    """The linear layers of a model, which adapters change inside `applied` and `using`; no layers without a model."""
 
     def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None, min_columns: int = 0) -> None:
         """If the bank has `min_columns`, passes can be captured, and replayed with other adapters."""
@@ -72,7 +72,7 @@ class LoraLayers:
         return self.columns(adapters)
 
     def columns(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
-        """The first column of each of these adapters, which have all been placed last; nothing if all are None."""
+        """The first column of each adapter, all of which the last `place` had; nothing if all are None."""
         return self._bank.first_columns(adapters) if any(adapters) else []
 
     def placed(self, first_columns: Tensor) -> PlacedAdapters | None:

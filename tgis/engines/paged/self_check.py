@@ -232,8 +232,8 @@ def _record_attention(model: PreTrainedModel, attention: PagedAttention) -> list
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own = AttentionInterface().get_interface(implementation, eager)
-        output, weights = own(module, query, key, value, attention_mask, **arguments)
+        attend = AttentionInterface().get_interface(implementation, eager)
+        output, weights = attend(module, query, key, value, attention_mask, **arguments)
 
         def repeat(chunk: slice) -> Tensor:
             q, k, v = (states[:, :, chunk] for states in (query, key, value))

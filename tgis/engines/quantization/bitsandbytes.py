@@ -31,4 +31,4 @@ class BitsAndBytesFormat:
         if "weight_format" in tensors and tensors["weight_format"].any():
             raise StartError(f"{tensors.name}: the weight is not stored in rows")
         codes, shape = tensors.codes(torch.int8), self.shape(tensors)
-        return QuantizedWeight(codes, INT8, tensors.numbers("SCB", shape, (1, shape[1])) / 127)
+        return QuantizedWeight(codes, INT8, tensors.row_values("SCB", shape, (1, shape[1])) / 127)

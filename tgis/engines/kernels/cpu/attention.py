@@ -74,7 +74,7 @@ class CpuAttention:
         assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         args = _WriteArgs(
-            *(each.data_ptr() for each in (k, v, k_cache, v_cache, slot_mapping)),
+            *(tensor.data_ptr() for tensor in (k, v, k_cache, v_cache, slot_mapping)),
             None if key_scales is None else key_scales.data_ptr(),
             *(len(k), k.shape[1], k_cache.shape[1], k.shape[2], v.shape[2]),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -93,10 +93,11 @@ class CpuAttention:
         bias = params.bias
         v_size = head_size(v_cache)
         output = q.new_empty(*q.shape[:2], v_size)
-        pointers = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), output.data_ptr(), sequences.data_ptr()
+        pointers = (x.data_ptr() for x in (q, k_cache, v_cache, output, sequences))
+        optional = (None if x is None else x.data_ptr() for x in (sinks, bias, params.key_scales))
         _, block_size, kv_heads, _ = k_cache.shape
         args = _AttentionArgs(
-            *(*pointers, *(None if each is None else each.data_ptr() for each in (sinks, bias, params.key_scales))),
+            *(*pointers, *optional),
             *(len(sequences), q.stride(0), q.stride(1), q.shape[2], v_size),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
             *(0 if bias is None else bias.stride(0), -1 if params.bias_origin is None else params.bias_origin),

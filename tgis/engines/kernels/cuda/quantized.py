@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Linear layers with quantized weights in Triton: one kernel for all codes, groups and numbers of rows.
+"""Linear layers with quantized weights in Triton: one kernel for all codes, groups and batch sizes.
 
 A program computes a tile of outputs for a tile of rows. It widens codes to the dtype of the activations in registers,
 and accumulates in float32. Numbers that a weight wants in 8 bits are rounded to these before, and stay in their dtype.
@@ -182,7 +182,7 @@ def _product(
 def _round(
     y: tl.tensor, x: tl.tensor, k: tl.tensor, most: tl.tensor, steps: tl.tensor, span: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Round a row of k numbers as ActivationCodes do; `most` takes the place of the largest of `span` numbers."""
+    """Round a row of k values as ActivationCodes do; `most` takes the place of the largest of `span` values."""
     column = tl.arange(0, block)
     place = tl.program_id(0).to(tl.int64) * k + column
     number = tl.reshape(tl.load(x + place, mask=column < k, other=0.0).to(tl.float32), [block // span, span])
