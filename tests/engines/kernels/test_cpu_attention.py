@@ -230,7 +230,8 @@ def test_codes_of_a_token_depend_on_no_other_token(kernel: CpuAttention, dtype: 
         caches.append([torch.zeros(5, 32, 3, each.shape[2] + SCALE_BYTES, dtype=torch.int8) for each in states])
         for part in parts:
             k, v = (each[part] for each in states)
-            kernel.write_kv_cache(k, v, *caches[-1], slots[part])
+            keys, values = caches[-1]
+            kernel.write_kv_cache(k, v, keys, values, slots[part])
     assert all(torch.equal(*each) for others in caches[1:] for each in zip(caches[0], others, strict=True))
     written = [int(each.count_nonzero()) for each in caches[0]]
     assert all(0.9 * 40 * 3 * size < count <= 40 * 3 * size for count, size in zip(written, (20, 52), strict=True))
