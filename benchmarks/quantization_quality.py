@@ -33,7 +33,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
     "KV int8": {"kv_cache_dtype": "int8"},
-    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 
 

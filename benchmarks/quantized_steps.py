@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8", "quantize_logits": True},
     "int4": {"quantize": "int4", "quantize_logits": True},
     "KV int8": {"kv_cache_dtype": "int8"},
-    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 LOADS = ((1, 130), (8, 130), (32, 130), (1, 2000), (8, 2000))  # sequences, and tokens of each
 STEPS, PLAIN = 12, "plain"

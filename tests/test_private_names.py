@@ -14,9 +14,11 @@ ROOT = REPOSITORY / "tgis"
 # Engines patch and record what torch and transformers do inside, each in its own place.
 FILES = {
     "torch and transformers": [
-        "engines/kernels/cpu/fused_ops.py",
+        "engines/kernels/cpu/activations.py",
         "engines/kernels/cpu/gemm.py",
         "engines/kernels/cpu/recording.py",
+        "engines/kernels/cpu/rotary.py",
+        "engines/kernels/cpu/softcap.py",
         "engines/loading/loader.py",
         "engines/padded/attention.py",
         "engines/paged/attention_hooks.py",

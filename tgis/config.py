@@ -60,7 +60,8 @@ DTYPE = choice(
 )  # fmt: skip
 FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
-KV_CACHE_DTYPE = choice("auto", "int8", "fp8", "bfloat16", aliases={"fp8_e4m3": "fp8"})
+KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
+FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"  # of vLLM
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
@@ -178,8 +179,7 @@ class Config:
         BATCHES, integer(0), "most decode steps before waiting requests get a prefill", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "memory estimate: auto (profile at start), off (KV cache only), manual (trust the limits)", "auto")
-    verify_start: bool = option(BATCHES, BOOLEAN, "profile memory again, ignoring cached results", False)
+        "memory estimate: auto (the largest step), off (KV cache only), manual (trust the limits)", "auto")
     batch_safety_margin: int | None = option(
         BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
     cuda_process_memory_fraction: float = option(
@@ -189,7 +189,8 @@ class Config:
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 or fp8 (tgis_native on CPUs); auto: DTYPE", "auto")
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 (tgis_native on CPUs); auto: DTYPE", "auto",
+        nearest_values=dict.fromkeys(FP8_KV_CACHE, "int8"))
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(
@@ -292,7 +293,7 @@ class Config:
         CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; torchrun takes it: then the next one is used",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
-        CLUSTER, PATH, "file with the shared secret of the nodes, at least 16 bytes", None)
+        CLUSTER, PATH, "file that tells this cluster from others, the same on all nodes", None)
     cluster_interface: str | None = option(
         CLUSTER, TEXT, "network interface for collectives (gloo, NCCL)", None,
         shown_default="that of the connection to node 0")

@@ -139,6 +139,14 @@ CALL: Any = SimpleNamespace(
         ),
         ({"temperature": 0, "allowed_token_ids": []}, {"allowed_token_ids": ()}),  # refused
         ({"temperature": 0, "guided_regex": "a"}, {"grammar": GrammarSpec(GrammarKind.REGEX, "a")}),
+        ({"temperature": 0, "guided_json": {}}, {"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")}),
+        *(
+            (
+                {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"schema": {}} | strict}},
+                {"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, "{}", exact=bool(strict))},
+            )
+            for strict in ({}, {"strict": True})
+        ),
     ],
 )
 def test_openai(body: dict[str, Any], expected: dict[str, Any]) -> None:

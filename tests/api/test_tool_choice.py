@@ -21,7 +21,7 @@ from tgis.api.openai.tool_calls import (
     complete_calls,
 )
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
-from tgis.errors import InvalidRequest
+from tgis.errors import GrammarError, InvalidRequest
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher
 
@@ -177,3 +177,15 @@ def test_words_in_a_schema_mean_nothing() -> None:
     tools = [{"function": {"name": "book", "parameters": closed(seats=INTEGER) | {"description": description}}}]
     matcher = compiled(HERMES, request(tools=tools, tool_choice="required"))
     assert accepts(matcher, f"<tool_call>\n{BOOK_1}\n</tool_call>") is True
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_of_is_exact_in_strict_functions(strict: bool) -> None:
+    schema = closed(seats={"oneOf": [INTEGER, {"type": "number"}]})
+    tools = [{"function": {"name": "book", "parameters": schema, "strict": strict}}]
+    body = request(tools=tools, tool_choice="required")
+    if strict:
+        with pytest.raises(GrammarError, match=r"^oneOf at #/properties/seats: .* in tools\[0\].function.parameters$"):
+            compiled(HERMES, body)
+    else:
+        assert accepts(compiled(HERMES, body), f"<tool_call>\n{BOOK_1}\n</tool_call>") is True

@@ -27,6 +27,17 @@ def generated(batcher: Batcher, the_request: Request, tokens: list[int], now: fl
     return plan.seqs[0]
 
 
+def test_blocks_are_used_again_before_others_are_touched() -> None:
+    batcher = Batcher(limits(160, padded=False, block_size=16), ())
+    assert batcher.touched_share == 0
+    for number in range(3):
+        generated(batcher, request(number, 40, max_new=3), [7] * 3)
+    assert batcher.touched_share == 3 / 10  # 43 tokens
+    assert not batcher.plan(0.0).seqs
+    batcher.forget_cached_prefixes()
+    assert batcher.touched_share == 0
+
+
 IGNORE_EOS = SamplingParams(ignore_eos=True)
 STOP_TOKENS = SamplingParams(ignore_eos=True, stop_token_ids=(6, 5), min_new_tokens=3)
 

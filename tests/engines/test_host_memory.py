@@ -3,14 +3,14 @@
 That nothing waits for copies to a device and back shows on a GPU only: test_async_decode_gpu.py.
 """
 
-import mmap
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from tgis.engines.host_memory import Mapping
+from tgis.engines.host_memory import HugePageBuffer
+from tgis.engines.memory.available import PROCESS, read_proc_bytes
 from tgis.engines.paged.attention import PagedKVCache
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def flags_at(address: int) -> set[str]:
 
 @pytest.mark.skipif(not SETTING.exists(), reason="a kernel without transparent huge pages")
 def test_the_kernel_is_asked_for_huge_pages() -> None:
-    x = Mapping(6 << 20, 0.75).bytes
+    x = HugePageBuffer(6 << 20, 0.75).bytes
     assert x.data_ptr() % PAGE == 0.75 * PAGE
     assert "hg" in flags_at(x.data_ptr())
     assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
@@ -49,12 +49,12 @@ def test_layers_reach_new_pages_in_different_steps() -> None:
 
 
 def test_memory_is_real_where_it_has_been_written() -> None:
-    mapping = Mapping(64 << 20)
-    assert mapping.resident_bytes == 0
-    mapping.bytes[:: 1 << 20][:20] = 7  # the first 20 MiB, at least a page of each
-    assert 20 * mmap.PAGESIZE <= mapping.resident_bytes <= 20 << 20
-    mapping.clear()
-    assert mapping.resident_bytes == 0
-    assert not mapping.bytes.any()
+    before = read_proc_bytes(PROCESS / "status", "VmRSS")
+    buffer = HugePageBuffer(256 << 20)
+    buffer.bytes[: 64 << 20] = 7
+    assert read_proc_bytes(PROCESS / "status", "VmRSS") - before == pytest.approx(64 << 20, rel=0.2)
+    buffer.clear()
+    assert read_proc_bytes(PROCESS / "status", "VmRSS") - before < 10 << 20
+    assert not buffer.bytes.any()
     with pytest.raises(torch.OutOfMemoryError, match="Cannot allocate"):
-        Mapping(1 << 60)
+        HugePageBuffer(1 << 60)

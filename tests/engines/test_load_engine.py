@@ -17,7 +17,7 @@ from tiny_models import make_model, tgis_warnings
 
 from tgis.engines import load_engine
 from tgis.engines.base import Engine
-from tgis.engines.kernels.kv_codes import codes_of
+from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -71,8 +71,8 @@ def test_codes_in_the_kv_cache_are_refused_where_they_have_no_effect(
 ) -> None:
     with pytest.raises(StartError, match=f"^{refusal}"):
         load(models[model], **{"kv_cache_dtype": "int8"} | changes)
-    with pytest.raises(StartError, match=r"^KV_CACHE_DTYPE=fp8 works on CPUs only, not on cuda$"):
-        codes_of("fp8", torch.device("cuda"))
+    with pytest.raises(StartError, match=r"^KV_CACHE_DTYPE=int8 works on CPUs only, not on cuda$"):
+        kv_dtype_of("int8", torch.device("cuda"))
 
 
 def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

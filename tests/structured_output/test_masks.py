@@ -274,9 +274,8 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
 def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
     matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
     masks, blocker = MaskThreads(), threading.Event()
-    matcher.quick = False
     for _ in range(2):
-        masks._slow.submit(blocker.wait)
+        masks._pool.submit(blocker.wait)
     masks.prepare([(matcher, [ord("a") + 1])])
     assert not matcher.ready
     masks.close()

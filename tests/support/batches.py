@@ -45,7 +45,6 @@ def engine_options(model: Path, max_batch_size: int = 4, **changes: Any) -> Engi
         "json_output": False,
         "cache_dir": CACHE_DIR,
         "cpu_isa": CPU_ISA,
-        "verify_start": True,
     }
     return EngineOptions(**values | changes)
 
@@ -125,8 +124,8 @@ def check_pool(pool: BlockPool) -> None:
     """Assert that every block is in one state only, and that hashes lead back to their blocks."""
     free, evictable, used = set(pool._free_blocks), set(pool._evictable), set(pool._ref_counts)
     assert len(free) == len(pool._free_blocks)
-    assert len(free) + len(evictable) + len(used) == pool._first_untouched <= pool.num_blocks
-    assert free | evictable | used == set(range(pool._first_untouched))
+    assert len(free) + len(evictable) + len(used) == pool.num_touched <= pool.num_blocks
+    assert free | evictable | used == set(range(pool.num_touched))
     assert min(pool._ref_counts.values(), default=1) > 0
     assert evictable <= set(pool._hashes) <= evictable | used
     assert {block_hash: block for block, block_hash in pool._hashes.items()} == pool._cached_blocks

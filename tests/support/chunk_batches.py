@@ -7,14 +7,14 @@ from attention_oracle import reference_attention
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
-from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 
 BLOCK = 16
 
 
 @dataclass
 class ChunkedBatch:
-    batch: FlatBatch
+    batch: AttentionMetadata
     q: Tensor
     k: Tensor
     v: Tensor
@@ -72,5 +72,5 @@ def chunk_batch(
         start += count
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     lengths = torch.ones(2, dtype=torch.int64, device=device)
-    batch = FlatBatch(nothing, nothing, nothing, lengths[:, None], lengths, chunks, nothing, [])
+    batch = AttentionMetadata(nothing, lengths[:, None], lengths, chunks)
     return ChunkedBatch(batch, q, k, v, layer, contexts)

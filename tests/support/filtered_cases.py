@@ -41,6 +41,8 @@ CASES = {
     "the longest list": Case(1000, 256, top_p=0.95, temperature=1.5),
     "the lowest temperature": Case(300, 16, top_k=4, temperature=1e-30),
     "excluded tokens": Case(40, 16, top_k=9, top_p=0.9, special=-torch.inf),
+    "more than a list can have": Case(700, 32, top_k=400, top_p=0.9, steps=0.5),
+    "all equal": Case(500, 16, top_k=40, top_p=0.7, top_n=2, steps=100.0),
     "no number": Case(40, 16, top_k=9, special=torch.nan),
 }
 
@@ -70,5 +72,7 @@ def changed(case: Case, device: str) -> float:
     arguments = inputs(case, device)
     found, expected = (draw(*arguments).cpu() for draw in (_triton_draw_filtered, draw_filtered))
     is_other = ~torch.isclose(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
-    is_other[expected[:, 1] == 2.0, :1] = is_other[expected[:, 1] == 2.0, 2:] = False
+    width = expected.shape[1] // 2 - 2
+    is_other[:, 5:] &= (torch.arange(width) < expected[:, 4:5]).repeat(1, 2)  # the others are not reported
+    is_other[expected[:, 1] == 1.0, :1] = is_other[expected[:, 1] == 1.0, 2:] = False
     return float(is_other.any(-1).double().mean())

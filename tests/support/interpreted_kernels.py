@@ -55,6 +55,8 @@ CORNERS = {
     "no power of two",
     "the lowest temperature",
     "excluded tokens",
+    "more than a list can have",
+    "all equal",
     "no number",
 }
 

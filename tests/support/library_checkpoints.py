@@ -13,7 +13,6 @@ from typing import Any
 
 import bitsandbytes.functional as bnb
 import torch
-from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
@@ -81,26 +80,11 @@ def compressed(x: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return tensors, {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
 
 
-def in_bits(tensors: dict[str, torch.Tensor], name: str, inputs: int, nested: bool, **how: Any) -> None:
-    codes, state = bnb.quantize_4bit(torch.randn(OUTPUTS, inputs), compress_statistics=nested, **how)
-    largest = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset if nested else state.absmax
-    # of any device: that for CPUs is wrong for blocks that are longer than a row
-    found = _dequantize_4bit_compute(codes.flatten(), largest, state.code, state.blocksize, state.shape, torch.float32)
-    tensors[f"expected/{name}"] = found
-    tensors[f"{name}.weight"] = codes
-    tensors |= {f"{name}.weight.{key}": value for key, value in state.as_dict(packed=True).items()}
-
-
 def bitsandbytes() -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    in_bits(tensors, "nf4", 64, nested=False, quant_type="nf4", blocksize=64)
-    in_bits(tensors, "nf4_nested", 72, nested=True, quant_type="nf4", blocksize=64)  # blocks go on in the next row
-    in_bits(tensors, "nf4_wide", 64, nested=False, quant_type="nf4", blocksize=256)
-    in_bits(tensors, "nf4_odd", 37, nested=False, quant_type="nf4", blocksize=32)
-    in_bits(tensors, "fp4", 128, nested=True, quant_type="fp4", blocksize=64)
     codes, scale, _ = bnb.int8_vectorwise_quant(torch.randn(OUTPUTS, INPUTS, dtype=torch.float16))
-    tensors["expected/int8"] = bnb.int8_vectorwise_dequant(codes, scale).float()
-    return tensors | {"int8.weight": codes, "int8.SCB": scale, "int8.weight_format": torch.tensor(0).byte()}
+    expected = bnb.int8_vectorwise_dequant(codes, scale).float()
+    stored = {"int8.weight": codes, "int8.SCB": scale, "int8.weight_format": torch.tensor(0).byte()}
+    return stored | {"expected/int8": expected}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import msgspec
 from batches import engine_options
 
 from tgis.engines import describe_memory, load_engine
+from tgis.engines.memory.profiler import profile
+from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.memory import trim_heap
 
@@ -35,6 +37,7 @@ def start(changes: dict[str, Any]) -> dict[str, Any]:
     trim_heap()
     log.truncate(0)
     lines = describe_memory(options)
+    PagedEngine._step_bytes = lambda engine: profile(engine, options, engine.runner.device)  # as on a GPU
     info = load(options)
     paths = filter(None, (options.model_path, options.speculator_path))
     files = [sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) for path in paths]

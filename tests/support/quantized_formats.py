@@ -2,7 +2,6 @@
 that share no code with the readers.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -20,12 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from tgis.engines.loading import loader
 
 Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # a weight -> its tensors, and what they stand for
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-FP4 = tuple(sign * each / 12 for sign in (1, -1) for each in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 
 
 def numbers(shape: Any, low: float, high: float) -> np.ndarray:
@@ -104,39 +97,6 @@ def e4m3_value(code: int) -> float:
     exponent, fraction = code >> 3 & 15, (code & 7) / 8
     value = 2.0 ** (exponent - 7) * (1 + fraction) if exponent else 2.0**-6 * fraction
     return -value if code > 127 else value
-
-
-def in_4_bits(kind: str, block: int, *, nested: bool = False) -> Quantize:
-    """bitsandbytes' NF4 and FP4, with blocks of the flat weight."""
-
-    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        outputs, inputs = weight.shape
-        count, table = outputs * inputs, NF4 if kind == "nf4" else FP4
-        codes, blocks = np.random.default_rng(inputs).integers(0, 16, count), -(-count // block)
-        state = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [outputs, inputs]}
-        absmax = numbers(blocks, 0.1, 0.3)
-        tensors = {
-            "weight": torch.tensor([[int(codes[i]) << 4 | int(codes[i + 1])] for i in range(0, count, 2)]).byte(),
-            "weight.absmax": torch.from_numpy(absmax),
-            "weight.quant_map": torch.tensor(table),
-        }
-        if nested:
-            of_bytes, scales = np.sort(numbers(256, -0.1, 0.1)), numbers(-(-blocks // 256), 0.5, 1)
-            stored = np.random.default_rng(1).integers(0, 256, blocks)
-            for i in range(blocks):
-                absmax[i] = float(of_bytes[stored[i]]) * float(scales[i // 256]) + 0.2
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.2}
-            tensors |= {
-                "weight.absmax": torch.from_numpy(stored).byte(),
-                "weight.nested_absmax": torch.from_numpy(scales),
-                "weight.nested_quant_map": torch.from_numpy(of_bytes),
-            }
-        described = list(json.dumps(state).encode())
-        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(described).byte()
-        expected = [table[int(codes[i])] * float(absmax[i // block]) for i in range(count)]
-        return tensors, torch.tensor(expected, dtype=torch.float64).view(outputs, inputs)
-
-    return quantize
 
 
 def rounded(x: Tensor, scale: float | None = None) -> Tensor:
@@ -244,7 +204,7 @@ GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "stra
 CHANNELS: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS: dict[str, Any] = CHANNELS | {"strategy": "token", "dynamic": True}
 E4M3: dict[str, Any] = CHANNELS | {"type": "float"}
-BITSANDBYTES: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BITSANDBYTES: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": False}
@@ -285,9 +245,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
         in_bytes(20, 24, "weight_scale_inv"),
     ),
     "fp8 by AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, in_bytes(None, None, "weight_scale")),
-    "bitsandbytes, int8": (BITSANDBYTES | {"load_in_4bit": False}, in_bytes(1, None, "SCB", e4m3=False)),
-    "bitsandbytes, nf4": (BITSANDBYTES, in_4_bits("nf4", 64, nested=True)),
-    "bitsandbytes, fp4": (BITSANDBYTES, in_4_bits("fp4", 32)),
+    "bitsandbytes, int8": (BITSANDBYTES, in_bytes(1, None, "SCB", e4m3=False)),
 }
 
 

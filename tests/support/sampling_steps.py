@@ -1,31 +1,17 @@
 """One sampling step of a batch, its result by row."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.sampling import logits_processors, logprobs, sampler
 from tgis.engines.sampling.draws import SamplingOps
 from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import TokenLogprobs
 
 PLAIN_OPS = SamplingOps()
-
-
-@contextmanager
-def short_lists() -> Iterator[None]:
-    """Lists of best tokens so short that what the device takes for a row's token is often not the one."""
-    with (
-        mock.patch.multiple(logprobs, _MIN_CANDIDATES=2, _MAX_CANDIDATES=2, _TIE_MARGIN=0, _RETRY_GROWTH=2),
-        mock.patch.object(logits_processors, "_MAX_TOPK", 9),
-        mock.patch.object(sampler, "_TOP_P_CANDIDATES", 2),
-    ):
-        yield
 
 
 class Sampled(NamedTuple):
@@ -41,8 +27,10 @@ def sample_batch(
     eos: Iterable[int] = (),
     ops: SamplingOps = PLAIN_OPS,
 ) -> Sampled:
-    """By a new sampler; `histories` are the tokens that repetition penalties apply to."""
-    by_seq = {id(seq): history for seq, history in zip(seqs, histories, strict=True)}
+    """By a new sampler; repetition penalties apply to the `histories` and the outputs."""
+    by_seq = {
+        id(seq): [*history, *seq.tokens[seq.prompt_length :]] for seq, history in zip(seqs, histories, strict=True)
+    }
     made = BatchSampler(logits.shape[1], eos, torch.device("cpu"), lambda seq: by_seq[id(seq)], ops)
     return by_row(made.sample_and_wait(seqs, logits.clone()), seqs)
 

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from tgis.engines.sampling.logprobs import RowState
-
 INF, NAN = float("inf"), float("nan")
 ROWS = {
     "one token": [[0.5]],
@@ -43,12 +41,12 @@ def wrong_choices(values: Tensor) -> int:
     from tgis.engines.kernels.cuda.sampling import best_token_table
 
     wrong = 0
-    for row, (token, state, *others) in zip(values.cpu(), best_token_table(values).tolist(), strict=True):
+    for row, (token, is_invalid, *others) in zip(values.cpu(), best_token_table(values).tolist(), strict=True):
         maximum = row.max()
         if maximum.isfinite():
-            wrong += [token, state, *others] != [row.tolist().index(maximum.item()), RowState.EXACT, 0, 0, 0]
+            wrong += [token, is_invalid, *others] != [row.tolist().index(maximum.item()), 0, 0, 0, 0]
         else:
-            wrong += state != RowState.INVALID or token not in range(len(row))
+            wrong += is_invalid != 1 or token not in range(len(row))
     return wrong
 
 

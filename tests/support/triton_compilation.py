@@ -28,6 +28,7 @@ KERNELS = {
         "_prefill_attention",
         "_gumbel_max_block",
         "_filtered_draw",
+        "_searched_draw",
         "_best_token",
     ),
     *("_write_token", "_product", "_round"),
@@ -95,9 +96,9 @@ def build_draw(case: gumbel_max_cases.Case, capability: int) -> tuple[int, int, 
     return build(sampling, "_gumbel_max_block", capability, run)
 
 
-def build_filtered_draw(case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
+def build_filtered_draw(name: str, case: filtered_cases.Case, capability: int) -> tuple[int, int, int]:
     run = partial(draws._triton_draw_filtered, *filtered_cases.inputs(case, "cpu"))
-    return build(sampling, "_filtered_draw", capability, run)
+    return build(sampling, name, capability, run)
 
 
 def build_argmax(capability: int) -> tuple[int, int, int]:
@@ -126,7 +127,9 @@ def main() -> None:
     builds |= {f"{name}, prefill": build_prefill(case, 90) for name, case in prefills.items()}
     builds["Gemma on sm_86, prefill"] = build_prefill(prefills["Gemma"], 86)
     builds["a draw"] = build_draw(gumbel_max_cases.CASES["bfloat16"], 80)
-    builds["a filtered draw"] = build_filtered_draw(filtered_cases.CASES["top_k and top_p"], 80)
+    case = filtered_cases.CASES["top_k and top_p"]
+    builds["a filtered draw"] = build_filtered_draw("_filtered_draw", case, 80)
+    builds["a searched draw"] = build_filtered_draw("_searched_draw", case, 80)
     builds["an argmax"], builds["a write"] = build_argmax(80), build_write(80)
     for name, rows in (("int8", 1), ("int4, plain activations", 16), ("fp8 of 128", 64), ("int4 of 128 in order", 512)):
         for capability in (86, 90):

@@ -172,6 +172,12 @@ class Batcher:
         if self._block_manager:
             self._block_manager.forget_cached_prefixes()
 
+    @property
+    def touched_share(self) -> float:
+        """The share of the KV blocks that have been used since the prefixes were forgotten."""
+        pool = self._block_manager.pool if self._block_manager else None
+        return pool.num_touched / pool.num_blocks if pool else 0.0
+
     def take_counters(self) -> BatcherCounters:
         """The counts since the last call."""
         taken, self._counters = self._counters, BatcherCounters()

@@ -17,7 +17,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._first_untouched = 0  # blocks from here on have never been used
+        self.num_touched = 0  # blocks from here on have never been used
         self._free_blocks: list[int] = []  # a heap: memory is real where the low numbers are
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._ref_counts: dict[int, int] = {}
@@ -87,9 +87,9 @@ class BlockPool:
     def _allocate_one(self) -> int:
         if self._free_blocks:
             return heappop(self._free_blocks)
-        if self._first_untouched < self.num_blocks:
-            self._first_untouched += 1
-            return self._first_untouched - 1
+        if self.num_touched < self.num_blocks:
+            self.num_touched += 1
+            return self.num_touched - 1
         block, _ = self._evictable.popitem(last=False)
         del self._cached_blocks[self._hashes.pop(block)]
         return block

@@ -114,8 +114,6 @@ class StepPlan:
     to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
     proposals: Mapping[int, list[int]] = field(default_factory=dict)  # by request id; may follow its newest token
     drafts: Mapping[int, int] = field(default_factory=dict)  # by request id: tokens that the engine may draft
-    # Request ids, if ranks share a model: `StepResult.replaced` of the first rank's last step, all if that has failed.
-    replaced: Collection[int] = ()
 
     @property
     def num_prefill_tokens(self) -> list[int]:

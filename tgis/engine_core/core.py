@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tgis.batcher.batcher import PAUSED_STEPS, Batcher
 from tgis.batcher.capacity import padded_tokens
@@ -124,14 +124,13 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, result: StepResult, started_at: float, computed_at: float) -> None:
         make_stats = _observe(plan, self.batcher, padded=self.engine.info.padded)
-        verified = result.verified
         if result.failed:
             plan, result = self._drop_failed(plan, result)
-        tokens = self.batcher.commit(plan, result.tokens, computed_at, verified)
+        tokens = self.batcher.commit(plan, result.tokens, computed_at, result.verified)
         stats = make_stats(started_at, computed_at)
         self._send_prompt_logprobs(plan.sampled, result.prompt_logprobs)
         ids, stop_reasons = [seq.id for seq in plan.sampled], [seq.stop_reason for seq in plan.sampled]
-        logprobs = [own[: len(new)] for own, new in zip(result.logprobs, tokens, strict=False)]
+        logprobs = [details[: len(new)] for details, new in zip(result.logprobs, tokens, strict=False)]
         self.channel.send(Step(ids, tokens, stop_reasons, logprobs, stats))
         self.masks.prepare(
             (seq.grammar, seq.tokens[seq.prompt_length :])
@@ -144,8 +143,10 @@ class EngineCore:
         self.batcher.drop([seq for seq in plan.seqs if seq.id in result.failed])
         for request_id, (kind, reason) in result.failed.items():
             self.channel.send(Failed([request_id], kind, reason))
-        rest = plan.without(result.failed)
-        return rest, StepResult.gather(rest.sampled, [(plan.sampled, result)])
+        kept = [index for index, seq in enumerate(plan.sampled) if seq.id not in result.failed]
+        tokens = [result.tokens[index] for index in kept]
+        logprobs = [result.logprobs[index] for index in kept] if result.logprobs else []
+        return plan.without(result.failed), replace(result, tokens=tokens, logprobs=logprobs)
 
     def _send_prompt_logprobs(self, seqs: list[Sequence], prompt_logprobs: dict[int, list[TokenLogprobs]]) -> None:
         """Send prompt logprobs in messages of a bounded size, since the front end handles one message at a time."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits, check_max_sequence_length
@@ -56,10 +57,10 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     """Load the engine and serve; `received` are the messages after the options, the vocabulary or none yet."""
     engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
-    channel.resident_cache_bytes = lambda: engine.resident_cache_bytes
     limits = batch_limits(options, engine.info)
     check_max_sequence_length(limits.max_request_tokens, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
+    channel.resident_cache_bytes = partial(_resident_cache_bytes, engine.info, batcher)
     return_unused_memory()
     gc.freeze()  # the collector need not look at what has been loaded
     lookups = LookupTable(channel.send)
@@ -78,6 +79,11 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()
     lookups.close()
     engine.close()
+
+
+def _resident_cache_bytes(info: EngineInfo, batcher: Batcher) -> int:
+    """Bytes of the KV cache of all ranks that take memory: on CPUs those of blocks that have been used."""
+    return int(info.kv_cache_bytes * (batcher.touched_share if info.device == "cpu" else 1))
 
 
 def main() -> int:

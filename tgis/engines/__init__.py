@@ -106,9 +106,8 @@ def _load_or_fall_back(options: EngineOptions, load: Callable[[str, EngineOption
 
 
 def _check_kv_cache_dtype(options: EngineOptions, name: str, reason: str = "") -> None:
-    asked = options.kv_cache_dtype
-    if asked in ("int8", "fp8") and name != "tgis_native":
-        raise StartError(f"KV_CACHE_DTYPE={asked} works with tgis_native only, not with {name}{reason}")
+    if options.kv_cache_dtype == "int8" and name != "tgis_native":
+        raise StartError(f"KV_CACHE_DTYPE=int8 works with tgis_native only, not with {name}{reason}")
 
 
 def _load(name: str, options: EngineOptions) -> Engine:

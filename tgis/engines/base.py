@@ -25,24 +25,6 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
     failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
     verified: Mapping[int, list[int]] = field(default_factory=dict)  # by request id: computed proposals and drafts
-    replaced: list[int] = field(default_factory=list)  # request ids: a step in flight computes with another token
-
-    @classmethod
-    def gather(cls, seqs: list[Sequence], results: "list[tuple[list[Sequence], StepResult]]") -> "StepResult":
-        """Merge the results of several batches in the order of `seqs`; the last batch with a sequence counts."""
-        gathered = cls([], [])
-        sources = {seq.id: (result, index) for batch, result in results for index, seq in enumerate(batch)}
-        asked = any(result.logprobs for _, result in results)
-        for seq in seqs:
-            result, index = sources[seq.id]
-            gathered.tokens.append(result.tokens[index])
-            if asked:
-                gathered.logprobs.append(result.logprobs[index] if result.logprobs else [])
-            if seq.id in result.failed:
-                gathered.failed[seq.id] = result.failed[seq.id]
-        for _, result in results:
-            gathered.prompt_logprobs |= result.prompt_logprobs
-        return gathered
 
 
 class Engine(Protocol):
@@ -72,18 +54,12 @@ class Engine(Protocol):
     def clear_cache(self) -> bool:
         """Forget cached prefixes where that frees memory, and return whether it has. No sequence is held."""
 
-    @property
-    def resident_cache_bytes(self) -> int:
-        """Bytes of memory that the `kv_cache_bytes` of `info` take."""
-
     def close(self) -> None:
         """Free everything."""
 
 
 class NoReservedCache:
     """Part of an engine whose KV cache is as large as its batch."""
-
-    resident_cache_bytes = 0
 
     def clear_cache(self) -> bool:
         return False

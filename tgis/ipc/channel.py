@@ -7,12 +7,13 @@ end, or another rank of the engine process. End of file means that the parent di
 import logging
 import os
 import queue
+import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -36,7 +37,8 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 class FrameReader:
     """Splits a byte stream into frames and decodes each as one member of the union `message_type`."""
 
-    def __init__(self, message_type: Any) -> None:
+    def __init__(self, message_type: Any, max_frame_bytes: int = _MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(message_type)
         self._buffer = bytearray()
 
@@ -46,8 +48,8 @@ class FrameReader:
         messages, start = [], 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > _MAX_FRAME_BYTES:
-                raise ConnectionError(f"a frame of {length} bytes, at most {_MAX_FRAME_BYTES} are allowed")
+            if length > self._max_frame_bytes:
+                raise ConnectionError(f"a frame of {length} bytes, at most {self._max_frame_bytes} are allowed")
             end = start + _LENGTH.size + length
             if end > len(self._buffer):
                 break
@@ -58,20 +60,12 @@ class FrameReader:
         return messages
 
 
-class Stream(Protocol):
-    """What is needed of a blocking socket."""
-
-    def sendall(self, data: bytes, /) -> object: ...
-
-    def recv_into(self, buffer: memoryview, /) -> int: ...
-
-
-def receive_messages(sock: Stream, message_type: Any) -> Iterator[Any]:
+def receive_messages(sock: socket.socket, message_type: Any, max_frame_bytes: int = _MAX_FRAME_BYTES) -> Iterator[Any]:
     """The messages of a blocking socket as they arrive, until end-of-file; OSError if it breaks.
 
     All reads share a buffer: separate buffers, with parts of messages kept between them, would fragment the heap.
     """
-    reader, buffer = FrameReader(message_type), memoryview(bytearray(_RECV_BYTES))
+    reader, buffer = FrameReader(message_type, max_frame_bytes), memoryview(bytearray(_RECV_BYTES))
     while count := sock.recv_into(buffer):
         yield from reader.feed(buffer[:count])
 
@@ -83,7 +77,7 @@ def _exit(_reason: str) -> NoReturn:
 class Channel:
     """Reads the socket in a separate thread, so that end-of-file is noticed during a long step."""
 
-    def __init__(self, sock: Stream, message_type: Any, on_end: Callable[[str], object] = _exit) -> None:
+    def __init__(self, sock: socket.socket, message_type: Any, on_end: Callable[[str], object] = _exit) -> None:
         """`message_type` is the union of what the parent sends. `on_end` is called with the reason, from any thread,
         when the parent is gone; by default that ends the process.
         """

@@ -55,6 +55,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    exact: bool = True  # else oneOf in JSON schemas means anyOf
 
     @property
     def num_bytes(self) -> int:

@@ -34,7 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     json_output: bool
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
-    kv_cache_dtype: str = "auto"  # int8, fp8, or bfloat16, which must be that of the model
+    kv_cache_dtype: str = "auto"  # int8, or bfloat16, which must be that of the model
     num_shards: int = 1  # tensor-parallel processes, of all machines
     rank: int = 0  # of this process
     nnodes: int = 1  # machines that they are on
@@ -57,7 +57,6 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     quantize: str = "none"  # int8, int4, or the name of a format
     quantize_logits: bool = False
     quantize_activations: str = "auto"  # none or int8
-    verify_start: bool = False  # measure what an earlier start has measured
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
     speculation: str = "off"  # auto, off or lookup
     speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
@@ -89,7 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     proposed_tokens: int = 0  # that such an engine verifies for a sequence in one step; 0: none
     drafted_tokens: int = 0  # of these, that a model of the engine drafts
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
-    kv_cache_dtype: str = "auto"  # int8 or fp8; auto: that of the model
+    kv_cache_dtype: str = "auto"  # int8; auto: that of the model
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below

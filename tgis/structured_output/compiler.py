@@ -1,7 +1,4 @@
-"""Compiles grammars.
-
-llguidance bounds the work by counting it, so that neither a compilation nor a mask takes long, whatever the grammar.
-"""
+"""Compiles grammars within limits on the work that llguidance counts, so that no compilation and no mask takes long."""
 
 import functools
 from collections.abc import Callable
@@ -15,15 +12,15 @@ from tgis.structured_output.lark import problem_of, to_lark
 from tgis.structured_output.matcher import GrammarMatcher, TokenTable, low_priority_pool
 
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
-_STEP_LEXER_FUEL = 100_000  # of one mask, about 7 ms
-_STEP_MAX_ITEMS = 20_000  # likewise; 10,000 are too few for some outputs of objects with 300 optional properties
+_STEP_LEXER_FUEL = 100_000  # per mask: about 7 ms
+_STEP_MAX_ITEMS = 20_000  # per mask; 10,000 are too few for some objects with 300 optional properties
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
-_MAX_STATES = 20_000  # of one compiled grammar, about 2 KiB each
+_MAX_STATES = 20_000  # per compiled grammar: about 2 KiB each
 
 
 def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
-    """GrammarError if it cannot be used."""
-    bounds = llguidance.LLParserLimits(
+    """Compile a grammar; GrammarError if it cannot be used."""
+    limits = llguidance.LLParserLimits(
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
         step_max_items=_STEP_MAX_ITEMS,
@@ -32,14 +29,14 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
         verbose_errors=False,  # they would quote the grammar
     )
     lark, kind = to_lark(spec)
-    matcher = llguidance.LLMatcher(table.tokenizer, lark, log_level=0, limits=bounds)
+    matcher = llguidance.LLMatcher(table.tokenizer, lark, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), kind))
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
-    compiled.mask([])  # is there a first token?
+    compiled.mask([])  # GrammarError if there is no first token
     return compiled
 
 
 def compilers(table: TokenTable) -> tuple[Executor, Callable[[GrammarSpec], GrammarMatcher]]:
-    """Threads, and what compiles a grammar in them."""
+    """Threads for compilations, and the function that they run."""
     return low_priority_pool("grammars"), functools.partial(compile_grammar, table=table)

@@ -1,7 +1,7 @@
 """EBNF as llama.cpp (GBNF), vLLM and XGrammar write it, converted to llguidance's Lark.
 
 `root ::= "a" rule* | [0-9]{1,3}` with comments after `#`. Such a grammar describes characters, but Lark matches the
-longest terminal: so each character is a terminal here.
+longest terminal, so each character becomes a terminal.
 """
 
 import json
@@ -25,31 +25,32 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in "\\\"'[]^-/"}
 _ROOT = "root"
-_BEGINNINGS = ("define", "|", "(")  # of a sequence, which is empty if one of the next comes after it
+# A sequence between two of these, one of each line, is empty.
+_BEGINNINGS = ("define", "|", "(")
 _ENDS = ("|", ")", "rule", "end")
-_OPERANDS = ("name", "literal", "chars", ".", ")")  # that may be repeated
+_REPEATABLE = ("name", "literal", "chars", ".", ")")
 _RULE = re.compile(r"^[ \t]*[\w<>-]+\s*::=", re.MULTILINE)
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a line begins with a rule; a string in a grammar of another kind may hold anything."""
+    """Whether a line begins with a rule. A line within a string of a Lark grammar may do so by chance."""
     return _RULE.search(text) is not None
 
 
 def ebnf_to_lark(text: str) -> str:
-    """GrammarError says what is wrong, and where."""
+    """Convert a grammar; GrammarError names the problem and its place."""
     return _Converter(text).lark()
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    kind: str  # a group of the pattern; a mark is a kind of its own
+    kind: str  # the name of a group of the pattern, or the mark itself
     text: str
     at: int
 
 
 class _Converter:
-    """Converts token by token: the output is the input with other words in it."""
+    """Converts a grammar token by token."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -86,13 +87,13 @@ class _Converter:
         yield _Token("end", "the end", at)
 
     def _converted(self, kind: str, token: _Token, before: str) -> str:
-        """A token in Lark; `before` is the kind of the one before it, empty for the first."""
+        """A token in Lark; `before` is the kind of the previous token, empty for the first."""
         match kind:
             case "rule" if not self._depth:
                 return self._define(token)
             case "define" if before == "rule":
                 return ": "
-            case "repeat" if before in _OPERANDS:
+            case "repeat" if before in _REPEATABLE:
                 return self._repeat(token)
             case "(" if before:
                 return self._open(token)
@@ -132,11 +133,11 @@ class _Converter:
         return token.text
 
     def _repeat(self, token: _Token) -> str:
-        numbers = re.findall(r"\d+", token.text)
+        digits = re.findall(r"\d+", token.text)
         longest = len(str(MAX_GRAMMAR_REPETITIONS))
-        if any(len(number) > longest or int(number) > MAX_GRAMMAR_REPETITIONS for number in numbers):
+        if any(len(count) > longest or int(count) > MAX_GRAMMAR_REPETITIONS for count in digits):
             raise self._error(f"more than {MAX_GRAMMAR_REPETITIONS} repetitions", token)
-        counts = [int(number) for number in numbers]
+        counts = [int(count) for count in digits]
         if len(counts) == 2 and counts[0] > counts[1]:
             raise self._error(f"no number is in {token.text}", token)
         return re.sub(r"\s", "", token.text)
@@ -184,12 +185,12 @@ class _Converter:
 
 
 def _rule_name(name: str) -> str:
-    """Lark's rules are in lower case, without hyphens and dots; different names stay different."""
+    """The name in Lark, which allows lower case only, no hyphens and no dots; different names stay different."""
     return "r_" + re.sub(r"[^a-z0-9]", lambda match: f"_{ord(match[0]):x}_", name)
 
 
 def _regex(ranges: list[tuple[str, str]], *, negated: bool) -> str:
-    """One character from these ranges, first and last, or any other one."""
+    """A regex of one character in these ranges (first, last) or, `negated`, outside of them."""
     if not ranges:
         return "/(?s:.)/"
     written = (f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}" for first, last in ranges)
@@ -197,4 +198,4 @@ def _regex(ranges: list[tuple[str, str]], *, negated: bool) -> str:
 
 
 def lark_string(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark has none of it as it is
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark refuses it unescaped

@@ -1,7 +1,7 @@
-"""Checks of JSON schemas before they are compiled: what would take too long, or would be ignored.
+"""Checks and rewrites JSON schemas before they are compiled.
 
-llguidance refuses the keywords that it does not implement itself, by name, and ignores unknown ones, as the standard
-says. What it could do, written in another way, is rewritten.
+llguidance refuses the keywords that it does not implement, by name, and ignores unknown ones, as the standard says. The
+checks refuse schemas that would take too long. Keywords that llguidance enforces only roughly are rewritten.
 """
 
 import json
@@ -14,24 +14,25 @@ from typing import Any
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 from tgis.structured_output.inferred_types import with_type
-from tgis.structured_output.one_of_to_any_of import OneOfRewriter
-from tgis.structured_output.property_names import check_names
+from tgis.structured_output.one_of import OneOfChecker
+
+_Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
-OWN_KEYWORD = "x-guidance"  # of llguidance: options of the compiler, not for clients
+OPTIONS_KEYWORD = "x-guidance"  # options of llguidance's compiler, not for clients
 _VALUES = ("const", "enum", "default", "examples")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-# What llguidance refuses, but always holds: libraries write it all the same.
+# Keywords that llguidance refuses although they always hold; libraries write them.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-# Formats that llguidance enforces only roughly: it allows a 29th of February every year, host names of any length, and
-# leap seconds at any minute, which neither Python nor jsonschema reads.
+# llguidance allows a 29th of February every year, host names of any length, and leap seconds at any minute, which
+# neither Python nor jsonschema reads.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _MULTIPLE_OF_4 = "(0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"([0-9]{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
@@ -47,8 +48,10 @@ _EXACT = {
 }
 
 
-def parse_schema(text: str) -> dict[str, Any]:
-    """A JSON schema that is safe to compile; GrammarError."""
+def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
+    """A JSON schema that is safe to compile; GrammarError. If it is not `exact`, a `oneOf` allows what validates with
+    several of its schemas.
+    """
     schema = _parse(text)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
@@ -58,18 +61,16 @@ def parse_schema(text: str) -> dict[str, Any]:
         return {} if schema else {"enum": []}
     plain = json.loads(text)
     num_ids = sum(name == "$id" for name, _ in members)
-    one_of = OneOfRewriter(plain, resolve=num_ids == ("$id" in plain))  # others change what references mean
-    exact = _rewritten(plain, lambda each: _with_exact_format(_with_inner_bounds(one_of.rewrite(each))))
-    one_of.finish()
-    typed: dict[str, Any] = _rewritten(exact, lambda each: with_type(_check_num_properties(each)))
-    check_names(members)
-    return typed
+    # An inner $id changes the meaning of references.
+    checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))
+    rewritten: dict[str, Any] = _rewritten(plain, checker.check if exact else lambda *_: None, "#")
+    return rewritten
 
 
 def _check_values(members: list[tuple[str, Any]]) -> None:
     multiple = 1
     for name, value in members:
-        if name == OWN_KEYWORD:
+        if name == OPTIONS_KEYWORD:
             raise GrammarError(f"unsupported keyword {name}")
         if name in _COUNTS and isinstance(value, int | Decimal) and value > MAX_GRAMMAR_REPETITIONS:
             raise GrammarError(f"{name} {value} is more than {MAX_GRAMMAR_REPETITIONS}")
@@ -79,22 +80,24 @@ def _check_values(members: list[tuple[str, Any]]) -> None:
         raise GrammarError(f"multipleOf: the common multiple of all values is more than {_MAX_MULTIPLE}")
 
 
-def _rewritten(schema: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy in which every schema is what `rewrite` makes of it, the innermost first."""
+def _rewritten(schema: Any, check: _Check, place: str) -> Any:
+    """A copy in which every schema, which must pass the check, says what it means in keywords of llguidance."""
     if isinstance(schema, list):
-        return [_rewritten(each, rewrite) for each in schema]
+        return [_rewritten(item, check, f"{place}/{index}") for index, item in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
+    check(schema, place)
     kept = {name: value for name, value in schema.items() if value not in _WITHOUT_EFFECT.get(name, ())}
-    return rewrite({name: _rewritten_member(name, value, rewrite) for name, value in kept.items()})
+    changed = {name: _rewritten_member(name, value, check, f"{place}/{name}") for name, value in kept.items()}
+    return _with_exact_format(_with_inner_bounds(with_type(_check_num_properties(changed))))
 
 
-def _rewritten_member(name: str, value: Any, rewrite: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def _rewritten_member(name: str, value: Any, check: _Check, place: str) -> Any:
     if name in _VALUES:
         return value
     if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-        return {key: _rewritten(each, rewrite) for key, each in value.items()}
-    return _rewritten(value, rewrite)
+        return {key: _rewritten(schema, check, f"{place}/{key}") for key, schema in value.items()}
+    return _rewritten(value, check, place)
 
 
 def _parse(text: str) -> Any:
@@ -121,7 +124,7 @@ def _no_number(name: str) -> None:
 
 
 def _coefficient(value: int | Decimal) -> int:
-    """The digits of a number without the decimal point, a large number for one that is too long."""
+    """The digits of a number without the decimal point; a number above the limit for one that is too long."""
     digits, exponent = Decimal(value).normalize().as_tuple()[1:]
     assert isinstance(exponent, int)
     if exponent > len(str(_MAX_MULTIPLE)):
@@ -139,13 +142,13 @@ def _members(schema: Any) -> Iterator[tuple[str, Any]]:
             raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep")
         if isinstance(value, dict):
             yield from value.items()
-            values += [(each, depth + 1) for each in value.values()]
+            values += [(member, depth + 1) for member in value.values()]
         elif isinstance(value, list):
-            values += [(each, depth + 1) for each in value]
+            values += [(item, depth + 1) for item in value]
 
 
 def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with a pattern or a length that says exactly what its format does."""
+    """The schema with an exact pattern or length for its format."""
     if not (exact := _EXACT.get(str(schema.get("format")))) or not isinstance(schema.get("allOf", []), list):
         return schema
     rest = {name: value for name, value in schema.items() if name != "format"}
@@ -153,7 +156,7 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with exclusive bounds a bit further in: llguidance may allow a bound itself if it is an integer."""
+    """The schema with inclusive bounds a bit further in: llguidance may allow an exclusive bound that is an integer."""
     changed = dict(schema)
     for name, inner, best, step in _EXCLUSIVE if schema.get("type") != "integer" else ():
         bound, other = schema.get(name), schema.get(inner)
@@ -164,7 +167,7 @@ def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_num_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Names that a grammar does not know can come twice, and then count once."""
+    """GrammarError if minProperties may be missed: names outside `required` may come twice, and then count once."""
     least, required = schema.get("minProperties"), schema.get("required")
     most = 1 + (len(required) if isinstance(required, list) else 0)
     if isinstance(least, int | float) and least > most:

@@ -1,6 +1,6 @@
-"""Every kind of grammar as one in Lark, the language that llguidance compiles.
+"""Converts every kind of grammar to Lark, the language that llguidance compiles.
 
-Forced bytes are off: a mask has every token that the grammar allows, not only the tokenizer's own spelling of them.
+Forced bytes are off: a mask has every token that the grammar allows, not only the canonical tokenization.
 """
 
 import json
@@ -19,12 +19,11 @@ from tgis.ipc.lookups import (
     GrammarSpec,
 )
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
-from tgis.structured_output.json_schema import OWN_KEYWORD, parse_schema
-from tgis.structured_output.one_of_to_any_of import OVERLAPS
+from tgis.structured_output.json_schema import OPTIONS_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
-# Lark's tokens that may contain anything, by llguidance's rules. An unterminated one matches too: otherwise the rest of
-# the text would be scanned from each place in it.
+# Tokens of Lark that may contain any text, by llguidance's rules. Unterminated ones match as well, or scanning would be
+# quadratic.
 _SCHEMA_OR_TEXT = re.compile(
     r"""(?P<schema>%json\s*)
     |"(?:[^"\\]|\\.)*"?  # a string
@@ -34,17 +33,16 @@ _SCHEMA_OR_TEXT = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _HEAD = f'{_DIRECTIVE} {{"no_forcing": true}}\n'
-# Between the tokens of JSON: without a bound, a model could fill its limit with blanks.
+# Whitespace between the tokens of JSON is bounded, or a model could fill its limit with blanks.
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
 _WORDS = {
     "Unimplemented keys": "unsupported keywords",
-    'failed to parse "%json"': "not JSON",  # that Python has read
+    'failed to parse "%json"': "not JSON",  # lone surrogates, which Python accepts
     "Resource '": "$ref '",
     "present in a registry and retrieving it failed: Default retriever does not fetch resources": "in this document",
-    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": OVERLAPS,
 }
-# Texts of a client in an error, the last one perhaps cut off; short names of properties, rules, types and formats stay.
+# The client's texts in an error, the last one perhaps truncated. Short names of properties, rules and types stay.
 _QUOTED = re.compile(
     r"""[ ]?(/.*/|"([^"\\]|\\.)*("|\\?\Z)|\(And[ ].*)
     |(?<=[$]ref)[ ]'.*'|(?<=Pointer)[ ]'.*'|(?<=erence[ ])'.*'|'.{40,}'|(?<=type:[ ]).{41,}|(?<=format:[ ]).{41,}""",
@@ -56,7 +54,7 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
-    """A grammar in Lark, and the kind for `problem_of`. GrammarError if it is none, too deep, or repeats too much."""
+    """The grammar in Lark, and the kind for `problem_of`; GrammarError if it is invalid or above a limit."""
     if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
         return _HEAD + ebnf_to_lark(spec.text), None
     return _HEAD + _rules(spec), spec.kind
@@ -67,21 +65,21 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_bounded(parse_schema(spec.text))}\n"
+            return f"start: %json {_bounded(parse_schema(spec.text, exact=spec.exact))}\n"
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
             return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
         case GrammarKind.GRAMMAR:
-            return _lark(spec.text)
+            return _lark(spec)
         case GrammarKind.TOOLS:
-            return _with_checked_schemas(spec.text, spec.kind)
+            return _with_checked_schemas(spec)
         case unknown:
             assert_never(unknown)
 
 
 def problem_of(message: str, kind: GrammarKind | None = None) -> str:
-    """What is wrong, from llguidance's message: without the text, and with the place if it has lines of a client."""
+    """The problem in llguidance's message: without the client's texts, with the place if the client wrote lines."""
     text = re.split(r"\n +\d+ \| ", message.removesuffix("<non-verbose/>"), maxsplit=1)[0].strip()
     if not text or text in _NOTHING_MATCHES:
         return "no text of the model's tokens matches" if text else "too complex"
@@ -89,13 +87,13 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     if "\nerror: " in problem:  # above it are the regex and an arrow
         problem = f"invalid regex: {problem.rpartition('error: ')[2]}"
     problem = problem.removeprefix("failed to compile JSON schema: ")
-    for theirs, ours in _WORDS.items():
-        problem = problem.replace(theirs, ours)
+    for message, words in _WORDS.items():
+        problem = problem.replace(message, words)
     if not problem.startswith("unsupported keywords"):
         problem = _QUOTED.sub("", problem)
     match kind:
         case GrammarKind.GRAMMAR if line:
-            return f"{problem} in line {int(line) - 1}, column {column}"  # the first is ours
+            return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
         case GrammarKind.TOOLS if line:
             return _in_tool(problem, int(line) - 1)
     return problem
@@ -106,8 +104,8 @@ def _in_tool(problem: str, line: int) -> str:
 
 
 def _bounded(schema: dict[str, Any]) -> str:
-    """The JSON of a schema with bounded blanks."""
-    return json.dumps({**schema, OWN_KEYWORD: {"whitespace_pattern": _WHITESPACE}})
+    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`."""
+    return json.dumps({**schema, OPTIONS_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
 
 
 def _regex(text: str) -> str:
@@ -118,22 +116,23 @@ def _regex(text: str) -> str:
     return escaped
 
 
-def _lark(text: str) -> str:
-    if _DIRECTIVE in text:
+def _lark(spec: GrammarSpec) -> str:
+    if _DIRECTIVE in spec.text:
         raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    _check_costs(_with_schemas(text, lambda _start, _end: ""))
-    return _with_checked_schemas(text, GrammarKind.GRAMMAR)
+    _check_costs(_with_schemas(spec.text, lambda _start, _end: ""))
+    return _with_checked_schemas(spec)
 
 
-def _with_checked_schemas(text: str, kind: GrammarKind) -> str:
-    """Every schema in a grammar gets the checks and the blanks of one alone; lines keep their numbers."""
+def _with_checked_schemas(spec: GrammarSpec) -> str:
+    """The grammar with its JSON schemas checked and bounded; lines keep their numbers."""
+    text = spec.text
 
     def checked(start: int, end: int) -> str:
         try:
-            schema = _bounded(parse_schema(text[start:end]))
+            schema = _bounded(parse_schema(text[start:end], exact=spec.exact))
         except GrammarError as error:
             line = 1 + text.count("\n", 0, start)
-            in_tool = kind is GrammarKind.TOOLS
+            in_tool = spec.kind is GrammarKind.TOOLS
             raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
         return "{" + "\n" * text.count("\n", start, end) + schema[1:]
 
@@ -141,10 +140,7 @@ def _with_checked_schemas(text: str, kind: GrammarKind) -> str:
 
 
 def _with_schemas(text: str, change: Callable[[int, int], str]) -> str:
-    """The text with what `change` makes of the start and the end of each schema in its place.
-
-    What looks like a schema in a string, a regex or a comment is none.
-    """
+    """The text with each schema replaced by `change(start, end)`; strings, regexes and comments contain none."""
     parts, last, at = [], 0, 0
     while match := _SCHEMA_OR_TEXT.search(text, at):
         start = at = match.end()
@@ -156,7 +152,7 @@ def _with_schemas(text: str, change: Callable[[int, int], str]) -> str:
 
 
 def _end_of_json(text: str, start: int) -> int:
-    """The end of the JSON value that begins at `start`; the end of the text if there is none."""
+    """The end of the JSON value that begins at `start`, or of the text if it is invalid."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""A compiled grammar, where in it one output is, and which tokens it allows next."""
+"""Compiled grammars, their state for each output, and the tokens that they allow next."""
 
 import os
 import time
@@ -15,21 +15,21 @@ from tgis.ipc.lookups import Vocabulary
 from tgis.structured_output.lark import problem_of
 
 _WORD_BITS = 32  # llguidance writes whole words
-_SPECIAL = b"\xff"  # begins no text
-_MAX_FORCED_TOKENS = 64  # of a step
-_THREADS = 2  # in each pool, so that one expensive grammar does not delay all others
+_SPECIAL = b"\xff"  # not the beginning of any text
+_MAX_FORCED_TOKENS = 64  # per step
+_THREADS = 2  # so that one expensive grammar does not delay all others
 _NICENESS = 5  # where cores are few, steps get three times as much of them as these threads
-_PATIENCE = 0.003  # of a step, for masks that are probably quick
-_MAX_WAIT = 0.01  # until messages are read again
-_QUICK_SECONDS = 0.003  # of CPU time, for a mask; the grammars that are usual stay below
+_PATIENCE = 0.003  # seconds for masks that were just begun: usual ones are ready then, and miss no step
+_MAX_WAIT = 0.01  # seconds until messages are read again
+_SLOW_SECONDS = 0.003  # CPU time of a mask; those of usual grammars stay below
 
-Mask = NDArray[np.uint8]  # a bit for each token, the lowest first
+Mask = NDArray[np.uint8]  # one bit per token, the lowest first
 
 
 class TokenTable:
-    """The tokens of a model as llguidance takes them.
+    """The tokens of a model for llguidance.
 
-    Tokens that add other bytes at the beginning of an output have a second number there, above all ids.
+    Tokens that add other bytes at the beginning of an output have a second id for it, above all others.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class TokenTable:
         self.eos_ids = [token for token in eos_ids if 0 <= token < vocab_size]
         for token in self.eos_ids:
             tokens[token] = b""  # it ends the output, whatever its text
-        self.first_numbers = {token: padded_size + index for index, token in enumerate(first_tokens)}
+        self.ids_at_start = {token: padded_size + index for index, token in enumerate(first_tokens)}
         self._mask_size = padded_size // 8
         self._full_mask_size = -(-(padded_size + len(first_tokens)) // _WORD_BITS) * _WORD_BITS // 8
         wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, *first_tokens.values()], self.eos_ids))
@@ -53,15 +53,15 @@ class TokenTable:
         return np.zeros(self._mask_size, np.uint8)
 
     def fill(self, matcher: llguidance.LLMatcher, mask: Mask, *, first: bool) -> None:
-        """The tokens that may come next."""
-        if not self.first_numbers:
+        """Write the tokens that are allowed next to `mask`."""
+        if not self.ids_at_start:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             return
-        numbers = np.zeros(self._full_mask_size, np.uint8)
-        matcher.unsafe_compute_mask_ptr(numbers.ctypes.data, numbers.nbytes)
-        mask[:] = numbers[: self._mask_size]
+        full_mask = np.zeros(self._full_mask_size, np.uint8)
+        matcher.unsafe_compute_mask_ptr(full_mask.ctypes.data, full_mask.nbytes)
+        mask[:] = full_mask[: self._mask_size]
         if first:
-            allowed = np.unpackbits(numbers, bitorder="little")
+            allowed = np.unpackbits(full_mask, bitorder="little")
             ids = allowed[: 8 * self._mask_size]
             ids[self._first_ids] = allowed[len(ids) : len(ids) + len(self._first_ids)]
             mask[:] = _packed(ids)
@@ -70,25 +70,24 @@ class TokenTable:
         return not (mask & self._not_eos).any()
 
     def only_token(self, mask: Mask) -> int | None:
-        """The one that is allowed, if no other is."""
+        """The allowed token if there is a single one."""
         places = mask.nonzero()[0]
         bits = int(mask[places[0]]) if len(places) == 1 else 0
         return int(places[0]) * 8 + bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
 class GrammarMatcher:
-    """Where one output is in its grammar: it follows the tokens of a sequence, also back."""
+    """The state of one output in its grammar; it follows the tokens of a sequence, also backwards."""
 
     def __init__(self, matcher: llguidance.LLMatcher, table: TokenTable, *, in_thread: bool) -> None:
-        """With `in_thread` masks may take long: `prepare` makes them beside the steps. So it does once one has."""
+        """With `in_thread`, `prepare` makes masks in parallel to steps. A slow mask turns it on."""
         self.table = table
         self.in_thread = in_thread
-        self.quick = True  # the last mask was
         self._start = matcher  # stays before the first token
         self._matcher = matcher.deep_copy()
         self._consumed: list[int] = []
         self._mask = table.new_mask()
-        self._has_mask = False  # of what comes after these tokens
+        self._has_mask = False  # whether the mask is that after the consumed tokens
         self._prepared: Future[None] | None = None
 
     def copy(self) -> "GrammarMatcher":
@@ -97,7 +96,6 @@ class GrammarMatcher:
         copied = GrammarMatcher(self._matcher, self.table, in_thread=self.in_thread)
         copied._mask[:] = self._mask
         copied._has_mask = self._has_mask
-        copied.quick = self.quick
         return copied
 
     @property
@@ -106,20 +104,17 @@ class GrammarMatcher:
         return self._prepared is None or self._prepared.done()
 
     def prepare(self, tokens: Sequence[int], executor: Executor) -> Future[None]:
-        """Begin with the mask after these tokens in a thread; nothing else may be asked before it is `ready`."""
+        """Start to make the mask after these tokens in a thread; no other call is allowed until it is `ready`."""
         self._prepared = executor.submit(self._compute, tokens)
         return self._prepared
 
     def abandon(self) -> None:
-        """Cancel a mask that no thread has begun with: the output is gone."""
+        """Cancel a mask that no thread has started: the output is gone."""
         if self._prepared:
             self._prepared.cancel()
 
     def mask(self, tokens: Sequence[int]) -> Mask:
-        """Which tokens may follow those generated, until the next call.
-
-        GrammarError if that cannot be found out within the limits.
-        """
+        """The tokens that may follow those generated; valid until the next call. GrammarError above the limits."""
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             prepared.result()
@@ -132,9 +127,7 @@ class GrammarMatcher:
         return ids
 
     def num_allowed(self, tokens: Sequence[int], proposed: list[int]) -> int:
-        """How many of some proposed tokens, all before an end, may follow those generated. None where the limits do not
-        let that be found out, which the next mask tells.
-        """
+        """The number of proposed tokens, all before an end, that may follow those generated; 0 above the limits."""
         try:
             self._advance(tokens)
             count: int = self._matcher.validate_tokens(proposed)
@@ -144,9 +137,9 @@ class GrammarMatcher:
         return count
 
     def forced_tokens(self, tokens: list[int], limit: int) -> list[int]:
-        """The tokens that follow because no other may, the end included, up to a limit.
+        """The next tokens while only one is allowed, the end included, up to a limit.
 
-        None where masks are made in a thread: a step does not wait for another one.
+        There are none if masks are made in a thread, since a step waits for one mask only.
         """
         forced: list[int] = []
         while (
@@ -166,9 +159,7 @@ class GrammarMatcher:
         self.table.fill(self._matcher, self._mask, first=not tokens)
         self._check()
         self._has_mask = True
-        seconds = time.thread_time() - started
-        self.quick = seconds < _QUICK_SECONDS
-        self.in_thread = self.in_thread or not self.quick
+        self.in_thread = self.in_thread or time.thread_time() - started > _SLOW_SECONDS
 
     def _advance(self, tokens: Sequence[int]) -> None:
         kept = min(len(tokens), len(self._consumed))
@@ -181,7 +172,7 @@ class GrammarMatcher:
         self._has_mask = self._has_mask and kept == len(self._consumed) == len(tokens)
         for index in range(kept, len(tokens)):
             token = tokens[index]
-            self._matcher.consume_token(token if index else self.table.first_numbers.get(token, token))
+            self._matcher.consume_token(token if index else self.table.ids_at_start.get(token, token))
         self._consumed = [*tokens]
         self._check()
 
@@ -202,41 +193,28 @@ def _lower_priority() -> None:
 
 
 class MaskThreads:
-    """Makes the masks that may take long beside the steps, in threads of less priority.
-
-    Nobody but their own output waits for them, for longer than it takes a quick one to be made; the masks of outputs
-    whose last one was quick do not wait behind others.
-    """
+    """Makes masks that may take long in threads of lower priority: only their own outputs wait for them."""
 
     def __init__(self) -> None:
-        self._slow, self._quick = low_priority_pool("slow masks"), low_priority_pool("quick masks")
+        self._pool = low_priority_pool("masks")
         self._open: set[Future[None]] = set()
 
     def prepare(self, outputs: Iterable[tuple[GrammarMatcher, Sequence[int]]]) -> None:
-        """Begin with the masks after these tokens, and wait for a moment for those that are probably quick."""
-        quick, others = set(), set()
-        for matcher, tokens in outputs:
-            if matcher.in_thread and matcher.quick:
-                quick.add(matcher.prepare(tokens, self._quick))
-            elif matcher.in_thread:
-                others.add(matcher.prepare(tokens, self._slow))
-        if quick:
-            wait(quick, _PATIENCE)
-        self._open = {future for future in self._open | quick | others if not future.done()}
+        """Begin with the masks after these tokens, and wait for a moment."""
+        begun = {matcher.prepare(tokens, self._pool) for matcher, tokens in outputs if matcher.in_thread}
+        self._open = wait(begun, _PATIENCE).not_done | {future for future in self._open if not future.done()}
 
     def wait(self) -> None:
         """Wait until one more mask is ready, but not for long."""
-        wait(self._open, _MAX_WAIT, FIRST_COMPLETED)
-        self._open = {future for future in self._open if not future.done()}
+        self._open = wait(self._open, _MAX_WAIT, FIRST_COMPLETED).not_done
 
     def close(self) -> None:
         """Drop the masks that no thread has begun with; the process ends when the others are made."""
-        for pool in (self._slow, self._quick):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Tokens:
-    """What llguidance asks a tokenizer. It never tokenizes: bytes are not forced."""
+    """A tokenizer for llguidance, which never tokenizes since bytes are not forced."""
 
     bos_token_id = None
 

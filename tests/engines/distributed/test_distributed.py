@@ -264,12 +264,12 @@ def test_steps_that_all_ranks_can_give_up_are_tried_again(tmp_path: Path, monkey
 
 def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepResult]:
     """Steps of which some have a sequence without blocks."""
-    step, numbers = engine.step, itertools.count()
+    step, calls_made = engine.step, itertools.count()
 
     def broken_step(plan: StepPlan) -> StepResult:
         table = plan.seqs[0].block_table
         try:
-            if next(numbers) in calls:
+            if next(calls_made) in calls:
                 plan.seqs[0].block_table = []
             return step(plan)
         finally:

@@ -18,7 +18,6 @@ from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
 from rank_processes import on_ranks
-from sampling_steps import short_lists
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from torch import Tensor
 
@@ -49,18 +48,18 @@ class Messages:
     """Messages of rank 0 on their way to the other rank."""
 
     def receive(self, timeout: float | None = None) -> list[Any]:
-        found: list[Any] = [None]
-        dist.broadcast_object_list(found)
-        return [msgspec.msgpack.decode(found[0], type=ranks.RankMessage)]
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box)
+        return [msgspec.msgpack.decode(box[0], type=ranks.RankMessage)]
 
     def send(self, message: Any) -> None:
         dist.broadcast_object_list([msgspec.msgpack.encode(message)], dist.get_rank())
 
     def gave_up(self, seconds: float) -> bool:
         """As rank 0 hears it of the other one."""
-        found: list[Any] = [None]
-        dist.broadcast_object_list(found, 1)
-        return bool(msgspec.msgpack.decode(found[0], type=ranks.RankMessage) == ranks.GiveUp())
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, 1)
+        return bool(msgspec.msgpack.decode(box[0], type=ranks.RankMessage) == ranks.GiveUp())
 
 
 def requests() -> list[Request]:
@@ -109,10 +108,10 @@ def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
     """On the second rank only."""
 
     def run(*args: Any) -> Any:
-        found = call(*args)
+        result = call(*args)
         if dist.get_rank():
             raise RuntimeError("not on this rank")
-        return found
+        return result
 
     return run
 
@@ -127,14 +126,11 @@ def failures(mode: str) -> Iterator[None]:
 
     def run(*args: Any) -> Any:
         nonlocal failed, count
-        found, count = call(*args), count + 1
-        on_time = count % 7 == 0
-        if mode == "rank 0 fails, short lists":
-            on_time = args[1].replaced and len(args[0]) > 1  # none fails alone, after which it would be dropped
-        if on_time and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
+        result, count = call(*args), count + 1
+        if count % 7 == 0 and failed < FAILURES and (mode == "all ranks fail" or not dist.get_rank()):
             failed += 1
             raise Failure
-        return found
+        return result
 
     with mock.patch.object(*target, run):
         yield
@@ -150,14 +146,8 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
     backend: Any = "inductor" if "inductor" in mode else "eager"
     if mode == "compile, not everywhere":
         backend = fail_here(lambda graph, _: graph)
-    cooldown = 1 if "short lists" in mode else async_decode._COOLDOWN_STEPS
-    with (
-        mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
-        short_lists() if "short lists" in mode else nullcontext(),
-        mock.patch.object(async_decode, "_COOLDOWN_STEPS", cooldown),
-    ):
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
-        engine._decoder._cooldown = 9 if ranked and dist.get_rank() else 3  # dummy steps may leave any
         engine.warm_up()
         if "capture" in mode:
             capture: Callable[[Callable[[], Tensor]], Any] = record
@@ -198,13 +188,11 @@ def expected(model: Path) -> Texts:
 
 FAST = (
     ("capture, not everywhere", "", 2),
-    ("rank 0 fails, short lists", "", 2),
+    ("rank 0 fails", "", 2),
     ("all ranks fail", "", 2),
 )
 SLOW = (
     ("as it is", "", 2),
-    ("short lists", "", 2),
-    ("rank 0 fails", "", 2),
     ("compile", "compiled", 2),
     ("compile by inductor", "compiled", 2),
     ("compile, not everywhere", "", 2),
@@ -218,11 +206,11 @@ SLOW = (
     ("mode", "made", "count"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
-    (texts, launches, own), *others = on_ranks(count, as_engine, model, mode)
+    (texts, launches, features), *others = on_ranks(count, as_engine, model, mode)
     if "fail" in mode:  # others are cancelled
         assert len(texts) > 8
         expected = {number: expected.get(number, text) for number, text in texts.items()}
     assert texts == expected
-    assert [kind for kind, _ in launches].count("ahead") > (5 if "short lists" in mode else 20)
-    assert own == {"graphs": "graphs" in made, "compiled": "compiled" in made}
-    assert others == [({}, launches, own)] * (count - 1)
+    assert [kind for kind, _ in launches].count("ahead") > 20
+    assert features == {"graphs": "graphs" in made, "compiled": "compiled" in made}
+    assert others == [({}, launches, features)] * (count - 1)

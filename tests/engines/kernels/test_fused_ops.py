@@ -30,18 +30,12 @@ from transformers.models.t5 import modeling_t5
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 from transformers.models.umt5.modeling_umt5 import UMT5DenseGatedActDense
 
-from tgis.engines.kernels.cpu import fused_ops
-from tgis.engines.kernels.cpu.fused_ops import (
-    ACTIVATIONS,
-    Activation,
-    GatedMlp,
-    Norm,
-    NormFormula,
-    RotaryEmbedding,
-    fuse,
-)
+from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation, GatedMlp
+from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
+from tgis.engines.kernels.cpu.norms import Norm, NormFormula
+from tgis.engines.kernels.cpu.rotary import RotaryEmbedding, computes_rotary
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 LAYER_NORM = NormFormula(1e-6, centered=True)
@@ -232,7 +226,7 @@ def test_what_a_head_has_beyond_the_rotary_size_is_copied(kernels: CpuKernels) -
 
 @pytest.mark.parametrize("module", HALVES + OTHERS)
 def test_a_function_that_rotates_halves_is_known(module: ModuleType) -> None:
-    assert fused_ops._computes_rotary(module.apply_rotary_pos_emb) == (module in HALVES)
+    assert computes_rotary(module.apply_rotary_pos_emb) == (module in HALVES)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "T5Gemma"])

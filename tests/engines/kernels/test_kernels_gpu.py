@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.paged import attention
-from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,13 +87,12 @@ def test_prefill_accepts_strides_of_merged_projections() -> None:
     torch.testing.assert_close(output.double(), chunks.expected(AttentionParams(0.1)), atol=3e-2, rtol=0)
 
 
-def _decodes() -> tuple[FlatBatch, Tensor, Tensor, Tensor]:
+def _decodes() -> tuple[AttentionMetadata, Tensor, Tensor, Tensor]:
     """Three sequences of four blocks each, 8 query and 2 KV heads: with q, keys and values."""
-    nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
     tables, lengths = torch.arange(12, device="cuda").view(3, 4), torch.tensor([64, 5, 17], device="cuda")
     keys, values = (torch.randn(12, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
-    return FlatBatch(nothing, nothing, nothing, tables, lengths, [], nothing, []), q, keys, values
+    return AttentionMetadata.decodes(tables, lengths), q, keys, values
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

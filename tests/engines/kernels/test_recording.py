@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, embedding, linear
 from transformers import AttentionInterface, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tgis.engines.kernels.cpu.fused_ops import Norm, NormFormula, fuse
+from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
+from tgis.engines.kernels.cpu.norms import Norm, NormFormula
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import tabulate_angles

@@ -27,7 +27,7 @@ def test_interpreted_draws_writes_and_choices_are_those_of_pytorch(found: dict[s
     """Draws except at near ties in single precision, within 1e-5."""
     assert len(found["draw"]) == 12
     assert max(found["draw"].values()) < 0.02
-    for kind, count in (("step", 18), ("filtered", 9)):
+    for kind, count in (("step", 18), ("filtered", 11)):
         assert len(found[kind]) == count
         assert {name: off for name, off in found[kind].items() if off} == {}
 
@@ -49,7 +49,7 @@ def test_interpreted_kernels_are_right_in_all_cases() -> None:
 
 def test_interpreted_products_with_quantized_weights_are_their_definition(found: dict[str, dict[str, float]]) -> None:
     """In float64; compiled layers, each with steps of its own for activations, share a graph."""
-    assert (len(found["quantized"]), too_far(found["quantized"])) == (19, {})
+    assert (len(found["quantized"]), too_far(found["quantized"])) == (17, {})
     assert found["compiled"] == {"graphs": 1, "wrong": 0}
 
 
@@ -68,7 +68,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     builds = run_python("tests/support/triton_compilation.py", TRITON_CACHE_DIR=str(tmp_path))
     assert all(builds.pop(name)[0] <= 1024 for name in ("a draw", "an argmax", "a write"))
-    assert builds.pop("a filtered draw")[0] <= 16 * 1024
+    assert all(builds.pop(name)[0] <= 16 * 1024 for name in ("a filtered draw", "a searched draw"))
     assert len(builds) == 18
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= (160 if "512 rows on sm_90" in name else 99) * 1024, name

@@ -14,6 +14,7 @@ from gguf_files import one_more, permuted, save_header, write_directory, write_g
 from quantized_formats import (
     AUTO_ROUND,
     AWQ,
+    BITSANDBYTES,
     FORMATS,
     GPTQ,
     Quantize,
@@ -199,6 +200,10 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
             "gptq with 4 bits, checkpoint_format 'mx_fp'",
         ),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),
+        (
+            BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "quantization_config.bnb_4bit_quant_type 'nf4' is not supported: serve a GPTQ, AWQ or GGUF checkpoint of ",
+        ),
     ],
 )
 def test_unknown_layouts(config: dict[str, Any], error: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from tuning import Tuned
 
+from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.lora.adapter_bank import AdapterBank
@@ -211,22 +212,25 @@ def small_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_unused_adapters_make_room_for_others() -> None:
-    layers = LoraLayers(small_llama())
+@pytest.mark.parametrize("min_columns", [0, MAX_ADAPTER_RANKS])
+def test_a_newcomer_evicts_only_idle_adapters_and_as_few_as_needed(min_columns: int) -> None:
+    layers = LoraLayers(small_llama(), None, min_columns)
     (name, (inputs, outputs)), *_ = layers.targets.items()
 
-    def apply(rank: int) -> Any:
-        weights = LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))
-        with layers.applied([LoraAdapter(1, {name: weights})]):
-            return weakref.ref(weights.lora_a)
+    def adapter(version: int, rank: int) -> LoraAdapter:
+        return LoraAdapter(version, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
 
-    first, second = apply(512), apply(512)
-    gc.collect()
-    assert None not in (first(), second())
-    third = apply(1)
-    gc.collect()
-    assert (first(), second()) == (None, None)
-    assert third() is not None
+    first = [adapter(version, MAX_ADAPTER_RANKS // 16) for version in range(16)]
+    idle, running, newcomer = first[::2], first[1::2], adapter(16, MAX_ADAPTER_RANKS // 16 + 1)
+    for adapters in (first, *[[one] for one in idle[2:]], running):
+        layers.place(adapters)
+    captured = layers._bank.version
+    layers.place([newcomer])
+    assert set(layers._bank.adapters) == {*idle[2:], *running, newcomer}
+    joined = layers._bank.version
+    assert joined == captured or not min_columns
+    layers.place([*running, newcomer])
+    assert layers._bank.version == joined
 
 
 def test_a_bank_that_grows_needs_no_memory_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,10 +287,10 @@ def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.
         width = sum(one.rank for one in bank.adapters)
         order = sorted(bank.adapters, key=lambda one: one.version)
         first_columns = torch.tensor(bank.first_columns([*order, None]))
-        for one, foreign in zip([*order, None], bank.foreign_columns(first_columns), strict=True):
-            assert int((~foreign).sum()) == (one.rank if one else 0)
+        for one, masked in zip([*order, None], bank.masked_columns(first_columns), strict=True):
+            assert int((~masked).sum()) == (one.rank if one else 0)
             for name, (down, up) in bank.layers.items():
                 assert len(down) == len(up) < 2 * width
-                got = (down @ x).masked_fill(foreign[0], 0.0) @ up
+                got = (down @ x).masked_fill(masked[0], 0.0) @ up
                 layer = one.layers.get(name) if one else None
                 torch.testing.assert_close(got, torch.zeros(6) if layer is None else layer.lora_a @ x @ layer.lora_b)

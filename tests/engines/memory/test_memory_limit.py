@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from batches import engine_options
-from harness import running_server
 from repository import run_python
 from tiny_models import make_model
 
@@ -41,10 +40,3 @@ def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> No
     assert 1000 < engine.info.token_capacity < 1 << 40
     seq = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)
     assert len(engine.step(StepPlan.compute_all([seq])).tokens) == 1  # no dummy sequence is left
-
-
-@pytest.mark.slow
-def test_every_rank_measures(glassllm_dir: Path, tmp_path: Path) -> None:
-    settings = {"NUM_SHARD": 2, "ESTIMATE_MEMORY": "auto", "MAX_BATCH_SIZE": 4}
-    with running_server(tmp_path, glassllm_dir, timeout=120, **settings) as server:
-        assert server.log.read_text().count("measured in") == 2

@@ -22,7 +22,6 @@ from tiny_models import generate_all
 
 from tgis.engines.onnx.decoder import ignores_padding
 from tgis.engines.onnx.engine import OnnxCausalLM, OnnxSeq2SeqLM, load_engine
-from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -129,7 +128,8 @@ def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest
     assert isinstance(engine, OnnxSeq2SeqLM)
     assert ignores_padding(engine._decoder, engine._probe_outputs)
     monkeypatch.setattr(
-        PastKeyValues, "attention_mask", lambda self, columns: torch.ones(len(self.seq_lens), columns, dtype=torch.bool)
+        "tgis.engines.onnx.decoder.padding_mask",
+        lambda lengths, columns: torch.ones(len(lengths), columns, dtype=torch.bool),
     )
     assert not ignores_padding(engine._decoder, engine._probe_outputs)
     blind = replace(engine._decoder.with_past.inputs["input_ids"])
@@ -213,7 +213,7 @@ def forget_heads(model: onnx.ModelProto) -> None:
 CHANGES: dict[str, tuple[Change, str]] = {
     "no present": (lambda model: drop(model.graph.output, "present.3.value"), " has no output present.3.value"),
     "no logits": (lambda model: drop(model.graph.output, "logits"), " has no output logits"),
-    "another input": (add_input, " wants an input 'inputs_embeds', which nobody here can give"),
+    "another input": (add_input, " wants an input 'inputs_embeds', which this engine does not have"),
     "no heads": (forget_heads, ": past_key_values.0.key is (None, None, None, 32), not [rows, heads, columns, size]"),
     "no past": (without_past, " takes no past_key_values.*: it was exported without the past"),
 }

@@ -2,22 +2,18 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from checked_runs import Broken, Launches, Subject, random_request
 from fake_cuda_graphs import record
-from sampling_steps import short_lists
 from tiny_models import make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.paged import async_decode
 from tgis.engines.paged.batch import StaticInputs
 from tgis.engines.paged.cuda_graphs import DecodeGraphs
 from tgis.engines.paged.engine import PagedEngine
@@ -40,14 +36,7 @@ def subject(model_dir: Path) -> Iterator[Subject]:
 
 @pytest.fixture
 def launches(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    monkeypatch.setattr(subject.engine._decoder, "_cooldown", 0)
     return Launches(subject.engine, monkeypatch)
-
-
-@pytest.fixture(params=["as it is", "short lists"])
-def lists(request: pytest.FixtureRequest) -> Iterator[str]:
-    with short_lists() if request.param == "short lists" else nullcontext():
-        yield request.param
 
 
 def commit(plan: StepPlan, result: StepResult) -> None:
@@ -60,7 +49,7 @@ def commit(plan: StepPlan, result: StepResult) -> None:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_any_plan_may_follow_any_other(
-    subject: Subject, launches: Launches, lists: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, launches: Launches, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
     if captured:
@@ -68,33 +57,27 @@ def test_any_plan_may_follow_any_other(
         inputs = StaticInputs(ROWS, 64, runner.device)
         graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
         monkeypatch.setattr(runner, "graphs", graphs)
-    changed = mock.Mock(wraps=subject.engine._sampler.invalidate)
     tokens = back = 0
-    with (
-        mock.patch.object(subject.engine._sampler, "invalidate", changed),
-        mock.patch.object(async_decode, "_COOLDOWN_STEPS", 0),
-    ):
-        for seed in range(4):
-            rng = random.Random(seed)
-            rows = [Sequence(random_request(rng, number), 0.0) for number in range(ROWS)]
-            for _ in range(40):
-                alive = [row for row in rows if row.num_remaining_tokens > 0]
-                chosen = rng.sample(alive, rng.choice([len(alive), len(alive), rng.randint(0, len(alive))]))
-                if not chosen:
-                    continue
-                back += _make_room(subject.engine, rng, rows, chosen)
-                counts = [1 if row.decoding else rng.randint(1, row.num_uncomputed_tokens) for row in chosen]
-                plan = StepPlan.of(chosen, counts)
-                commit(plan, subject.step(plan))
-                tokens += len(plan.sampled)
-            subject.engine.release(rows)
-            for row in rows:
-                subject.check(row)
+    for seed in range(4):
+        rng = random.Random(seed)
+        rows = [Sequence(random_request(rng, number), 0.0) for number in range(ROWS)]
+        for _ in range(40):
+            alive = [row for row in rows if row.num_remaining_tokens > 0]
+            chosen = rng.sample(alive, rng.choice([len(alive), len(alive), rng.randint(0, len(alive))]))
+            if not chosen:
+                continue
+            back += _make_room(subject.engine, rng, rows, chosen)
+            counts = [1 if row.decoding else rng.randint(1, row.num_uncomputed_tokens) for row in chosen]
+            plan = StepPlan.of(chosen, counts)
+            commit(plan, subject.step(plan))
+            tokens += len(plan.sampled)
+        subject.engine.release(rows)
+        for row in rows:
+            subject.check(row)
     reused = tokens - sum(launches.rows("planned"))
     assert reused > tokens // 4
     assert sum(launches.rows("ahead")) > reused + 20
     assert back > 5
-    assert (changed.call_count > 12) == (lists == "short lists")
 
 
 def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:

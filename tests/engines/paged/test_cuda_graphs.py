@@ -17,6 +17,7 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.soft_prompts import PromptSpan
 from tgis.engines.memory import capacity
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 from tgis.engines.paged.batch import FlatBatch, StaticInputs
 from tgis.engines.paged.cuda_graphs import Capture, DecodeGraphs, Replay, cuda_capture
 from tgis.engines.paged.engine import PagedEngine
@@ -35,18 +36,20 @@ def batch_of(rows: int, draw: random.Random, logits_indices: list[int] | None = 
     width = draw.randint(1, WIDTH)
     indices = list(range(rows)) if logits_indices is None else logits_indices
     lengths = some(rows).clamp(max=width)
-    return FlatBatch(some(rows), some(rows), some(rows), some(rows, width), lengths, [], torch.tensor(indices), [])
+    attention = AttentionMetadata(some(rows), some(rows, width), lengths, [])
+    return FlatBatch(some(rows), some(rows), attention, torch.tensor(indices), [])
 
 
 def forward(batch: FlatBatch) -> Tensor:
     """Something that depends on every number of each row, and on nothing of other rows."""
-    seen = torch.arange(batch.block_tables.shape[1]) < batch.seq_lens[:, None]
+    attention = batch.attention
+    seen = torch.arange(attention.block_tables.shape[1]) < attention.seq_lens[:, None]
     row = (
         batch.input_ids
         + 3 * batch.positions
-        + 7 * batch.slot_mapping
-        + 11 * batch.seq_lens
-        + (batch.block_tables * seen).sum(1)
+        + 7 * attention.slot_mapping
+        + 11 * attention.seq_lens
+        + (attention.block_tables * seen).sum(1)
     )
     return torch.stack([row, row * row], 1)[batch.logits_indices].double()
 
@@ -76,25 +79,26 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
 def as_decodes(batch: FlatBatch) -> FlatBatch:
     """The same tokens, each of a sequence of its own."""
     tables = [
-        *batch.block_tables.tolist(),
-        *(c.block_table.tolist() for c in batch.chunks for _ in range(c.num_tokens)),
+        *batch.attention.block_tables.tolist(),
+        *(c.block_table.tolist() for c in batch.attention.chunks for _ in range(c.num_tokens)),
     ]
     padded = torch.tensor([table + [0] * (LONG - len(table)) for table in tables])
-    columns = batch.input_ids, batch.positions, batch.slot_mapping, padded, batch.positions + 1
-    return FlatBatch(*columns, [], batch.logits_indices, [])
+    attention = AttentionMetadata(batch.attention.slot_mapping, padded, batch.positions + 1, [])
+    return FlatBatch(batch.input_ids, batch.positions, attention, batch.logits_indices, [])
 
 
 def with_prompts(batch: FlatBatch, draw: random.Random) -> FlatBatch:
     """The last rows become the tokens of two prompts, some of whose logits are wanted, some twice."""
     tokens = len(batch.input_ids)
     decodes = draw.randint(0, tokens - 2)
-    batch.block_tables, batch.seq_lens = batch.block_tables[:decodes], batch.seq_lens[:decodes]
-    batch.positions[:decodes] = batch.seq_lens - 1
+    attention = batch.attention
+    attention.block_tables, attention.seq_lens = attention.block_tables[:decodes], attention.seq_lens[:decodes]
+    batch.positions[:decodes] = attention.seq_lens - 1
     for start, end in pairwise([decodes, draw.randrange(decodes + 1, tokens), tokens]):
         context, count = draw.randint(0, 3), end - start
         table = draw.choices(range(1, 90), k=context + count + draw.randint(0, 3))  # blocks of one token
         batch.positions[start:end] = torch.arange(context, context + count)
-        batch.chunks.append(PrefillChunk(slice(start, end), context, torch.tensor(table)))
+        attention.chunks.append(PrefillChunk(slice(start, end), context, torch.tensor(table)))
     batch.logits_indices = torch.tensor(draw.choices(range(tokens), k=draw.randint(1, 2 * tokens)))
     return batch
 
@@ -112,8 +116,9 @@ def test_long_prompts_are_not_replayed(graphs: DecodeGraphs) -> None:
     """Each of their tokens would read all of the context by itself."""
     for context, replayed in ((1 << 14, True), (1 << 15, False)):
         batch = batch_of(3, random.Random(1))
-        batch.block_tables, batch.seq_lens = batch.block_tables[:0], batch.seq_lens[:0]
-        batch.chunks.append(PrefillChunk(slice(0, 3), context, torch.tensor([1])))
+        attention = batch.attention
+        attention.block_tables, attention.seq_lens = attention.block_tables[:0], attention.seq_lens[:0]
+        attention.chunks.append(PrefillChunk(slice(0, 3), context, torch.tensor([1])))
         assert (graphs.run(batch) is not None) == replayed
 
 

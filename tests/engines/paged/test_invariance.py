@@ -12,7 +12,6 @@ from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from quantized_formats import (
-    BITSANDBYTES,
     CHANNELS,
     FORMATS,
     GPTQ,
@@ -20,7 +19,6 @@ from quantized_formats import (
     Quantize,
     compressed_tensors,
     gptq,
-    in_4_bits,
     in_bytes,
     quantized_copy,
     with_input_scale,
@@ -68,28 +66,26 @@ QUANTIZED: dict[str, Any] = {
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
     "KV int8": {"kv_cache_dtype": "int8"},
-    "KV fp8": {"kv_cache_dtype": "fp8"},
 }
 STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arithmetic
-    **{name: FORMATS[name] for name in ("gptq, act-order", "gptq, 8 bits, ragged", "awq", "bitsandbytes, fp4")},
+    **{name: FORMATS[name] for name in ("gptq, act-order", "gptq, 8 bits, ragged", "awq")},
     "int4 by channel": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": -1}, gptq(4, None, 0)),
     "int8 in groups": FORMATS["compressed-tensors, 8 bits"],
-    "nf4": (BITSANDBYTES, in_4_bits("nf4", 64)),
     "E4M3 in blocks": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, in_bytes(64, 32, "weight_scale_inv")),
     "E4M3 by channel": FORMATS["compressed-tensors, E4M3"],
     "W8A8 by token": (compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS), with_input_scale),
     "W8A8 static": (compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC), with_input_scale),
 }
 # kernels/test_quantized.py tries all kernels in milliseconds, and with several threads
-SOME_KERNELS = ("int8", "KV int8", "nf4", "W8A8 by token")
-CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV fp8")]
+SOME_KERNELS = ("int8", "KV int8", "W8A8 by token")
+CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV int8")]
 SLOW: list[Any] = [
     ("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in SOME_KERNELS
 ]
 SLOW += [("Llama", "float32", "avx2"), ("GPT2", "float32", "avx2", "int8")]
 SLOW += [("Llama", "float32", "auto", "gptq, act-order")]
-SLOW += [("Llama", "float32", "avx2", kind) for kind in ("nf4", "E4M3 in blocks", "W8A8 static", "KV fp8")]
+SLOW += [("Llama", "float32", "avx2", kind) for kind in ("awq", "E4M3 in blocks", "W8A8 static", "KV int8")]
 SLOW += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 

@@ -22,7 +22,10 @@ from torch import Tensor
 
 from tgis.engines.kernels.cpu import linear
 from tgis.engines.kernels.cpu.gemm import OneDnnGemm
-from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, ResizablePass, _Memory
+from tgis.engines.kernels.cpu.recorder_memory import RecorderMemory
+from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.kernels.cpu.replay import RecordedPass, ResizablePass
+from tgis.engines.paged import recorded_steps
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.errors import Unsupported
@@ -135,29 +138,39 @@ def test_a_recorded_step_that_gives_other_logits_is_not_used(
         assert caplog.text.count(f"{what} are not recorded: a recorded step does not give the logits") == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (TypeError("no\nmemory"), "TypeError('no\\nmemory')"),
-        (Unsupported("aten.item looks at numbers"), "aten.item looks at numbers"),
-    ],
-)
-def test_whatever_fails_while_a_step_is_recorded_it_runs_eagerly(
-    model: Path,
-    replays: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-    said: str,
+def test_a_model_that_cannot_be_recorded_runs_eagerly(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = generated(model)
     replays.clear()
-    monkeypatch.setattr(_Memory, "empty", mock.Mock(side_effect=error))
+    monkeypatch.setattr(RecorderMemory, "empty", mock.Mock(side_effect=Unsupported("aten.item looks at numbers")))
     assert generated(model) == expected
-    assert [each for each in caplog.messages if "recorded" in each] == [
-        f"{what} are not recorded: {said}" for what in ("steps with prompts", "decode steps")
+    assert [text for text in caplog.messages if "recorded" in text] == [
+        f"{kind} are not recorded: aten.item looks at numbers" for kind in ("steps with prompts", "decode steps")
     ]
     assert not replays
+
+
+def test_after_a_lack_of_memory_steps_are_recorded_again(
+    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generated(model)
+    replays.clear()
+    monkeypatch.setattr(recorded_steps, "_PAUSE", 5)
+    empty, fails = RecorderMemory.empty, iter([True, True] + [False] * 60 + [True])
+
+    def scarce(memory: RecorderMemory, like: Tensor) -> Tensor:
+        if next(fails, False):
+            raise MemoryError
+        return empty(memory, like)
+
+    monkeypatch.setattr(RecorderMemory, "empty", scarce)
+    assert generated(model) == expected
+    assert not [*fails]  # it has failed three times
+    for kind in ("steps with prompts", "decode steps"):
+        assert caplog.text.count(f"{kind} are recorded again 5 steps after each failure: MemoryError()") == 1
+    assert replays["replayed"] > 10
+    assert replays["prefills"] > 10
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float64"}, {"cpu_isa": "none"}])

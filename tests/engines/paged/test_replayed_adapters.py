@@ -18,7 +18,8 @@ from tiny_models import EOS, VOCAB_SIZE, make_model_from_config, make_wide_confi
 from torch import Tensor
 
 from tgis.batcher.sequence import StepPlan
-from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder
+from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.kernels.cpu.replay import RecordedPass
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged import model_runner
 from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay

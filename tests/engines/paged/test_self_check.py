@@ -67,11 +67,10 @@ def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "M2M100"])
-@pytest.mark.parametrize("asked", ["int8", "fp8"])
-def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, asked: str, tmp_path: Path) -> None:
+def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path)
     logits = []
-    for isa, kv_cache_dtype in ((CPU_ISA, asked), ("none", asked), ("none", "auto")):
+    for isa, kv_cache_dtype in ((CPU_ISA, "int8"), ("none", "int8"), ("none", "auto")):
         engine = paged_engine(model, cpu_isa=isa, kv_cache_dtype=kv_cache_dtype)
         logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 70)))
     by_kernel, by_pytorch, plain = logits

@@ -16,7 +16,6 @@ from transformers.generation import logits_process as theirs
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
 from tgis.engines.sampling.draws import select_ops
-from tgis.engines.sampling.histories import TokenHistory
 from tgis.engines.sampling.logprobs import prompt_logprobs
 from tgis.ipc.request import LogprobOptions, SamplingParams, TokenLogprobs
 
@@ -119,7 +118,7 @@ def test_top_p_keeps_what_reaches_it_and_at_least_the_best() -> None:
 @pytest.mark.parametrize("share", [1e-6, 0.0])
 def test_tiny_top_p_is_greedy(share: float) -> None:
     logits = normal(50, 300).bfloat16()
-    greedy = choose([make_row(SamplingParams())] * 50, logits).tokens
+    greedy = choose([make_row(SamplingParams()) for _ in range(50)], logits).tokens
     rows = [make_row(SamplingParams(temperature=1.5, top_p=share, seed=seed)) for seed in range(50)]
     assert choose(rows, logits).tokens == greedy
 
@@ -144,7 +143,7 @@ def test_extreme_repetition_penalties_stay_finite(penalty: float, logits: list[f
 
 def test_extreme_penalties_together_stay_finite() -> None:
     sampling = SamplingParams(length_penalty=(0, 10.0), repetition_penalty=1e-38)
-    row = make_row(sampling, generated=100)
+    row = make_row(sampling, output=[3] * 100)
     assert choose([row], torch.tensor([[5.0, 1.0, 2.0, 3.0]]), torch.tensor([[3]]), EOS[:1]).tokens == [3]
 
 
@@ -238,7 +237,7 @@ def test_neighbours_change_no_bit(isa: str) -> None:
 def test_sampling_at_the_lowest_temperatures_is_greedy(temperature: float, filters: dict[str, float]) -> None:
     logits = normal(20, 400)
     sampling = SamplingParams(temperature=temperature, seed=4, **filters)  # type: ignore[arg-type]
-    sampled = choose([make_row(sampling, LOGPROBS)] * 20, logits)
+    sampled = choose([make_row(sampling, LOGPROBS) for _ in range(20)], logits)
     assert sampled.tokens == logits.argmax(-1).tolist()
     assert all(logprobs_of(sampled, i).logprob == pytest.approx(0.0, abs=1e-6) for i in range(20))
 
@@ -284,14 +283,3 @@ def test_prompt_logprobs_of_an_invalid_position() -> None:
     found = prompt_logprobs(logits, [1, 2, 3], details)
     assert math.isnan(found[1].logprob)
     assert found[::2] == prompt_logprobs(logits[::2], [1, 3], details)
-
-
-def test_a_history_has_every_token_however_long_a_row_becomes() -> None:
-    tokens = [[77, 1, 2, 3], [77, *range(88)]]
-    history = TokenHistory(tokens, CPU)
-    for token in range(1000, 1400):
-        newest = [token, token + 1]
-        for own, new in zip(tokens, newest, strict=True):
-            own.append(new)
-        history.append(torch.tensor(newest))
-        assert [set(ids) for ids in history.ids.tolist()] == [set(own) for own in tokens]

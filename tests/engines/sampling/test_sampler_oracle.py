@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sampling_oracle import make_row, samplings
 from sampling_steps import sample_batch
 
-from tgis.engines.sampling import logits_processors, logprobs
+from tgis.engines.sampling import logits_processors, sampler
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
@@ -71,8 +71,8 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.multiple(logprobs, _MIN_CANDIDATES=4, _MAX_CANDIDATES=8, _TIE_MARGIN=2, _RETRY_GROWTH=2),
-        mock.patch.multiple(logits_processors, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50),
+        mock.patch.multiple(logits_processors, _LIST_STEP=4, _TIE_MARGIN=2, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50),
+        mock.patch.object(sampler, "_TOP_P_CANDIDATES", 2),
     ):
         yield
 
@@ -99,7 +99,7 @@ def test_rows_match_the_naive_sampler(
     sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
     for i, sampling in enumerate(params):
         generated = len(outputs[i])
-        expected = oracle.process(logits[i], sampling, generated, ends, context[i], outputs[i], allowed[i])
+        expected = oracle.process(logits[i], sampling, generated, ends, context[i] + outputs[i], outputs[i], allowed[i])
         bad = expected.scores.max() == -float("inf")
         assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:

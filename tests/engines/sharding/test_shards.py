@@ -14,7 +14,6 @@ from batches import engine_options, limits
 from cpu_kernels import CPU_ISA
 from gguf_files import permuted, write_directory, write_gguf
 from quantized_formats import (
-    BITSANDBYTES,
     CHANNELS,
     FORMATS,
     TOKENS,
@@ -22,7 +21,6 @@ from quantized_formats import (
     compressed_tensors,
     experts_in_mxfp4,
     gptq,
-    in_4_bits,
     in_bytes,
     quantized_copy,
     with_input_scale,
@@ -57,10 +55,8 @@ SHARED = "shared_memory"
 LAYOUTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # with groups of at most 32 inputs
     **FORMATS,
     "fp8": ({"quant_method": "fp8", "weight_block_size": [20, 16]}, in_bytes(20, 16, "weight_scale_inv")),
-    "bitsandbytes, nf4": (BITSANDBYTES, in_4_bits("nf4", 32, nested=True)),
 }
 FAST_LAYOUT = "Llama", "gptq, act-order", 2, "tgis_native"
-OF_32 = ("bitsandbytes, nf4", "bitsandbytes, fp4")  # of which four ranks would cut some
 ROUNDED = {
     "static": (CHANNELS | {"strategy": "tensor"}, with_input_scale),
     "dynamic": (TOKENS, in_bytes(1, None, "weight_scale", e4m3=False)),
@@ -124,7 +120,7 @@ def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
 
 
 def quantized_cases() -> list[Any]:
-    layouts = [(layout, count) for layout in LAYOUTS for count in (2, 4) if count == 2 or layout not in OF_32]
+    layouts = [(layout, count) for layout in LAYOUTS for count in (2, 4)]
     every = [("Llama", layout, count, "tgis_native") for layout, count in layouts]
     for name in ("T5", "Mpt", "Falcon, 40b", "Phi3", "Qwen2Moe"):
         for layout in ("awq", "gptq, act-order"):

@@ -10,7 +10,7 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:
-    """The grammar that the output must follow; None for any output."""
+    """The grammar of the output; None if there is none."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     absent = (None, StructuredOutputs())
     given = [_only_constraint(outputs) for outputs in (body.structured_outputs, guided) if outputs not in absent]
@@ -23,23 +23,22 @@ def grammar(body: SamplingBody) -> GrammarSpec | None:
 
 
 def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
-    """TGI has the schema or regex under the name `value`, llama.cpp the schema of a json_object under `schema`."""
+    """TGI writes the schema or regex as `value`, llama.cpp the schema of a json_object as `schema`."""
     values = (given.get(name) for name in ("value", "json_schema", "schema"))
     value = next((value for value in values if value is not None), None)
-    return format_grammar("response_format", given.get("type"), value)
+    strict = isinstance(value, dict) and value.get("strict") is True
+    return format_grammar("response_format", given.get("type"), value, exact=strict)
 
 
-def format_grammar(field: str, kind: Any, value: Any) -> GrammarSpec | None:
+def format_grammar(field: str, kind: Any, value: Any, *, exact: bool = True) -> GrammarSpec | None:
     """The grammar of an output format; None for text."""
     match kind, value:
         case "text", _:
             return None
         case "json_object" | "json", None:
             return GrammarSpec(GrammarKind.JSON_OBJECT)
-        case "json_object" | "json", schema:
-            return _schema(schema)
-        case "json_schema", {"schema": schema}:
-            return _schema(schema)
+        case ("json_object" | "json", schema) | ("json_schema", {"schema": schema}):
+            return _schema(schema, exact=exact)
         case "json_schema", _:
             raise InvalidRequest(field, f"{field}.json_schema must have a schema")
         case "regex", str():
@@ -66,7 +65,7 @@ def _only_constraint(given: StructuredOutputs) -> GrammarSpec:
     raise AssertionError("unreachable")
 
 
-def _schema(schema: Any) -> GrammarSpec:
+def _schema(schema: Any, *, exact: bool = True) -> GrammarSpec:
     """The grammar of a JSON schema, given as an object or as its JSON."""
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, text, exact=exact)

@@ -16,23 +16,23 @@ from tgis.api.openai.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls: what is read, and one way to write it."""
+    """How a family of models writes tool calls: how they are read, and one way to write them."""
 
-    start: str  # before one call or more
-    end: str = ""  # after them; text may follow
+    start: str  # before the first call
+    end: str = ""  # after the last call; text may follow
     bare: bool = False  # an output that begins with { is a call as well
-    skip: str = r"\s*"  # a pattern, of what stands between calls
-    named: str = r"(?!)"  # a pattern, of a name that stands before its arguments: its group `name`
-    # written: start, unless it is bare, opening, calls with `between` between them, closing
+    skip: str = r"\s*"  # pattern of the text between calls
+    named: str = r"(?!)"  # pattern of a name before its arguments, as the group `name`
+    # Written are: start, unless it is bare, opening, calls with `between` between them, closing.
     opening: str = ""
     call: tuple[str, str] = ('{"name": "%s", "arguments": ', "}")  # before and after the arguments
-    between: str | None = None  # there is one call only
+    between: str | None = None  # None: a single call
     closing: str = ""
 
 
 @functools.cache
 def _next_part_pattern(form: ToolFormat) -> "regex.Pattern[str]":
-    """What stands where a call may begin: groups `end`, `start`, `name` or `object`."""
+    """A pattern for the place where a call may begin: groups `end`, `start`, `name` or `object`."""
     marks = f"(?P<end>{regex.escape(form.end) or '(?!)'})|(?P<start>{regex.escape(form.start)})"
     return regex.compile(rf"{form.skip}(?:{marks}|{form.named}|(?P<object>(?=\{{)))")
 
@@ -88,30 +88,30 @@ Piece = str | ToolCallPiece
 class ToolCallParser:
     """The parser of one output.
 
-    What may be the beginning of a call is held back, from the white space before it on, until it is known to be one.
+    A possible beginning of a call is held back, with the white space before it, until it is known to be one.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
-        """`names` are those of the tools that may be called."""
+        """Only the tools with these `names` may be called."""
         self.num_calls = 0
         self._format = tool_format
         self._names = names
         self._held = ""
-        self._mark_end = 0  # in what is held: where the text ends if no call follows
-        self._at = 0  # in what is held: where the call begins
-        self._num_read = 0  # of what is held, by `_braces`
+        self._mark_end = 0  # in the held text: its end if no call follows
+        self._at = 0  # in the held text: the beginning of the call
+        self._num_read = 0  # characters of the held text that `_braces` has read
         self._called = False  # since the mark
         self._wrapped = False  # the arguments are in an object with the name
         self._braces = _Braces()
         self._state: Callable[[], list[Piece] | None] = self._next_part if tool_format.bare else self._content
 
     def add(self, text: str) -> list[Piece]:
-        """Parse what is new."""
+        """Parse more text."""
         self._held += text
-        found: list[Piece] = []
+        parsed: list[Piece] = []
         while (pieces := self._state()) is not None:
-            found += pieces
-        return found
+            parsed += pieces
+        return parsed
 
     def finish(self) -> list[Piece]:
         """The rest of an output that has ended: a call that has not begun is text."""
@@ -121,7 +121,7 @@ class ToolCallParser:
             return []
         return [rest] if rest else []
 
-    # Each state parses as much as it can: None if it needs more text, else what it has found before the next state.
+    # Each state parses as much as it can. It returns None if it needs more text, else the pieces before the next state.
 
     def _content(self) -> list[Piece] | None:
         mark = self._format.start
@@ -198,17 +198,17 @@ class ToolCallParser:
         return ToolCallPiece(self.num_calls - 1, arguments, name)
 
     def _end_part(self, end: int) -> None:
-        """Let go of what is parsed, and is no text."""
+        """Drop the parsed part of the held text, which is a call."""
         self._held, self._at, self._mark_end = self._held[end:], 0, 0
 
     def _no_call(self) -> list[Piece]:
-        """Take what is held for text, up to the end of the mark; a call may begin behind it."""
+        """Treat the held text up to the end of the mark as text; a call may begin behind it."""
         self._state = self._content
         return []
 
 
 class _Braces:
-    """Where a JSON object ends, in text that comes in pieces."""
+    """Finds the end of a JSON object in text that comes in pieces."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -233,7 +233,7 @@ class _Braces:
 
 
 def _partial_length(text: str, mark: str) -> int:
-    """How much at the end may be the beginning of a mark."""
+    """The number of characters at the end that may begin a mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
 
 

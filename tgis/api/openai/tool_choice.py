@@ -1,6 +1,6 @@
-"""Which tools an output may call, and the grammar of its calls where their arguments have to match their schemas.
+"""The tools that an output may call, and the grammar of its calls if arguments must match their schemas.
 
-They have to with a `tool_choice` of `required` or a function, and those of `strict` functions always.
+They must with a `tool_choice` of `required` or a function; arguments of `strict` functions always must.
 """
 
 import json
@@ -18,24 +18,24 @@ from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_MARK = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")  # of a format: what may be a special token
+_MARK = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")  # in a format: perhaps a special token
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"type": "object"}
-_SHOWN = 40  # characters, in an error
+_SHOWN = 40  # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """The tools that a request offers, and whether the output must call one."""
 
-    tools: Sequence[Tool]  # that the template shows; empty: none may be called
-    required: bool = False  # the output is calls and nothing else
-    name: str | None = None  # of the only function that may be called, once
-    parallel: bool = True  # there may be several calls
+    tools: Sequence[Tool]  # shown by the template; empty: no calls
+    required: bool = False  # the output consists of calls
+    name: str | None = None  # the only function that may be called, once
+    parallel: bool = True  # several calls are allowed
 
     @classmethod
     def of(cls, body: ChatCompletionRequest) -> "ToolChoice":
-        """InvalidRequest if nothing could meet it."""
+        """The choice of a request; InvalidRequest if no output could meet it."""
         tools, given = body.tools or (), body.tool_choice
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest("tools", f"tools must be at most {MAX_TOOLS}", str(len(tools)))
@@ -85,10 +85,10 @@ def _arguments(parameters: dict[str, Any] | None, path: str) -> dict[str, Any]:
 
 
 class ToolGrammar:
-    """The grammar of outputs in one format: calls, or text that may end with calls."""
+    """Grammars of outputs in one format: calls, or text that may end with calls."""
 
     def __init__(self, tool_format: ToolFormat, special_token_id: Callable[[str], int | None]) -> None:
-        """Marks of the format that are special tokens are written as such."""
+        """Marks of the format that are special tokens are matched as such."""
         self._format = tool_format
         self._special_token_id = special_token_id
 
@@ -103,7 +103,8 @@ class ToolGrammar:
         assert len(head) == FIRST_TOOL_LINE - 1
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
         lines = [*head, *calls, f"call: {call}", self._calls(choice), *self._text()]
-        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines))
+        strict = any(tool.function.strict for tool in choice.tools)
+        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), exact=strict)
 
     def _start(self, choice: ToolChoice) -> str:
         if choice.required:
@@ -116,7 +117,7 @@ class ToolGrammar:
         return f"calls: {self._lark(form.opening)} call {several} {self._lark(form.closing)}"
 
     def _text(self) -> Iterator[str]:
-        """Text without calls: nothing in it would be read as one."""
+        """Rules of text that the parser reads no call in."""
         mark = self._format.start
         any_text = r"/\s*([^{\s](?s:.*))?/" if self._format.bare else "/(?s:.*)/"
         yield f"TEXT: {any_text} & ~/(?s:.*){re.escape(mark)}(?s:.*)/"

@@ -1,7 +1,7 @@
 """An engine over several processes: this one is rank 0, which alone serves the batcher and chooses tokens.
 
-The others (`follower`) load their shard, warm up as this one does, and then compute every step that they are sent. It
-starts those of this machine; those of other nodes connect to it. A rank that dies or falls out of step ends them all.
+The other ranks (`follower`) load their shard, warm up like rank 0, and then compute every step that they receive. Those
+of this machine are started by rank 0, those of other nodes connect to it. All end if one dies or falls out of step.
 """
 
 import logging
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -24,8 +24,7 @@ from tgis.engines import describe_shard, load_shard
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
-from tgis.engines.distributed.rendezvous import Joined, gather
-from tgis.engines.distributed.secure_socket import SecureSocket
+from tgis.engines.distributed.rendezvous import Joined, address_of, gather
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
@@ -36,12 +35,12 @@ from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutd
 log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
-_CRASH_DETECTION_SECONDS = 2.0  # ample for noticing that a process has died
+_CRASH_DETECTION_SECONDS = 2.0  # until the death of a process is noticed
 _LAST_WORD_SECONDS = 0.1
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need for each rank. StartError if the model cannot be sharded, or would find no room."""
+    """The memory table of a start, for each rank. StartError if the model cannot be sharded or does not fit."""
     ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
     return describe_shard(options)
 
@@ -55,7 +54,7 @@ class ShardedEngine:
         fail: Callable[[str], NoReturn],
         forward: Callable[[Heartbeat], None],
     ) -> None:
-        """StartError if the model cannot be sharded, or nodes differ. Waits for the other nodes.
+        """Wait for the other nodes and load. StartError if the model cannot be sharded or nodes differ.
 
         Later, `fail` is called with the reason when a rank fails, and `forward` with the heartbeats of the other ranks.
         """
@@ -75,19 +74,19 @@ class ShardedEngine:
             self._engine, self.reason = load_shard(options)
 
     def _start_followers(
-        self, options: EngineOptions, links: dict[int, SecureSocket], forward: Callable[[Heartbeat], None]
+        self, options: EngineOptions, links: dict[int, socket.socket], forward: Callable[[Heartbeat], None]
     ) -> dist.Store:
-        """Start those of this machine, and answer the others; returns the store where all ranks meet."""
+        """Start the ranks of this machine and answer those of other nodes; returns torch's store."""
         fds: list[int] = []
         if links:
-            address = next(iter(links.values())).local_address
+            address = address_of(next(iter(links.values())).getsockname())
             ranks.use_interface(options.cluster_interface, address)
             store, name = ranks.host_store(address, options.num_shards)
         else:
             ranks.use_interface("lo", "")
             assert options.shared_memory is not None
             os.ftruncate(options.shared_memory, shared_bytes(options.num_shards))
-            # Never closed: torch opens it by its number until the end.
+            # Never closed: torch opens it by its number until the process ends.
             fds = [os.memfd_create("tgis-ranks"), options.shared_memory]
             name = str(fds[0])
             store = ranks.open_store(name, options.num_shards)
@@ -112,26 +111,24 @@ class ShardedEngine:
             self._engine.warm_up()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Run one step on all ranks; an error after which a rank waits for another one ends them all."""
+        """Run one step on all ranks. An error that leaves a rank waiting for another one ends all ranks."""
         if isinstance(self._engine, PagedEngine):
             plan = self._engine.with_drafts(plan)
         with self._collective("a step"):
             message = self._sent.step_input(plan)
             self._send(message)
-        plan = replace(plan, replaced=message.replaced)
         try:
-            result = self._engine.step(plan)
-        except Exception:
+            return self._engine.step(plan)
+        except Exception:  # whatever fails a step here may have left followers waiting in it
             with self._collective("a step"):
                 if not self._all_gave_up():
                     raise
-            self._sent.replaced = [seq.id for seq in plan.seqs]  # some ranks may have come further in it than others
+            if isinstance(self._engine, PagedEngine):
+                self._engine.discard_step()  # ranks may have stopped at different points
             raise
-        self._sent.replaced = result.replaced
-        return result
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Release sequences; the other ranks hear of it with the next step."""
+        """Release sequences; the next step tells the other ranks."""
         self._sent.release(seqs)
         self._engine.release(seqs)
 
@@ -140,11 +137,6 @@ class ShardedEngine:
         with self._collective("clearing the KV cache"):
             self._send(ranks.ClearCache())
             return self._engine.clear_cache()
-
-    @property
-    def resident_cache_bytes(self) -> int:
-        """Bytes of rank 0's cache; the other ranks report theirs."""
-        return self._engine.resident_cache_bytes
 
     def close(self) -> None:
         """Shut the other ranks down."""
@@ -161,33 +153,34 @@ class ShardedEngine:
             follower.send(frame)
 
     def _all_gave_up(self) -> bool:
-        """Whether all other ranks have failed where this one has, or have computed the step."""
+        """Whether no other rank waits in the step: all have failed in it, or computed it."""
         ranks.finish_collectives()
         self._send(ranks.GiveUp())
-        until = time.monotonic() + _CRASH_DETECTION_SECONDS
-        return all(follower.gave_up(until - time.monotonic()) for follower in self._followers)
+        deadline = time.monotonic() + _CRASH_DETECTION_SECONDS
+        return all(follower.gave_up(deadline - time.monotonic()) for follower in self._followers)
 
     def _fail(self, reason: str) -> NoReturn:
-        """End all ranks; those of other nodes are told why."""
+        """End all ranks, and send the reason to other nodes."""
         for follower in self._followers:
-            follower.tell(reason)
+            follower.send_reason(reason)
         self._end(reason)
 
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """A block in which ranks wait for each other: one that fails leaves the others stuck."""
+        """A block in which ranks wait for each other. If it fails, the others are stuck, so all ranks end."""
         try:
             yield
         except StartError as error:
             self._fail(str(error))
-        except Exception as error:
+        except Exception as error:  # any error here leaves the other ranks stuck
             log.exception("rank 0 failed in %s", what)
-            time.sleep(_CRASH_DETECTION_SECONDS)  # a rank that died says more than one that misses it, and ends all
+            # If this is the consequence of a dead rank, its watcher ends all ranks first, with the better reason.
+            time.sleep(_CRASH_DETECTION_SECONDS)
             self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
 def _start_process(options: EngineOptions, store: str, fds: list[int]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a rank of this machine, which inherits the files `fds`."""
+    """Start a rank of this machine that inherits the files `fds`."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = (sys.executable, "-m", "tgis.engines.distributed.follower", str(theirs.fileno()), store)
@@ -198,10 +191,10 @@ def _start_process(options: EngineOptions, store: str, fds: list[int]) -> tuple[
 
 @dataclass(eq=False)
 class Follower:
-    """Another rank, as rank 0 sees it: a process of this machine, or one of another node, without `process`."""
+    """Rank 0's view of another rank: a child process, or a rank of another node, without `process`."""
 
     name: str
-    link: socket.socket | SecureSocket
+    link: socket.socket
     process: "subprocess.Popen[bytes] | None"
     fail: Callable[[str], NoReturn]
     forward: Callable[[Heartbeat], None]
@@ -218,15 +211,15 @@ class Follower:
         with self._sending:
             self.link.sendall(frame)
 
-    def tell(self, reason: str) -> None:
-        """Tell another node why all ranks end, unless it does not read; those of this machine just end."""
+    def send_reason(self, reason: str) -> None:
+        """Send to another node why all ranks end, unless it does not read. Child processes just end."""
         if self.process is None and self._sending.acquire(timeout=_LAST_WORD_SECONDS):
             with suppress(OSError):
                 self.link.settimeout(_LAST_WORD_SECONDS)
                 self.link.sendall(encode_frame(Fatal(reason)))
 
     def gave_up(self, seconds: float) -> bool:
-        """Whether it answers in time that it has given up a step, or computed it."""
+        """Whether the rank answers in time that it has given up a step, or computed it."""
         answered = self._gave_up.wait(seconds)
         self._gave_up.clear()
         return answered
@@ -247,7 +240,7 @@ class Follower:
 
     def _watch(self) -> None:
         """Read until end of file: heartbeats, answers, and the reason of a failure."""
-        last, gone = "", "has closed its connection"
+        reason, gone = "", "has closed its connection"
         try:
             for message in receive_messages(self.link, Heartbeat | ranks.GiveUp | Fatal):
                 match message:
@@ -256,13 +249,13 @@ class Follower:
                     case ranks.GiveUp():
                         self._gave_up.set()
                     case Fatal(text):
-                        last = text
+                        reason = text
         except OSError as error:
             gone = f"is gone: {error.strerror or error}"
         if self.process:
             gone = _describe_exit(self.process.wait())
         if not self._shutting_down:
-            self.fail(f"{self.name} {last or gone}")
+            self.fail(f"{self.name} {reason or gone}")
 
 
 def _describe_exit(code: int) -> str:

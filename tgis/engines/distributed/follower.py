@@ -1,8 +1,8 @@
 """Every rank but the first: loads its shard of the model, then computes every step that rank 0 sends.
 
-On the machine of rank 0 it is run as `python -m tgis.engines.distributed.follower SOCKET STORE`, a file descriptor and
-the name of a store. On other nodes it is the engine process, which connects to rank 0. It exits when told to, when
-rank 0 or its own parent is gone, or on an error, which it reports first.
+On the machine of rank 0 it runs as `python -m tgis.engines.distributed.follower SOCKET STORE`: a file descriptor and
+the name of a store. On other nodes it is the engine process and connects to rank 0. It exits on shutdown, when rank 0
+or its parent is gone, or after reporting an error.
 """
 
 import gc
@@ -19,7 +19,8 @@ from tgis.engines import load_shard
 from tgis.engines.base import Engine
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import MirroredSequences, StepInput
-from tgis.engines.distributed.rendezvous import join
+from tgis.engines.distributed.rendezvous import address_of, join
+from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, Shutdown
@@ -28,11 +29,12 @@ from tgis.utils.memory import return_unused_memory
 
 log = logging.getLogger(__name__)
 
-_CRASH_SECONDS = 1.0  # until a rank tells that a collective has failed: the one that died says more, and ends all
+# Before a failed collective is reported: if its cause is a dead rank, that ends all ranks first, with a better reason.
+_CRASH_SECONDS = 1.0
 
 
 def main() -> int:
-    """Follow rank 0, which has started this process."""
+    """Follow the rank 0 that has started this process."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), ranks.RankMessage)
     (options,) = channel.receive()
     assert isinstance(options, EngineOptions)
@@ -42,10 +44,10 @@ def main() -> int:
 
 
 def follow_node_0(parent: Channel, options: EngineOptions) -> None:
-    """Follow the rank 0 of another machine; an error is told to both it and `parent`, the front end of this node."""
+    """Follow the rank 0 of another machine. Errors go to rank 0 and to `parent`, the front end of this node."""
     link, store = join(options)
-    ranks.use_interface(options.cluster_interface, link.local_address)
-    origin = f"rank 0 of the engine on node 0 at {link.peer_address}"
+    ranks.use_interface(options.cluster_interface, address_of(link.getsockname()))
+    origin = f"rank 0 of the engine on node 0 at {address_of(link.getpeername())}"
     rank_0 = Channel(link, ranks.RankMessage, lambda reason: parent.abort(f"{origin} is gone: {reason}"))
     rank_0.handle_inline(Fatal, lambda fatal: parent.abort(fatal.message))
 
@@ -63,11 +65,11 @@ def _follow(
     fail: Callable[[str], object],
     on_ready: Callable[[EngineInfo], object] = lambda _: None,
 ) -> None:
-    """Compute every step that rank 0 computes, in lockstep with it, until shutdown; `fail` is called with an error."""
+    """Compute every step in lockstep with rank 0 until shutdown; `fail` is called with an error."""
     try:
         _load_and_compute(rank_0, options, store, on_ready)
-    except Exception as error:
-        log.exception("rank %d cannot go on", options.rank)
+    except Exception as error:  # the main function of a process: rank 0 reports what ends it
+        log.exception("rank %d failed", options.rank)
         reason = str(error)
         if not isinstance(error, TgisError):
             reason = f"{type(error).__name__}: {error}"
@@ -78,12 +80,11 @@ def _follow(
 def _load_and_compute(
     rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object]
 ) -> None:
-    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines(), rank_0.resident_cache_bytes()))
+    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines()))
     num_shards = options.num_shards
     ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
     engine, _ = load_shard(options)
     engine.warm_up()
-    rank_0.resident_cache_bytes = lambda: engine.resident_cache_bytes
     return_unused_memory()
     gc.freeze()  # the loaded model is never garbage
     on_ready(engine.info)
@@ -93,7 +94,9 @@ def _load_and_compute(
 
 
 def _compute_steps(rank_0: Channel, engine: Engine) -> None:
-    """A step that fails is given up if rank 0 has failed in it, too: other ranks would wait for this one."""
+    """Compute steps until shutdown. A failed step is given up if rank 0 has also failed in it; otherwise the error is
+    raised, because other ranks would wait for this one.
+    """
     seqs = MirroredSequences(torch.device(engine.info.device))
     failure: Exception | None = None
     while True:
@@ -109,13 +112,15 @@ def _compute_steps(rank_0: Channel, engine: Engine) -> None:
                     return_unused_memory()
                 case ranks.GiveUp():
                     failure = None
+                    if isinstance(engine, PagedEngine):
+                        engine.discard_step()
                     ranks.finish_collectives()
                     rank_0.send(message)
                 case StepInput():
                     engine.release(seqs.pop(message.released))
                     try:
                         engine.step(seqs.plan(message))
-                    except Exception as error:  # noqa: BLE001 - raised if rank 0 goes on
+                    except Exception as error:  # noqa: BLE001 - the border of a step: raised unless rank 0 gives up
                         failure = error
 
 

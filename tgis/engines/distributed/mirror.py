@@ -1,6 +1,7 @@
-"""Steps as the other ranks get them: what is new since the last one, however long the sequences are.
+"""Steps as the other ranks get them: the changes since the last step, however long the sequences are.
 
-Rank 0 has the sequences of the batcher, the others mirror them: tokens, blocks, adapters, all that logits depend on.
+Rank 0 has the sequences of the batcher. The others mirror them (tokens, blocks, adapters: all that logits depend on),
+because for 32 decodes at 100,000 tokens the block tables alone of a step's inputs are 1.6 MB, its changes 2 KB.
 """
 
 from collections.abc import Collection
@@ -16,40 +17,39 @@ from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
-_DECODER, _ENCODER, _LORA_A, _LORA_B = "decoder", "encoder", ".lora_A", ".lora_B"  # names of tensors
+_DECODER, _ENCODER, _LORA_A, _LORA_B = "decoder", "encoder", ".lora_A", ".lora_B"
 
 
 class SeqUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What has changed of a sequence since its last step; all of it for its first."""
+    """The changes of a sequence since its last step; in its first step all of it."""
 
     id: int
     num_scheduled_tokens: int
     num_computed_tokens: int
-    tokens: list[int]  # generated since
+    tokens: list[int]  # new ones
     first_block: int
-    blocks: list[int]  # of its table from that one on
-    proposed: list[int]  # tokens that may follow
+    blocks: list[int]  # of the block table, from first_block on
+    proposed: list[int]  # tokens to verify
     request: Request | None = None
-    adapter: int | None = None  # its version
-    adapter_tensors: bytes = b""  # in safetensors' format, if no other sequence has this adapter
-    encoder_decoder: bool = False  # what the adapter is for
+    adapter: int | None = None  # version
+    adapter_tensors: bytes = b""  # safetensors; empty if another sequence has this adapter
+    encoder_decoder: bool = False  # of the adapter
 
 
 class StepInput(msgspec.Struct, frozen=True, tag="step"):
-    """A plan as it is sent to the other ranks."""
+    """A plan as the other ranks receive it."""
 
     seqs: list[SeqUpdate]
     released: list[int]
-    replaced: list[int]  # as in StepPlan
 
 
 class SentSequences:
-    """What the other ranks know of sequences."""
+    """The state of sequences that the other ranks have."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}  # with its tokens, its table and blocks in it
+        # By id: the sequence, its number of tokens, its block table, and the number of blocks in it.
+        self._sent: dict[int, tuple[Sequence, int, list[int], int]] = {}
         self._released: list[int] = []
-        self.replaced: list[int] = []  # of the next message
 
     def step_input(self, plan: StepPlan) -> StepInput:
         """The message for a plan."""
@@ -58,11 +58,10 @@ class SentSequences:
             for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         ]
         released, self._released = self._released, []
-        replaced, self.replaced = self.replaced, []
-        return StepInput(updates, released, replaced)
+        return StepInput(updates, released)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Forget sequences; the next message says so."""
+        """Forget sequences, here and with the next message."""
         self._released += [seq.id for seq in seqs if self._sent.pop(seq.id, None)]
 
     def _update(self, seq: Sequence, count: int, proposed: list[int]) -> SeqUpdate:
@@ -77,8 +76,8 @@ class SentSequences:
         return update
 
     def _with_request(self, update: SeqUpdate, seq: Sequence) -> SeqUpdate:
-        """Add what does not change: not who asked, nor how tokens are chosen, which is up to the first rank, but
-        whether by a grammar, since no step is launched ahead then.
+        """Add the request and the adapter, which do not change. The client and the sampling parameters stay here: only
+        rank 0 chooses tokens. The grammar's number goes along, because no step is launched ahead then.
         """
         request = msgspec.structs.replace(
             seq.request,
@@ -93,9 +92,7 @@ class SentSequences:
         if seq.adapter is None:
             return update
         known = any(other.adapter is seq.adapter for other, *_ in self._sent.values())
-        tensors = (
-            b"" if known else save({name: each.cpu().contiguous() for name, each in _tensors(seq.adapter).items()})
-        )
+        tensors = b"" if known else save({name: x.cpu().contiguous() for name, x in _tensors(seq.adapter).items()})
         for_pairs = isinstance(seq.adapter, SoftPrompt) and seq.adapter.encoder_decoder
         return msgspec.structs.replace(
             update, adapter=seq.adapter.version, adapter_tensors=tensors, encoder_decoder=for_pairs
@@ -103,23 +100,22 @@ class SentSequences:
 
 
 class MirroredSequences:
-    """Sequences of the first rank, as another one has them."""
+    """The sequences of the first rank, on another rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seqs: dict[int, Sequence] = {}
 
     def pop(self, ids: Collection[int] | None = None) -> list[Sequence]:
-        """Forget these sequences, or all, and return those that were there."""
-        wanted = list(self._seqs) if ids is None else ids
-        return [self._seqs.pop(each) for each in wanted if each in self._seqs]
+        """Remove and return these sequences, or all; unknown ids are skipped."""
+        return [self._seqs.pop(id_) for id_ in (list(self._seqs) if ids is None else ids) if id_ in self._seqs]
 
     def plan(self, step: StepInput) -> StepPlan:
-        """The plan that was sent; what it does not release is updated."""
+        """The plan of a message, after updating its sequences."""
         counts = [update.num_scheduled_tokens for update in step.seqs]
         plan = StepPlan.of([self._updated(update) for update in step.seqs], counts)
         proposals = {update.id: update.proposed for update in step.seqs if update.proposed}
-        return replace(plan, replaced=step.replaced, proposals=proposals)
+        return replace(plan, proposals=proposals)
 
     def _updated(self, update: SeqUpdate) -> Sequence:
         if update.request is not None:
@@ -130,16 +126,16 @@ class MirroredSequences:
         seq.tokens += update.tokens
         seq.num_computed_tokens = update.num_computed_tokens
         if update.first_block < len(seq.block_table):
-            seq.block_table = seq.block_table[: update.first_block]  # a new list: engines expect others only to grow
+            seq.block_table = seq.block_table[: update.first_block]  # a new list: engines expect a list only to grow
         seq.block_table += update.blocks
         return seq
 
     def _adapter(self, update: SeqUpdate, version: int) -> SoftPrompt | LoraAdapter:
         for seq in self._seqs.values():
             if seq.adapter is not None and seq.adapter.version == version:
-                found: SoftPrompt | LoraAdapter = seq.adapter
-                return found
-        tensors = {name: each.to(self._device) for name, each in load(update.adapter_tensors).items()}
+                adapter: SoftPrompt | LoraAdapter = seq.adapter
+                return adapter
+        tensors = {name: x.to(self._device) for name, x in load(update.adapter_tensors).items()}
         if {_DECODER, _ENCODER} & tensors.keys():
             return SoftPrompt(version, tensors.get(_DECODER), tensors.get(_ENCODER), update.encoder_decoder)
         names = [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how the ranks meet, and what they send each other."""
+"""Tensor parallelism: the process group of the ranks, and their messages."""
 
 import fcntl
 import ipaddress
@@ -26,38 +26,38 @@ log = logging.getLogger(__name__)
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h, of IPv4
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-_NEVER = timedelta(days=1)  # ranks load at different speeds, and one that dies is noticed otherwise
+_NEVER = timedelta(days=1)  # ranks load at different speeds, and a dead one is noticed by its connection
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
-    """No sequence is held: forget the KV cache, and give unused memory back."""
+    """Forget the KV cache and give unused memory back; no sequence is in it."""
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag="give_up"):
-    """From rank 0: it has failed in a step. The answer of another one: it waits for nobody in that step."""
+    """From rank 0: it has failed in a step. As the answer of another rank: it does not wait in that step."""
 
 
 RankMessage = EngineOptions | StepInput | ClearCache | GiveUp | Shutdown | Fatal
 
 
 def check_shardable(config: PreTrainedConfig, num_shards: int, on_this_node: int | None = None) -> None:
-    """StartError if the model has no such split, or this machine too few GPUs for its ranks, by default all."""
+    """StartError if the model cannot be sharded so, or this machine has too few GPUs for its ranks (default: all)."""
     check_plan(config, num_shards)
     if torch.cuda.is_available() and torch.cuda.device_count() < (on_this_node or num_shards):
         raise StartError(f"NUM_SHARD={num_shards} is more than the {torch.cuda.device_count()} GPUs")
 
 
 def host_store(address: str, num_ranks: int) -> tuple[dist.Store, str]:
-    """A store for the ranks of several machines, in this process, and its name for `open_store`."""
+    """A store in this process for the ranks of several machines, and its name for `open_store`."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listener.getsockname()[1]
-    # With a number of its own it would listen on all addresses.
-    own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(address, port, num_ranks, **own), f"{address}:{port}"
+    # Without a listening socket it would listen on all addresses.
+    server = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(address, port, num_ranks, **server), f"{address}:{port}"
 
 
 def open_store(name: str, num_ranks: int) -> dist.Store:
-    """The store of that name: HOST:PORT, or the number of a file that all ranks have open."""
+    """The store of this name: HOST:PORT, or the number of a file that all ranks have open."""
     if name.isdigit():
         return dist.FileStore(f"/proc/self/fd/{name}", num_ranks)
     host, _, port = name.rpartition(":")
@@ -66,9 +66,10 @@ def open_store(name: str, num_ranks: int) -> dist.Store:
 
 def use_interface(name: str | None, address: str) -> None:
     """Have collectives of this process and its children use this network interface, by default that of `address`."""
-    if found := name or _interface_of(address):
+    if interface := name or _interface_of(address):
+        # NCCL and the public interface of gloo take it from the environment only.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ[variable] = found
+            os.environ[variable] = interface
 
 
 def _interface_of(address: str) -> str | None:
@@ -86,7 +87,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def finish_collectives() -> None:
-    """Wait for those that are queued on the device; for ever, if not all ranks take part in them."""
+    """Wait for the collectives that are queued on the device; without end if a rank does not take part."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -94,9 +95,9 @@ def finish_collectives() -> None:
 def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: int | None = None) -> None:
     """Join torch's default process group."""
     local_rank = rank % (ranks_per_node or num_shards)
-    numbers = {"RANK": rank, "WORLD_SIZE": num_shards, "LOCAL_RANK": local_rank}
-    for variable, number in numbers.items():  # for transformers; torchrun has set them for its own processes
-        os.environ[variable] = str(number)
+    # Transformers reads these; torchrun has set them for its processes, one a node.
+    for variable, value in {"RANK": rank, "WORLD_SIZE": num_shards, "LOCAL_RANK": local_rank}.items():
+        os.environ[variable] = str(value)
     common = {"store": store, "rank": rank, "world_size": num_shards, "timeout": _NEVER}
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -108,8 +109,8 @@ def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: in
 
 
 def _bind_to_nodes(rank: int, ranks_per_node: int) -> None:
-    """Keep this thread, and those that it starts, on this rank's share of the NUMA nodes: what they write first lies
-    there. Nothing where there is one node.
+    """Keep this thread and those that it starts on this rank's share of the NUMA nodes, where the memory lies that they
+    write first. No effect with one NUMA node.
     """
     share = share_of_nodes(rank % ranks_per_node, ranks_per_node, os.sched_getaffinity(0))
     if share:

@@ -1,28 +1,29 @@
-"""How the ranks of other nodes find rank 0: they connect to it, prove the secret, and say what they would load.
+"""How the ranks of other nodes find rank 0: they connect to MASTER_PORT and send what they are about to load.
 
-Rank 0 waits for all of them, then closes its port. Either side may start first, and waits for the other without end.
+Rank 0 waits for all of them, then closes its port. Either side may start first and waits for the other without end.
+Nothing here keeps strangers out, which is up to the network. The digest of the secret tells two clusters apart.
 """
 
+import hashlib
+import hmac
 import logging
-import queue
 import socket
-import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tgis.engines.distributed import secure_socket
 from tgis.engines.distributed.facts import difference, facts_of
-from tgis.engines.distributed.secure_socket import SecureSocket, WrongSecret
-from tgis.errors import StartError
+from tgis.errors import StartError, file_errors
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineOptions, Fatal
 
 log = logging.getLogger(__name__)
 
-_MAX_HANDSHAKES = 64  # at a time
+_HANDSHAKE_SECONDS = 2.0
+_MAX_HANDSHAKE_BYTES = 1 << 20
 _RETRY_SECONDS = 0.5
 
 
@@ -31,123 +32,118 @@ class Joining(msgspec.Struct, frozen=True):
 
     rank: int
     node: int
+    secret_digest: bytes
     facts: dict[str, str]
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """The answer, once all ranks are there."""
+    """The answer, once all ranks have joined: the HOST:PORT of torch's store."""
 
-    store: str  # where torch's ranks meet
+    store: str
 
 
-def gather(options: EngineOptions) -> dict[int, SecureSocket]:
-    """Wait for the ranks of all other nodes; StartError, for these as well, if one differs from this node."""
-    secret, facts = secure_socket.read_secret(str(options.cluster_secret_path)), facts_of(options)
-    missing, links = set(range(options.ranks_per_node, options.num_shards)), dict[int, SecureSocket]()
-    arrivals = queue.SimpleQueue[tuple[SecureSocket, Joining]]()
-
-    def welcome(sock: socket.socket) -> None:
-        link = secure_socket.open_secure(sock, secret, accepted=True)
-        joining = next(receive_messages(link, Joining))
-        secure_socket.notice_cut_links(sock, options.cluster_timeout_seconds)
-        arrivals.put((link, joining))
-
-    listener = _listen(options.master_port)
-    threading.Thread(target=_accept, args=(listener, welcome), daemon=True, name="accept").start()
-    try:
+def gather(options: EngineOptions) -> dict[int, socket.socket]:
+    """Wait for the ranks of all other nodes. StartError, here and there, if a node differs from this one."""
+    digest, facts = _secret_digest(options), facts_of(options)
+    missing, links = set(range(options.ranks_per_node, options.num_shards)), dict[int, socket.socket]()
+    with _listen(options.master_port) as listener:
         while missing:
             log.info("waiting on port %d for rank %s", options.master_port, ", ".join(map(str, sorted(missing))))
-            link, joining = arrivals.get()
-            if twin := links.pop(joining.rank, None):  # its node has started again, or has the number of another
-                _refuse(twin, f"rank {joining.rank} has joined a second time, from {link.peer_address}")
+            link, address, joining = _accept(listener, digest)
+            notice_cut_links(link, options.cluster_timeout_seconds)
+            # A node has restarted, or two nodes have the same NODE_RANK.
+            if previous := links.pop(joining.rank, None):
+                _refuse(previous, f"rank {joining.rank} has joined a second time, from {address}")
             links[joining.rank] = link
-            missing -= {joining.rank}
+            missing.discard(joining.rank)
             if differs := difference(joining.facts, joining.node, facts):
-                for each in links.values():
-                    _refuse(each, differs)
+                for joined in links.values():
+                    _refuse(joined, differs)
                 raise StartError(differs)
-            log.info("rank %d has joined, node %d at %s", joining.rank, joining.node, link.peer_address)
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        listener.close()
+            log.info("rank %d has joined, node %d at %s", joining.rank, joining.node, address)
     return links
+
+
+def _secret_digest(options: EngineOptions) -> bytes:
+    with file_errors("CLUSTER_SECRET_PATH"):
+        return hashlib.sha256(Path(str(options.cluster_secret_path)).read_bytes().strip()).digest()
 
 
 def _listen(port: int) -> socket.socket:
     dual = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    except OSError as error:
-        raise StartError(f"MASTER_PORT: cannot listen on port {port}: {error.strerror}") from error
+    with file_errors(f"MASTER_PORT: cannot listen on port {port}"):
+        return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
-def _accept(listener: socket.socket, welcome: Callable[[socket.socket], None]) -> None:
-    """Welcome whoever connects in a thread, but only some at a time, until the listener is shut down."""
-    places = threading.Semaphore(_MAX_HANDSHAKES)
-
-    def attempt(sock: socket.socket, address: str) -> None:
+def _accept(listener: socket.socket, digest: bytes) -> tuple[socket.socket, str, Joining]:
+    """The next rank of this cluster that connects, and its address; other connections are closed and logged."""
+    while True:
+        sock, peer = listener.accept()
         try:
-            welcome(sock)
-        except (OSError, StopIteration, msgspec.MsgspecError) as error:
-            log.warning("%s has connected, but %s", secure_socket.unmapped(address), error)
-            sock.close()
-        finally:
-            places.release()
+            sock.settimeout(_HANDSHAKE_SECONDS)
+            joining = _receive(sock, Joining)
+            if hmac.compare_digest(joining.secret_digest, digest):
+                return sock, address_of(peer), joining
+            _refuse(sock, "CLUSTER_SECRET_PATH is another on node 0 than on this node")
+            reason = "with another CLUSTER_SECRET_PATH"
+        except (OSError, ValueError) as error:
+            reason = f"but {error}"
+        sock.close()
+        log.warning("%s has connected, %s", address_of(peer), reason)
 
-    with suppress(OSError):
-        while places.acquire():
-            sock, (address, *_) = listener.accept()
-            threading.Thread(target=attempt, args=(sock, address), daemon=True, name="handshake").start()
+
+def _receive(sock: socket.socket, message_type: Any) -> Any:
+    """The next message, or ConnectionError."""
+    for message in receive_messages(sock, message_type, _MAX_HANDSHAKE_BYTES):
+        return message
+    raise ConnectionError("its connection was closed")
 
 
-def _refuse(link: SecureSocket, reason: str) -> None:
+def _refuse(link: socket.socket, reason: str) -> None:
     with suppress(OSError):
         link.sendall(encode_frame(Fatal(reason)))
     link.close()
 
 
-def join(options: EngineOptions) -> tuple[SecureSocket, str]:
-    """Connect to rank 0, and wait until all ranks have. StartError if it does not take this node."""
-    secret, facts = secure_socket.read_secret(str(options.cluster_secret_path)), facts_of(options)
-    link = _connect(options, secret)
-    link.sendall(encode_frame(Joining(options.rank, options.node_rank, facts)))
-    try:
-        answer = next(receive_messages(link, Joined | Fatal), None)
-    except OSError:
-        answer = None
-    match answer:
-        case Joined(store):
-            return link, store
-        case Fatal(reason):
-            link.close()
-            raise StartError(reason)
-    link.close()
-    raise StartError(f"node 0 at {options.master_addr} has ended before all ranks were there")
+def join(options: EngineOptions) -> tuple[socket.socket, str]:
+    """Connect to rank 0 and wait until all ranks have: the connection, and the HOST:PORT of torch's store.
 
-
-def _connect(options: EngineOptions, secret: bytes) -> SecureSocket:
-    """Try until node 0 is there, and what speaks as it does; each other obstacle is a line in the log."""
-    obstacle = ""
+    Obstacles are logged and tried again. StartError if rank 0 refuses this node.
+    """
+    joining = Joining(options.rank, options.node_rank, _secret_digest(options), facts_of(options))
+    address, obstacle = (str(options.master_addr), options.master_port), ""
     while True:
         try:
-            return _attempt(options, secret)
-        except OSError as error:
-            if obstacle != (obstacle := error.strerror or str(error)):
-                log.warning(
-                    "node 0 at %s, port %d: %s; trying again", options.master_addr, options.master_port, obstacle
-                )
+            return _try_to_join(address, joining, options.cluster_timeout_seconds)
+        except (OSError, ValueError) as error:
+            if obstacle != (obstacle := getattr(error, "strerror", None) or str(error)):
+                log.warning("node 0 at %s, port %d: %s; trying again", *address, obstacle)
         time.sleep(_RETRY_SECONDS)
 
 
-def _attempt(options: EngineOptions, secret: bytes) -> SecureSocket:
-    address = str(options.master_addr), options.master_port
-    with ExitStack() as stack:
-        sock = stack.enter_context(socket.create_connection(address, secure_socket.HANDSHAKE_SECONDS))
-        try:
-            link = secure_socket.open_secure(sock, secret, accepted=False)
-        except WrongSecret:
-            raise StartError(f"CLUSTER_SECRET_PATH is another on node 0 at {address[0]} than on this node") from None
-        secure_socket.notice_cut_links(sock, options.cluster_timeout_seconds)
-        stack.pop_all()
-        return link
+def _try_to_join(address: tuple[str, int], joining: Joining, timeout: float) -> tuple[socket.socket, str]:
+    with socket.create_connection(address, _HANDSHAKE_SECONDS) as sock:
+        notice_cut_links(sock, timeout)
+        sock.sendall(encode_frame(joining))
+        answer = _receive(sock, Joined | Fatal)
+        if isinstance(answer, Fatal):
+            raise StartError(f"node 0 at {address[0]} refuses this node: {answer.message}")
+        return sock.dup(), answer.store
+
+
+def notice_cut_links(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel probe the peer every second, and break the connection if it does not answer for `seconds`.
+
+    The kernel of the peer answers, however busy its process is: a library may hold the GIL for long while it loads.
+    """
+    options = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: max(int(seconds) - 1, 1)}
+    options |= {socket.TCP_USER_TIMEOUT: int(seconds * 1000), socket.TCP_NODELAY: 1}
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        sock.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
+def address_of(end: tuple[Any, ...]) -> str:
+    """The address of an end of a connection; IPv4 as such, even if an IPv6 socket has accepted it."""
+    return str(end[0]).removeprefix("::ffff:")

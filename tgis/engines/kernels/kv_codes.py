@@ -1,7 +1,7 @@
-"""Keys and values as codes of 8 bits, int8 or FP8 (E4M3), with a float32 scale behind those of each token and head.
+"""Keys and values as int8 codes, with a float32 scale behind those of each token and head.
 
-Scales of whole blocks would make numbers depend on how a prompt was cut. Some channels of keys are far larger than
-others, and the same for all tokens, so int8 divides keys by constants first, and multiplies queries by them.
+Scales of blocks would make the results depend on how a prompt was cut. Some channels of keys are far larger than
+others, and the same for all tokens, so keys are divided by constants first, and queries multiplied by them.
 """
 
 import torch
@@ -9,23 +9,22 @@ from torch import Tensor
 
 from tgis.errors import StartError
 
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by value of KV_CACHE_DTYPE
 SCALE_BYTES = 4
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_TINY = 1e-30  # as in attention_codes.h: smaller numbers are 0
+_LARGEST = 127.0  # of the codes
+_TINY = 1e-30  # as in kv_cache.c: smaller values are 0
 _MAX_RATIO = 256.0  # of constants: a channel that is small at first may grow later
 
 
-def codes_of(asked: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of codes that KV_CACHE_DTYPE asks for, if it does; StartError where there are no kernels for them."""
-    if asked in CODES and device.type != "cpu":
-        raise StartError(f"KV_CACHE_DTYPE={asked} works on CPUs only, not on {device.type}")
-    return CODES.get(asked)
+def kv_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
+    """int8 if KV_CACHE_DTYPE asks for it, else None; StartError on devices without kernels for int8."""
+    if asked == "int8" and device.type != "cpu":
+        raise StartError(f"KV_CACHE_DTYPE=int8 works on CPUs only, not on {device.type}")
+    return torch.int8 if asked == "int8" else None
 
 
 def is_coded(stored: Tensor) -> bool:
     """Whether keys or values are stored as codes: [..., size + SCALE_BYTES]."""
-    return stored.dtype in _LARGEST
+    return bool(stored.dtype == torch.int8)
 
 
 def head_size(stored: Tensor) -> int:
@@ -40,17 +39,19 @@ def channel_scales(key: Tensor) -> Tensor:
     return torch.where(top > 0, top / torch.frexp(top).mantissa, 1.0)
 
 
-def quantize(x: Tensor, codes: torch.dtype) -> Tensor:
-    """Numbers [..., size] as codes [..., size + SCALE_BYTES]; those that are not finite stay visible."""
+def quantize(x: Tensor) -> Tensor:
+    """Values [..., size] as int8 codes [..., size + SCALE_BYTES]; the scale of values that are not finite is not
+    finite either.
+    """
     x = x.float()
     top = x.abs().amax(-1, keepdim=True)
-    scale = torch.where(top < _TINY, 0.0, top / _LARGEST[codes])
-    factor = torch.where(top < _TINY, 0.0, torch.full_like(top, _LARGEST[codes]) / top)
-    numbers = (x.double() * factor).round() if codes == torch.int8 else x * factor  # the former as one rounding: fma
-    return torch.cat([numbers.to(codes).view(torch.uint8), scale.view(torch.uint8)], -1).view(codes)
+    scale = torch.where(top < _TINY, 0.0, top / _LARGEST)
+    factor = torch.where(top < _TINY, 0.0, torch.full_like(top, _LARGEST) / top)
+    codes = (x.double() * factor).round().to(torch.int8)  # rounded once, as by fma
+    return torch.cat([codes, scale.view(torch.int8)], -1)
 
 
 def dequantize(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., size] of codes [..., size + SCALE_BYTES]."""
+    """The values [..., size] of codes [..., size + SCALE_BYTES]."""
     codes, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
     return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)

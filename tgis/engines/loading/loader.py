@@ -4,6 +4,7 @@ import itertools
 import logging
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
 from tgis.engines.memory.available import used_memory
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
@@ -155,8 +157,8 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         if checkpoint:
             checkpoint.attach(model)
         if sharding:
-            sharding.cut(model)
-            sharding.connect(model)
+            sharding.shard(model)
+            sharding.install_collectives(model)
         model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
         if quantization and size:
@@ -164,9 +166,10 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         _optimize(model, options, device, quantization)
         model.to(device)
         if sharding:
-            sharding.connect(model)
+            sharding.install_collectives(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
+    model.step_bytes = partial(step_bytes, size[0]) if size else None
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 

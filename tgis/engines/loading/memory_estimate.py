@@ -1,7 +1,6 @@
-"""What a model will need of memory, told without its weights: for `tgis serve --check`.
+"""The memory that a model will need, without its weights: for `tgis serve --check`.
 
-A pass of the model on the meta device shows its KV cache. What the largest step takes beside it, which a start
-measures, is estimated from its shapes; the factors were fitted to what starts of several models measured on CPUs.
+A pass of the model on the meta device shows its KV cache.
 """
 
 from pathlib import Path
@@ -10,20 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.capacity import check_max_sequence_length
-from tgis.engines.kernels.kv_codes import SCALE_BYTES, codes_of
+from tgis.engines.kernels.kv_codes import SCALE_BYTES, kv_dtype_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
-from tgis.engines.memory.profiler import prompt_logits_bytes
 from tgis.engines.sharding.plans import num_kv_heads
 from tgis.engines.sharding.sharded_model import check_quantized
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
-
-_STEP_BYTES = 8 << 20  # of any step
-_HIDDEN_COPIES, _BIAS_COPIES = 5, 2  # of the widest layer's outputs, and of the bias of positions
-_POSITION_BIAS = "relative_attention_bias.weight"  # models with one compute a bias for all pairs of tokens
-_SCORE_BYTES, _BLOCK_SCORE_BYTES = 36, 60  # for each score that is sampled from, and in the first block of them
-_BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # of a block
 
 
 class UnloadedModel:
@@ -34,30 +26,14 @@ class UnloadedModel:
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
-        _, self.config, _, quantization, found = look_at_model(options, self.device)
-        self.model: PreTrainedModel = found[0] if found else None
-        self.weights = found[1] if found else 0  # bytes on each device
+        _, self.config, _, quantization, size = look_at_model(options, self.device)
+        self.model: PreTrainedModel = size[0] if size else None
+        self.weights = size[1] if size else 0  # bytes on each device
         self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
-        if found and quantization and quantization.checkpoint and options.num_shards > 1:
-            check_quantized(found[0], quantization.checkpoint.layers, options.num_shards)
-        coded = codes_of(options.kv_cache_dtype, self.device) is not None
-        self.caches = _kv_bytes(self.model, coded=coded) if found else []
-
-    def step_bytes(self, tokens: int, *, logits: int, logprobs: int, pairs: bool = True) -> int:
-        """Bytes that the largest step takes beside the KV cache: it computes so many tokens, the `logits` of so many of
-        them, and samples for a full batch. One has the prompt logprobs of `logprobs` tokens. Biases of positions are
-        computed for `pairs` of tokens.
-        """
-        head = self.model.get_output_embeddings().weight
-        vocab_size, scores = head.shape[0], head.shape[0] * self.max_batch_size
-        shapes = {name: weight.shape for name, weight in self.model.named_parameters() if weight.dim() > 1}
-        width: int = max(max(shape[-2:]) for shape in shapes.values() if vocab_size not in shape)
-        biases = [shape[1] for name, shape in shapes.items() if pairs and name.endswith(_POSITION_BIAS)]
-        heads = max(biases, default=0)
-        hidden = (tokens * width * _HIDDEN_COPIES + tokens**2 * heads * _BIAS_COPIES) * head.itemsize
-        sampling = scores * _SCORE_BYTES + min(scores * _BLOCK_SCORE_BYTES, _BLOCK_BYTES[self.device.type])
-        step: int = _STEP_BYTES + hidden + max(sampling, logits * vocab_size * head.itemsize)
-        return max(step, prompt_logits_bytes(logprobs, vocab_size, self.device.type))
+        if size and quantization and quantization.checkpoint and options.num_shards > 1:
+            check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
+        coded = kv_dtype_of(options.kv_cache_dtype, self.device) is not None
+        self.caches = _kv_bytes(self.model, coded=coded) if size else []
 
     def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, drafter: int = 0) -> list[str]:
         """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;
@@ -66,11 +42,11 @@ class UnloadedModel:
         StartError without `room`, in tokens, for the longest request.
         """
         check_max_sequence_length(room, self._options.max_sequence_length)
-        tokens, each, others = kv_cache
+        tokens, token_bytes, fixed_bytes = kv_cache
         rows = {
             "weights, as loaded": self.weights,
             "weights of SPECULATOR_NAME": drafter,
-            f"KV cache, full: {tokens} tokens of {format_bytes(each)}": tokens * each + others,
+            f"KV cache, full: {tokens} tokens of {format_bytes(token_bytes)}": tokens * token_bytes + fixed_bytes,
             "the largest step beside it, estimated": step,
         }
         memory = f"{format_bytes(available_memory(self.device))} of {format_bytes(total_memory(self.device))} are free"
@@ -81,7 +57,7 @@ class UnloadedModel:
 
 
 def unknown_memory(engine: str, options: EngineOptions, files: str = "*.safetensors") -> list[str]:
-    """What is said of a model whose memory only a start can tell."""
+    """The lines for a model whose memory only a start can tell."""
     size = format_bytes(sum(file.stat().st_size for file in Path(options.model_path).glob(files)))
     return [f"{engine} has {size} of weights in files; what its KV cache and steps need is known only at a start."]
 
@@ -104,7 +80,7 @@ def _kv_bytes(model: PreTrainedModel, *, coded: bool) -> list[list[int]]:
         with torch.device("meta"), torch.inference_mode():
             cache = model.eval()(**dict.fromkeys(names, ids), use_cache=True).past_key_values
         caches = [cache.self_attention_cache, cache.cross_attention_cache] if encodes else [cache]
-        states = [[(layer.keys, layer.values) for layer in each.layers] for each in caches]
+        states = [[(layer.keys, layer.values) for layer in part.layers] for part in caches]
     except (RuntimeError, ValueError, AttributeError):
         return []
     return [[sum(t.shape[1] * row(t) for t in pair) for pair in layers] for layers in states]

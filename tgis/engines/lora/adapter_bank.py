@@ -1,8 +1,9 @@
 """The matrices of several LoRA adapters side by side, layer by layer, so that one GEMM covers all of them.
 
 An adapter has the same columns in every layer, as many as its largest rank. They are written when it is added and
-freed when it is removed; others move only to make room or to close large gaps. A bank with a minimum of columns always
-has its whole capacity in use, at the same addresses until it has to grow, so that a captured step finds later adapters.
+freed when it is removed; the other adapters move only to make room or to close large gaps. A bank with a minimum of
+columns always uses its full capacity, at the same addresses until it has to grow or another layer is adapted, so that
+captured steps read later adapters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,25 +15,27 @@ from torch import Tensor
 from tgis.engines.host_memory import to_device
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
-OwnFactors = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
-_UNOWNED, _NO_ADAPTER = -1, -2
+ShardFactors = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+_FREE, _NO_ADAPTER = -1, -2
 
 
 class AdapterBank:
     """Adapters and their columns; free columns hold arbitrary finite values."""
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0, own: OwnFactors | None = None) -> None:
-        """`dtypes` are those of the layers, which may differ in a half-precision model. `own` takes a rank's part of
-        the matrices of a layer.
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype], min_columns: int = 0, shard: ShardFactors | None = None
+    ) -> None:
+        """`dtypes` are those of the layers, which may differ in a half-precision model. `shard` takes
+        the rank's part of the matrices of a layer.
         """
-        self._own = own
+        self._shard = shard
         self._dtypes = dtypes
         self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: [capacity, inputs], [capacity, outputs]
         self._capacity = 0
         self._column_owners = torch.empty(0)
-        self._moved = False  # since the last update
+        self._addresses_changed = False  # since the last update
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the used part of the buffers
         self.version = 0  # of `layers`: of the addresses and, if there is no minimum of columns, the contents
 
@@ -54,19 +57,19 @@ class AdapterBank:
             self._rebuild([])
             raise
         finally:
-            self._publish()
+            self._rebuild_views()
 
     def clear(self) -> None:
         """Remove all adapters and free their memory."""
         self._rebuild([])
-        self._publish()
+        self._rebuild_views()
 
     def first_columns(self, adapters: Iterable[LoraAdapter | None]) -> list[int]:
         """The first column of each adapter."""
         return [_NO_ADAPTER if adapter is None else self._columns[adapter].start for adapter in adapters]
 
-    def foreign_columns(self, first_columns: Tensor) -> Tensor:
-        """Which columns belong to other adapters than those at `first_columns` [n]: bool [n, 1, columns]."""
+    def masked_columns(self, first_columns: Tensor) -> Tensor:
+        """The columns that do not belong to the adapters at `first_columns` [n]: bool [n, 1, columns]."""
         return first_columns[:, None, None] != self._column_owners
 
     def _update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
@@ -97,17 +100,19 @@ class AdapterBank:
 
     def _rebuild(self, adapters: list[LoraAdapter]) -> None:
         needed = sum(adapter.rank for adapter in adapters)
-        self._capacity = max(1 << (needed - 1).bit_length() if needed else 0, self._min_columns)
-        self._columns, self._buffers, self.layers = {}, {}, {}  # their memory is free for the new ones
-        self._moved = True
+        capacity = max(1 << (needed - 1).bit_length() if needed else 0, self._min_columns)
+        if capacity != self._capacity or not adapters:
+            self._buffers, self.layers = {}, {}  # their memory is free for the new buffers
+            self._capacity, self._addresses_changed = capacity, True
+        self._columns = {}
         for adapter in adapters:
             self._write(adapter, self._width)
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
         columns = self._columns[adapter] = slice(start, start + adapter.rank)
-        layers = adapter.layers if self._own is None else _own_layers(adapter, self._own)
+        layers = adapter.layers if self._shard is None else _shards(adapter, self._shard)
         for name in layers.keys() - self._buffers.keys():
-            self._moved = True
+            self._addresses_changed = True
             self._buffers[name] = self._empty(layers[name], self._dtypes[name])
         for name, (down, up) in self._buffers.items():
             layer = layers.get(name)
@@ -122,20 +127,20 @@ class AdapterBank:
         down, up = (torch.zeros(shape, dtype=dtype, device=like.lora_a.device) for shape in shapes)
         return down, up
 
-    def _publish(self) -> None:
+    def _rebuild_views(self) -> None:
         width = self._capacity if self._min_columns else self._width
-        owners = [_UNOWNED] * width
+        owners = [_FREE] * width
         for columns in self._columns.values():
             owners[columns] = [columns.start] * (columns.stop - columns.start)
-        if self._min_columns and not self._moved:
+        if self._min_columns and not self._addresses_changed:
             self._column_owners.copy_(to_device(owners, torch.int64, self.device))
             return
-        self._moved = False
+        self._addresses_changed = False
         self.version += 1
         self.layers = {name: (down[:width], up[:width]) for name, (down, up) in self._buffers.items()}
         device = next(iter(self.layers.values()))[0].device if self.layers else None
         self._column_owners = torch.tensor(owners, dtype=torch.int64, device=device)
 
 
-def _own_layers(adapter: LoraAdapter, own: OwnFactors) -> dict[str, LoraLayerWeights]:
-    return {name: LoraLayerWeights(*own(name, layer.lora_a, layer.lora_b)) for name, layer in adapter.layers.items()}
+def _shards(adapter: LoraAdapter, shard: ShardFactors) -> dict[str, LoraLayerWeights]:
+    return {name: LoraLayerWeights(*shard(name, layer.lora_a, layer.lora_b)) for name, layer in adapter.layers.items()}

@@ -23,7 +23,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.prompts.lora import LoraAdapter
 
-_IDLE_PASSES = 64  # before an adapter that no sequence has leaves the bank
+_IDLE_PASSES = 64  # after which an unused adapter leaves the bank
 
 
 def lora_of(seq: Sequence) -> LoraAdapter | None:
@@ -39,7 +39,7 @@ class PlacedAdapters:
 
 
 class LoraLayers:
-    """The linear layers of a model, which adapters change inside `applied` and `using`; none if the model is None."""
+    """The linear layers of a model, which adapters change inside `applied` and `using`; no layers without a model."""
 
     def __init__(self, model: PreTrainedModel | None, kernels: CpuKernels | None = None, min_columns: int = 0) -> None:
         """If the bank has `min_columns`, passes can be captured, and replayed with other adapters."""
@@ -47,14 +47,14 @@ class LoraLayers:
         self._modules = {} if model is None else dict(_lora_targets(model))
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._sharding = getattr(model, "sharding", None)
-        own = self._sharding.own_factors if self._sharding else None
+        shard = self._sharding.own_factors if self._sharding else None
         dtypes = {name: module.weight.dtype for name, module in self._modules.items()}
-        self._bank = AdapterBank(dtypes, min_columns, own)
+        self._bank = AdapterBank(dtypes, min_columns, shard)
         self._hooks_all = False
         self._gemms: dict[nn.Module, tuple[Gemm, Gemm]] = {}  # A and B matrices, packed when first needed
         self._last_used: dict[LoraAdapter, int] = {}  # number of the pass; every adapter in the bank is here
         self._num_passes = 0
-        self._foreign_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
+        self._masked_columns: Tensor | None = None  # bool [parts, 1, columns], to mask; None without adapters
         self.active = False  # whether there are adapters
         self.modules = list(self._modules.values())
         self.operator: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = self._change_in_place
@@ -67,12 +67,12 @@ class LoraLayers:
 
     def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
         """Add new adapters to the bank; returns the first column of each adapter, or nothing if all are None."""
-        if self._foreign_columns is None:  # nested: the outer pass has all of these
+        if self._masked_columns is None:  # nested: the outer pass has all of these
             self._update_bank({adapter for adapter in adapters if adapter is not None})
         return self.columns(adapters)
 
     def columns(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
-        """The first column of each of these adapters, which have all been placed last; nothing if all are None."""
+        """The first column of each adapter, all of which the last `place` had; nothing if all are None."""
         return self._bank.first_columns(adapters) if any(adapters) else []
 
     def placed(self, first_columns: Tensor) -> PlacedAdapters | None:
@@ -88,13 +88,13 @@ class LoraLayers:
     @contextmanager
     def using(self, placed: PlacedAdapters | None) -> Iterator[None]:
         """Apply adapters that are in the bank already, inside the block."""
-        outer = self._foreign_columns
-        self._foreign_columns = None if placed is None else self._bank.foreign_columns(placed.first_columns)
+        outer = self._masked_columns
+        self._masked_columns = None if placed is None else self._bank.masked_columns(placed.first_columns)
         self.active = placed is not None
         try:
             yield
         finally:
-            self._foreign_columns, self.active = outer, outer is not None
+            self._masked_columns, self.active = outer, outer is not None
 
     def use_operator(self, operator: Callable[[nn.Module, Tensor, Tensor], Tensor] | None) -> None:
         """Hook every layer, since compiled graphs keep the hooks that they find: in passes with adapters `operator`
@@ -118,19 +118,31 @@ class LoraLayers:
         self._num_passes += 1
         self._last_used |= dict.fromkeys(used, self._num_passes)
         new = used - self._bank.adapters
-        full = bool(new) and sum(adapter.rank for adapter in self._last_used) > MAX_ADAPTER_RANKS
-        idle = 0 if full else _IDLE_PASSES
-        old = {adapter for adapter, last in self._last_used.items() if self._num_passes - last > idle}
-        for adapter in old:
+        leaving = self._leaving(sum(adapter.rank for adapter in self._last_used) - MAX_ADAPTER_RANKS if new else 0)
+        for adapter in leaving:
             del self._last_used[adapter]
-        if new or old:
+        if new or leaving:
             self._gemms = {}  # which hold what a larger bank replaces
             try:
-                self._bank.update(new, old & self._bank.adapters)
+                self._bank.update(new, leaving & self._bank.adapters)
             finally:
                 self._update_hooks()
         if used and not self._gemms:  # not in the pass, which may be recorded
             self._gemms = {self._modules[name]: self._make_gemms(name) for name in self._bank.layers}
+
+    def _leaving(self, missing_ranks: int) -> set[LoraAdapter]:
+        """Adapters that have been idle for long, and the least recently used of the others until there are enough
+        ranks. The batcher admits sequences only if the ranks of all running adapters fit, so that those of the last
+        passes stay: the idle ones, which were used before them, are enough.
+        """
+        leaving = set()
+        for adapter in sorted(self._last_used, key=lambda adapter: (self._last_used[adapter], adapter.version)):
+            idle_passes = self._num_passes - self._last_used[adapter]
+            if idle_passes == 0 or (idle_passes <= _IDLE_PASSES and missing_ranks <= 0):
+                break
+            leaving.add(adapter)
+            missing_ranks -= adapter.rank
+        return leaving
 
     def _update_hooks(self) -> None:
         """Hook only layers that some adapter changes, since hooks cost time."""
@@ -155,10 +167,10 @@ class LoraLayers:
         if gemms is None or not x.numel():
             return None
         down, up = gemms
-        foreign = self._foreign_columns
-        assert foreign is not None
+        masked = self._masked_columns
+        assert masked is not None
         hidden = down(x, None)  # [..., columns]
-        hidden.view(len(foreign), -1, hidden.shape[-1]).masked_fill_(foreign, 0.0)
+        hidden.view(len(masked), -1, hidden.shape[-1]).masked_fill_(masked, 0.0)
         return up(hidden, None)
 
     def _make_gemms(self, name: str) -> tuple[Gemm, Gemm]:

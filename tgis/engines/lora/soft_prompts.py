@@ -12,7 +12,7 @@ from tgis.prompts.soft_prompt import SoftPrompt
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Virtual tokens of one sequence, and their place among the ids of the pass."""
+    """The virtual tokens of one sequence among the ids of the pass."""
 
     row: int
     start: int
@@ -20,15 +20,15 @@ class PromptSpan:
 
 
 def model_inputs(embed_tokens: torch.nn.Module, ids: Tensor, spans: Iterable[PromptSpan]) -> dict[str, Tensor]:
-    """The argument of a pass for `ids` [rows, columns]: these, or their embeddings [rows, columns, H] with the spans.
+    """The argument of a pass for `ids` [rows, columns]: the ids, or embeddings [rows, columns, H] if there are spans.
 
-    Like in PEFT, prompts replace the output of the embedding layer, before the model scales it, for example.
+    As in PEFT, prompts replace the output of the embedding layer, before the model scales it, for example.
     """
-    found = None
+    embeddings = None
     for span in spans:
-        found = embed_tokens(ids) if found is None else found
-        found[span.row, span.start : span.start + len(span.embeddings)] = span.embeddings
-    return {"input_ids": ids} if found is None else {"inputs_embeds": found}
+        embeddings = embed_tokens(ids) if embeddings is None else embeddings
+        embeddings[span.row, span.start : span.start + len(span.embeddings)] = span.embeddings
+    return {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
 
 
 def decoder_prompt(seq: Sequence) -> Tensor | None:
@@ -42,7 +42,7 @@ def encoder_prompt(seq: Sequence) -> Tensor | None:
 
 
 def padded_spans(prompts: list[Tensor | None], lengths: list[int], start: int, stop: int) -> Iterator[PromptSpan]:
-    """Spans in the columns `start` to `stop` of right-aligned sequences that begin with the prompts."""
+    """Spans in the columns `start` to `stop` of right-aligned sequences, which begin with these prompts."""
     width = max(lengths)
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         padding = width - length
@@ -53,7 +53,7 @@ def padded_spans(prompts: list[Tensor | None], lengths: list[int], start: int, s
 
 
 def flat_spans(work: Iterable[tuple[Sequence, range]]) -> Iterator[PromptSpan]:
-    """Spans of a batch without padding, of sequences and the positions of their decoder that are computed."""
+    """Spans of a batch without padding, from its sequences and the decoder positions that they compute."""
     start = 0
     for seq, positions in work:
         prompt = decoder_prompt(seq)

@@ -126,8 +126,9 @@ def device_errors(what: str) -> Iterator[None]:
     """Turn torch's errors into OutOfMemory, and into StartError where the device is lost."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if no_memory or "DefaultCPUAllocator: can't allocate memory" in str(error):
             raise OutOfMemory(f"the device is out of memory in {what}") from error
         if isinstance(error, torch.AcceleratorError):
             raise StartError(f"the device is lost: {error}") from error

@@ -92,8 +92,8 @@ class KVBudget:
             blocks = min(blocks, available)
         free = max(rank_memory(self.options, self.device) - self.to_load, 0)
         if not 0 < blocks * block_bytes <= free:
-            found = f"of {format_bytes(max(blocks, 1) * block_bytes)}, {format_bytes(free)} are free"
-            raise StartError(f"no memory is left for a KV cache {found}: lower {_LIMITS} or grant more memory")
+            sizes = f"of {format_bytes(max(blocks, 1) * block_bytes)}, {format_bytes(free)} are free"
+            raise StartError(f"no memory is left for a KV cache {sizes}: lower {_LIMITS} or grant more memory")
         return blocks
 
     def _available_bytes(self, measure: Measure) -> int:

@@ -15,7 +15,7 @@ import torch
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
 from tgis.engines.memory.available import PeakMeter, memory_for_batches
-from tgis.engines.memory.past_starts import recall
+from tgis.engines.memory.largest_step import prompt_logits_bytes
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _SHORT_LENGTH = 8  # tokens of each sequence of a full batch
 _WHOLE_LENGTH = 2048  # tokens of an input computed in one pass that memory is expected to hold without a smaller trial
-_LOGITS_COPIES = 3  # of the logits of prompts that exist at the same time
-_FLOAT_BYTES = 4
 
 # The most expensive sampling: a flat distribution, sorted as a whole, of scores that the penalties have copied. One
 # sequence samples by another method, because each method copies the scores of its own sequences.
@@ -62,21 +60,12 @@ def profile(engine: ProfiledEngine, options: EngineOptions, device: torch.device
         log.warning("memory cannot be measured here, ESTIMATE_MEMORY is off then: %s", error)
         return 0
 
-    def measure() -> int:
-        started = time.monotonic()
-        log.info("measuring the memory of the largest steps")
-        runner = DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens)
-        found = engine.find_peak(runner)
-        meter.reset()
-        log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(found))
-        return found
-
-    return recall(options, device, measure)
-
-
-def prompt_logits_bytes(tokens: int, vocab_size: int, device: str) -> int:
-    """Bytes that prompt logprobs take at least; a CPU's resident memory does not show them in every run."""
-    return _LOGITS_COPIES * tokens * vocab_size * _FLOAT_BYTES if device == "cpu" else 0
+    started = time.monotonic()
+    log.info("measuring the memory of the largest steps")
+    peak = engine.find_peak(DummyRunner(engine, meter, memory_for_batches(options, device), options.max_top_n_tokens))
+    meter.reset()
+    log.info("measured in %.1f s: %s beside the KV cache", time.monotonic() - started, format_bytes(peak))
+    return peak
 
 
 class DummyRunner:
@@ -131,11 +120,11 @@ class DummyRunner:
         that is requeued, beside short inputs.
         """
         info = self._engine.info
-        others = info.max_batch_size - 1
-        each = max(1, (info.max_prefill_tokens - max_length) // max(others, 1))
+        num_short = info.max_batch_size - 1
+        short = max(1, (info.max_prefill_tokens - max_length) // max(num_short, 1))
         peaks = []
         for longest in ((max_length, 0), (1, max_length - 1)):  # tokens of input and output
-            lengths = [longest, *[(each, 0)] * others]
+            lengths = [longest, *[(short, 0)] * num_short]
             seqs = [self._sequence(*pair, index=index, logprobs=False) for index, pair in enumerate(lengths)]
             for seq in seqs:
                 length = -(-len(seq.tokens) // info.block_size) + 1

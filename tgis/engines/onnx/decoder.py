@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import NodeArg, Session
+from tgis.engines.padded.kv_cache import padding_mask
 from tgis.engines.padded.model import token_positions
 from tgis.errors import StartError, Unsupported
 
@@ -23,7 +23,6 @@ ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "d
 DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx"
 LOGITS, PAST_PREFIX, PRESENT_PREFIX, ENCODER_INFIX = "logits", "past_key_values.", "present.", ".encoder."
 _PROBE_COLUMNS = 12
-_PROBE_LENGTHS = ([_PROBE_COLUMNS - 1, _PROBE_COLUMNS // 2 - 1], [_PROBE_COLUMNS // 2 - 1])
 _MAX_NOISE = 0.1  # of the logits' standard deviation, which quantization to eight bits may cause
 _KNOWN_INPUTS = {
     "input_ids",
@@ -45,7 +44,7 @@ class GraphFiles:
 
 
 def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
-    """StartError names what is missing."""
+    """The graphs of a model; StartError names a missing one."""
     folder = model if any(model.glob("*.onnx")) or not (model / "onnx").is_dir() else model / "onnx"
     if not encoder_decoder:
         return _find_decoder(folder, (SINGLE_DECODER, MERGED_DECODER))
@@ -55,15 +54,15 @@ def find_graphs(model: Path, *, encoder_decoder: bool) -> GraphFiles:
     return GraphFiles(decoder.decoder, decoder.decoder_with_past, folder / ENCODER)
 
 
-def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
-    for name in alone:
+def _find_decoder(folder: Path, single: tuple[str, ...]) -> GraphFiles:
+    for name in single:
         if (folder / name).is_file():
             return GraphFiles(folder / name, folder / name)
     missing = [name for name in (DECODER, DECODER_WITH_PAST) if not (folder / name).is_file()]
     if len(missing) == 1:
         raise StartError(f"{folder} has no {missing[0]}, the other half of its decoder (see tgis convert-to-onnx)")
     if missing:
-        wanted = " nor ".join((*alone, f"{DECODER} with {DECODER_WITH_PAST}"))
+        wanted = " nor ".join((*single, f"{DECODER} with {DECODER_WITH_PAST}"))
         raise Unsupported(f"{folder} has no ONNX graphs, neither {wanted}: tgis convert-to-onnx makes them")
     return GraphFiles(folder / DECODER, folder / DECODER_WITH_PAST)
 
@@ -72,9 +71,9 @@ def _find_decoder(folder: Path, alone: tuple[str, ...]) -> GraphFiles:
 class EncoderOutputs:
     """The encoder's outputs as a pass of the decoder takes them."""
 
-    attention_mask: Tensor  # int64 [rows, columns]
+    attention_mask: Tensor  # bool [rows, columns]
     hidden_states: Tensor  # [rows, columns, H]; only the first pass reads them
-    past: PastKeyValues  # cross-attention cache, which the first pass fills
+    past: list[Tensor]  # keys and values of cross-attention, which the first pass fills
 
 
 class Decoder:
@@ -92,56 +91,47 @@ class Decoder:
         self.self_attention_names = tuple(name for name in names if ENCODER_INFIX not in f".{name}")
         self.cross_attention_names = tuple(name for name in names if ENCODER_INFIX in f".{name}")
         self._check_signatures()
-        nodes = [self._past_node(name) for name in (*self.self_attention_names, *self.cross_attention_names)]
-        self.dtype, self.vocab_size = nodes[0].dtype, self.with_past.outputs[LOGITS].dim(2)
-        # keys and values, those of an input token included where there is an encoder
-        self.bytes_per_token = sum(node.dim(1) * node.dim(3) * node.dtype.itemsize for node in nodes)
-        # a prompt may be computed in several passes by a single graph that is made for it
+        self.dtype, self.vocab_size = self._past_node(names[0]).dtype, self.with_past.outputs[LOGITS].dim(2)
+        # A single graph with any past can compute a prompt in several passes.
         self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 
-    def empty_past(self, seq_lens: list[int], *, cross: bool = False) -> PastKeyValues:
-        """A cache for new sequences of these lengths, of which no column is computed yet: of self-attention, or of
-        cross-attention, to inputs of these lengths.
-        """
-        nodes = [self._past_node(name) for name in (self.cross_attention_names if cross else self.self_attention_names)]
-        shapes = [(len(seq_lens), node.dim(1), 0, node.dim(3)) for node in nodes]
-        tensors = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        return PastKeyValues(seq_lens, tensors, left_padded=not cross)
+    def empty_past(self, rows: int, *, cross: bool = False) -> list[Tensor]:
+        """Keys and values [rows, heads, 0, head size] of self-attention or cross-attention."""
+        return self._new_past(rows, 0, self.cross_attention_names if cross else self.self_attention_names)
 
-    def run(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None = None) -> Tensor:
-        """Compute the next columns, ids [rows, columns], of the sequences in `past`, which grows; returns the
-        logits.
-        """
-        is_first = past.columns == 0
+    def run(self, past: list[Tensor], ids: Tensor, mask: Tensor, encoder: EncoderOutputs | None = None) -> Tensor:
+        """The logits of the next columns, ids [rows, columns], after this `past`, which grows; the mask is of all."""
+        is_first = past[0].shape[2] == 0
         session = self.without_past if is_first else self.with_past
-        grown = past.allocate(past.columns + ids.shape[1])
+        present = self._new_past(len(ids), mask.shape[1], self.self_attention_names)
         logits_dtype = self.with_past.outputs[LOGITS].dtype
         logits = torch.empty((*ids.shape, self.vocab_size), dtype=logits_dtype, device=self.device)
-        outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, grown)
-        if encoder_outputs is not None and is_first:
-            filled = encoder_outputs.past.allocate(encoder_outputs.hidden_states.shape[1])
-            outputs |= _named(PRESENT_PREFIX, self.cross_attention_names, filled)
-        session.run(self._inputs(past, ids, encoder_outputs), outputs)
-        past.swap(grown)
-        if encoder_outputs is not None and is_first:
-            encoder_outputs.past.swap(filled)
+        outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, present)
+        inputs = self._inputs(past, ids, mask)
+        if encoder is not None:
+            inputs |= _named(PAST_PREFIX, self.cross_attention_names, encoder.past)
+            inputs["encoder_hidden_states"] = encoder.hidden_states
+            inputs["encoder_attention_mask"] = encoder.attention_mask.long().to(self.device)
+            if is_first:
+                columns = encoder.hidden_states.shape[1]
+                encoder.past[:] = self._new_past(len(ids), columns, self.cross_attention_names)
+                outputs |= _named(PRESENT_PREFIX, self.cross_attention_names, encoder.past)
+        session.run(inputs, outputs)
+        past[:] = present
         return logits
 
-    def _inputs(self, past: PastKeyValues, ids: Tensor, encoder_outputs: EncoderOutputs | None) -> dict[str, Tensor]:
-        mask = past.attention_mask(past.columns + ids.shape[1]).long()
+    def _inputs(self, past: list[Tensor], ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         positions = token_positions(mask, ids).contiguous()
-        inputs = {
+        return {
             "input_ids": ids.contiguous(),
-            "attention_mask": mask.to(ids.device),
-            "position_ids": positions.to(ids.device),
-            "use_cache_branch": torch.tensor([past.columns > 0], device=ids.device),
-        }
-        inputs |= _named(PAST_PREFIX, self.self_attention_names, past.tensors)
-        if encoder_outputs is not None:
-            inputs |= _named(PAST_PREFIX, self.cross_attention_names, encoder_outputs.past.tensors)
-            inputs["encoder_hidden_states"] = encoder_outputs.hidden_states
-            inputs["encoder_attention_mask"] = encoder_outputs.attention_mask
-        return inputs
+            "attention_mask": mask.long().to(self.device),
+            "position_ids": positions.to(self.device),
+            "use_cache_branch": torch.tensor([past[0].shape[2] > 0], device=self.device),
+        } | _named(PAST_PREFIX, self.self_attention_names, past)
+
+    def _new_past(self, rows: int, columns: int, names: tuple[str, ...]) -> list[Tensor]:
+        shapes = [(rows, node.dim(1), columns, node.dim(3)) for node in map(self._past_node, names)]
+        return [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
 
     def _past_node(self, name: str) -> NodeArg:
         return self.with_past.inputs[PAST_PREFIX + name]
@@ -166,19 +156,21 @@ def _named(prefix: str, names: tuple[str, ...], tensors: list[Tensor]) -> dict[s
 
 
 def ignores_padding(decoder: Decoder, encoder_outputs: Callable[[int], EncoderOutputs | None]) -> bool:
-    """Whether padding on the left changes nothing; `encoder_outputs` makes the encoder's outputs of a number of rows.
+    """Whether padding on the left changes nothing; `encoder_outputs` makes the encoder's outputs for a number of rows.
 
-    A graph that takes both a mask and positions need not be tried.
+    A graph that takes both a mask and positions ignores it.
     """
     takes = decoder.with_past.inputs
     if "attention_mask" not in takes or "position_ids" in takes:
         return "attention_mask" in takes
     ids = torch.arange(4, 4 + _PROBE_COLUMNS, device=decoder.device).expand(2, -1)
-    padded, alone = (decoder.empty_past(list(lengths)) for lengths in _PROBE_LENGTHS)
-    two, one = encoder_outputs(2), encoder_outputs(1)
+    encoded = [encoder_outputs(rows) for rows in (2, 1)]
+    padded, alone = (decoder.empty_past(rows) for rows in (2, 1))
+    half = _PROBE_COLUMNS // 2
     for start, stop in ((0, _PROBE_COLUMNS - 1), (_PROBE_COLUMNS - 1, _PROBE_COLUMNS)):  # without past, and with it
-        found = decoder.run(padded, ids[:, start:stop], two)[1, -1]
-        expected = decoder.run(alone, ids[:1, max(start, _PROBE_COLUMNS // 2) : stop], one)[0, -1]
-        if not float((found - expected).abs().max()) < _MAX_NOISE * float(expected.std()):
+        both = decoder.run(padded, ids[:, start:stop], padding_mask([_PROBE_COLUMNS, half], stop), encoded[0])[1, -1]
+        start = max(start, half)
+        expected = decoder.run(alone, ids[:1, start:stop], padding_mask([half], stop - half), encoded[1])[0, -1]
+        if not float((both - expected).abs().max()) < _MAX_NOISE * float(expected.std()):
             return False
     return True

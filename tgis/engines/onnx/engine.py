@@ -18,12 +18,20 @@ from tgis.engines.base import warn
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, load_generation_config
 from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.kv_cache import PastKeyValues
 from tgis.engines.onnx.session import Session, cuda_available
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS, PaddedModel, chunked_prefill, left_aligned, right_aligned
+from tgis.engines.padded.kv_cache import padding_mask
+from tgis.engines.padded.model import (
+    MAX_PREFILL_TOKENS,
+    PaddedModel,
+    chunked_prefill,
+    left_aligned,
+    right_aligned,
+    right_aligned_states,
+)
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -38,7 +46,7 @@ def load_engine(options: EngineOptions) -> PaddedEngine:
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need, as far as the sizes of the graphs tell."""
+    """The memory that a start will need, from the sizes of the graphs."""
     find_graphs(Path(options.model_path), encoder_decoder=load_config(options).is_encoder_decoder)
     return unknown_memory("hf_optimum_ort", options, "**/*.onnx*")
 
@@ -58,7 +66,7 @@ def _load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 
 
 class _OnnxModel(PaddedModel):
-    """What both kinds share: a decoder, and the KV cache of its sequences. Graphs take ids only."""
+    """A decoder and the KV caches of its sequences. Graphs take ids only."""
 
     def __init__(
         self, options: EngineOptions, config: PreTrainedConfig, device: torch.device, files: GraphFiles
@@ -71,29 +79,30 @@ class _OnnxModel(PaddedModel):
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
-        return KVCacheCost(_BUFFERS * self._decoder.bytes_per_token, 0)
-
-    def clear(self) -> None:
-        self._caches: list[PastKeyValues] = []  # self-attention, then cross-attention where there is an encoder
-
-    def append(self, seqs: list[Sequence]) -> None:
-        """Do nothing: the prefill allocates the KV cache of new sequences."""
+        return KVCacheCost(_BUFFERS * sum(cache.bytes_per_token for cache in self._caches), 0)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
-        for cache in self._caches:
-            cache.trim()
-        past = self._caches[0]
-        past.seq_lens = [length + 1 for length in past.seq_lens]
-        return self._decoder.run(past, last_tokens[:, None], self._encoder_outputs())[:, -1]
+        cache = self._caches[0]
+        past = cache.contiguous()
+        mask = padding_mask(cache.seq_lens, cache.width + 1)
+        logits = self._decoder.run(past, last_tokens[:, None], mask, self._encoder_outputs())
+        cache.replace(past)
+        return logits[:, -1]
+
+    def _decoder_inputs(self, seqs: list[Sequence]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """An empty past, the ids and the mask, [rows, columns], of new sequences."""
+        tokens = [self.decoder_input(seq) for seq in seqs]
+        ids = right_aligned(tokens).to(self._device)
+        return self._decoder.empty_past(len(seqs)), ids, padding_mask([len(row) for row in tokens], ids.shape[1])
 
     def _encoder_outputs(self) -> EncoderOutputs | None:
-        """What a decode takes of the encoder, if there is one."""
+        """The encoder's outputs for a decode, if there is an encoder."""
         return None
 
-    def _join(self, *caches: PastKeyValues) -> None:
-        """Append sequences that have been computed."""
-        joined = [cache.merged(new) for cache, new in zip(self._caches, caches, strict=False)]
-        self._caches = joined or list(caches)
+    def _fill_caches(self, num_rows: int, *pasts: list[Tensor]) -> None:
+        """Store the keys and values of the last rows."""
+        for cache, past in zip(self._caches, pasts, strict=True):
+            cache.write(len(cache.seq_lens) - num_rows, past)
 
     def _check_padding(self, options: EngineOptions, probe_outputs: Callable[[int], EncoderOutputs | None]) -> None:
         """Serve one sequence at a time if padding would change the results."""
@@ -113,12 +122,14 @@ class OnnxCausalLM(_OnnxModel):
         self._check_padding(options, lambda _: None)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        ids = right_aligned([seq.tokens for seq in seqs]).to(self._device)
-        past = self._decoder.empty_past([len(seq.tokens) for seq in seqs])
-        width = ids.shape[1]
-        chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else width
-        output = chunked_prefill(seqs, chunk_size, lambda start, stop: self._decoder.run(past, ids[:, start:stop]))
-        self._join(past)
+        past, ids, mask = self._decoder_inputs(seqs)
+        chunk_size = max(1, self.info.max_prefill_tokens // len(seqs)) if self.chunked_prefill else ids.shape[1]
+
+        def forward(start: int, stop: int) -> Tensor:
+            return self._decoder.run(past, ids[:, start:stop], mask[:, :stop])
+
+        output = chunked_prefill(seqs, chunk_size, forward)
+        self._fill_caches(len(seqs), past)
         return output
 
 
@@ -141,15 +152,11 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self._check_padding(options, self._probe_outputs)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs."""
-        inputs = [seq.tokens[: seq.prompt_length] for seq in seqs]
-        outputs = [self.token_history(seq) for seq in seqs]
-        states, mask = self._encode(*left_aligned(inputs))
-        past = self._decoder.empty_past([len(output) for output in outputs])
-        cross_past = self._decoder.empty_past([len(tokens) for tokens in inputs], cross=True)
-        ids = right_aligned(outputs).to(self._device)
-        logits = self._decoder.run(past, ids, EncoderOutputs(mask, states, cross_past))[:, -1]
-        self._join(past, cross_past)
+        """Encode the inputs, then decode the start tokens and any earlier outputs."""
+        encoder = self._encode([encoder_input(seq) for seq in seqs])
+        past, ids, mask = self._decoder_inputs(seqs)
+        logits = self._decoder.run(past, ids, mask, encoder)[:, -1]
+        self._fill_caches(len(seqs), past, encoder.past)
         return self.prefilled(seqs, logits)
 
     def decode(self, last_tokens: Tensor) -> Tensor:
@@ -157,22 +164,22 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         self.constrain(logits, [])
         return logits
 
-    def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The encoder's output, [rows, columns, H], left-aligned, and its mask as the graphs take it."""
-        ids, mask = ids.to(self._device), mask.long().to(self._device)
+    def _encode(self, inputs: list[list[int]]) -> EncoderOutputs:
+        """The encoder's output, right-aligned, though its input is left-aligned."""
+        ids, mask = (tensor.to(self._device) for tensor in left_aligned(inputs))
         states = self._empty_hidden_states(*ids.shape)
         self._encoder.run({"input_ids": ids, "attention_mask": mask}, {_HIDDEN_STATES: states})
-        return states, mask
+        states = right_aligned_states([row[: len(tokens)] for row, tokens in zip(states, inputs, strict=True)])
+        return EncoderOutputs(mask.flip(-1), states, self._decoder.empty_past(len(inputs), cross=True))
 
     def _probe_outputs(self, rows: int) -> EncoderOutputs:
         """The encoder's outputs for rows with the same input."""
-        states, mask = self._encode(*left_aligned([[4, 5, 6]] * rows))
-        return EncoderOutputs(mask, states, self._decoder.empty_past([3] * rows, cross=True))
+        return self._encode([[4, 5, 6]] * rows)
 
     def _encoder_outputs(self) -> EncoderOutputs:
-        past = self._caches[1]
-        mask = past.attention_mask(past.columns).long().to(self._device)
-        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), past)
+        cache = self._caches[1]
+        mask = cache.attention_mask(0, cache.width)
+        return EncoderOutputs(mask, self._empty_hidden_states(len(mask), 1), cache.contiguous())
 
     def _empty_hidden_states(self, rows: int, columns: int) -> Tensor:
         node = self._encoder.outputs[_HIDDEN_STATES]

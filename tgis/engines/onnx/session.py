@@ -57,7 +57,7 @@ class Session:
         fixed.
         """
         if unknown := [name for name in self.inputs if name not in inputs]:
-            raise StartError(f"{self.file} wants an input {unknown[0]!r:.80}, which nobody here can give")
+            raise StartError(f"{self.file} wants an input {unknown[0]!r:.80}, which this engine does not have")
         for name, axes in outputs.items():
             if name not in self.outputs:
                 raise StartError(f"{self.file} has no output {name}")
@@ -77,7 +77,7 @@ class Session:
                 assert tensor.is_contiguous()
                 bind(name, self._device.type, index, nodes[name].onnx_type, tuple(tensor.shape), tensor.data_ptr())
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # onnxruntime has a stream of its own
+            torch.cuda.synchronize()  # onnxruntime uses a separate stream
         self._run(binding)
 
     def _run(self, binding: Any) -> None:
@@ -111,8 +111,8 @@ def _onnxruntime() -> Any:
 def _onnxruntime_errors() -> tuple[type[Exception], ...]:
     """The exceptions of onnxruntime, which have no common base class."""
     state = _onnxruntime().capi.onnxruntime_pybind11_state
-    found = (getattr(state, name) for name in dir(state))
-    return tuple(each for each in found if isinstance(each, type) and issubclass(each, Exception))
+    members = (getattr(state, name) for name in dir(state))
+    return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))
 
 
 def _create_session(file: Path, device: torch.device, threads: int) -> Any:

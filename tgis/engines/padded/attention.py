@@ -1,7 +1,8 @@
 """Attention of padded batches: SDPA, with the query heads of a group packed into one tile at decode.
 
-A decode has one query token, so the heads that share keys and values can take the dimension of query tokens: one pass
-over the keys instead of one per head, three times as fast on the CPU. transformers does so only if some row is padded.
+A decode step has one query token, so the heads that share keys and values can use the dimension of query tokens: one
+pass over the keys instead of one per head, three times as fast on the CPU. transformers 5.23 does so itself if some row
+is padded, 5.17 never.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ _ATTN_IMPLEMENTATION = "tgis_padded"
 
 
 def use_gqa_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model on a CPU; others keep their attention."""
+    """Replace SDPA in a model on a CPU; other models keep their attention."""
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(_ATTN_IMPLEMENTATION, gqa_attention)
@@ -32,13 +33,13 @@ def gqa_attention(
     value: Tensor,
     attention_mask: Tensor | None,  # [B, 1, T, W]
     scaling: float | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers; the output is [B, T, H, D]."""
     batch, heads, tokens, _ = query.shape
     shared = attention_mask is None or attention_mask.shape[1] == 1
-    if tokens != 1 or heads == key.shape[1] or not shared or others.get("position_bias") is not None:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    if tokens != 1 or heads == key.shape[1] or not shared or arguments.get("position_bias") is not None:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **arguments)
         return output, None
     packed = query.reshape(batch, key.shape[1], -1, query.shape[3])  # [B, K, H / K, D]
     output = scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)

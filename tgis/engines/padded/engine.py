@@ -4,8 +4,7 @@ The model code is transformers' own. Around it are KV caches that sequences join
 layers on the CPU, and sampling over the whole batch. Nothing is downloaded, and no code of a model directory runs.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -18,6 +17,7 @@ from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.memory.available import device_errors, memory_for_batches
 from tgis.engines.memory.capacity import KVCacheCost, padded_capacity
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.kv_cache import padded_cost
@@ -38,16 +38,17 @@ def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """What a start will need. StartError if it would find no room."""
+    """The memory that a start will need; StartError if it does not fit."""
     unloaded = UnloadedModel(options)
     if not unloaded.caches:
         return unknown_memory("hf_transformers", options)
     rows, longest = unloaded.max_batch_size, options.max_sequence_length
     chunk = min(longest, MAX_PREFILL_TOKENS[unloaded.device.type])
     if len(unloaded.caches) > 1:  # inputs are encoded as a whole; a requeued sequence computes all of its output again
-        step = unloaded.step_bytes(longest, logits=chunk, logprobs=0)
+        step = step_bytes(unloaded.model, unloaded.device.type, rows, longest, logits=chunk)
     else:
-        step = unloaded.step_bytes(chunk, logits=0, logprobs=min(longest, MAX_LOGPROB_TOKENS))
+        logprobs = min(longest, MAX_LOGPROB_TOKENS)
+        step = step_bytes(unloaded.model, unloaded.device.type, rows, chunk, logprobs=logprobs)
     caches = ([size // unloaded.kv_shards for size in layers] for layers in unloaded.caches)
     cost = sum((padded_cost(layers, rows) for layers in caches), KVCacheCost(0, 0))
     available = memory_for_batches(options, unloaded.device, to_load=unloaded.weights)
@@ -101,29 +102,28 @@ class PaddedEngine(NoReservedCache):
             return self._prefill(plan.seqs) if plan.has_prefill else self._decode(plan.seqs)
 
     def release(self, seqs: Collection[Sequence]) -> None:
-        """Remove sequences; the last one moves to the row of each. An empty batch holds no memory."""
+        """Remove sequences; the last one moves to the row of a removed one. An empty batch holds no memory."""
         held = [seq for seq in seqs if seq in self._seqs]
         for seq in held:
             row = self._seqs.index(seq)
             self._model.remove(row)
             self._seqs[row] = self._seqs[-1]
             self._seqs.pop()
+        self._sampler.release(seq.id for seq in seqs)
         if not self._seqs:
             self._model.clear()
 
     def close(self) -> None:
         """Do nothing: the process ends next."""
 
+    # No row is held while the cache grows: where that fails its layers may disagree, and `release` clears them.
+
     def _prefill(self, new_seqs: list[Sequence]) -> StepResult:
-        with self._all_or_nothing():
-            self._model.append(new_seqs)
-        self._seqs += new_seqs
-        try:
-            with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
-                logits, prompt_logprobs = self._model.prefill(new_seqs)
-        except BaseException:
-            self.release(new_seqs)  # at once: other rows, which move when they leave, must stay those of the cache
-            raise
+        held, self._seqs = self._seqs, []
+        self._model.append(new_seqs)
+        self._seqs = held + new_seqs
+        with self._model.lora.applied([lora_of(seq) for seq in new_seqs]):
+            logits, prompt_logprobs = self._model.prefill(new_seqs)
         result = self._sampler.sample_and_wait(new_seqs, logits)
         result.prompt_logprobs = prompt_logprobs
         return result
@@ -131,19 +131,10 @@ class PaddedEngine(NoReservedCache):
     def _decode(self, seqs: list[Sequence]) -> StepResult:
         if len(self._seqs) < len(seqs):
             raise OutOfMemory("the rows were lost when the cache could not grow")
-        with self._all_or_nothing():
-            last_tokens = torch.tensor([seq.tokens[-1] for seq in self._seqs], device=self._device)
-            with self._model.lora.applied([lora_of(seq) for seq in self._seqs]):
-                logits = self._model.decode(last_tokens)
-            result = self._sampler.sample_and_wait(self._seqs, logits)
-            return StepResult.gather(seqs, [(self._seqs, result)])
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Drop all sequences when a step raises: the layers of the cache may disagree then."""
-        try:
-            yield
-        except BaseException:
-            self._model.clear()
-            self._seqs = []
-            raise
+        held, self._seqs = self._seqs, []
+        last_tokens = torch.tensor([seq.tokens[-1] for seq in held], device=self._device)
+        with self._model.lora.applied([lora_of(seq) for seq in held]):
+            logits = self._model.decode(last_tokens)
+        result = self._sampler.sample_and_wait(held, logits, seqs)
+        self._seqs = held
+        return result

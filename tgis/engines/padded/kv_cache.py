@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tgis.engines.memory.capacity import KVCacheCost
-from tgis.engines.padded.model import padding_mask
 
 _SPARE = 4  # slots and columns are over-allocated by a quarter
 _COLUMN_STEP = 64
@@ -31,7 +30,7 @@ _COLUMN_STEP = 64
 
 @dataclass(slots=True)
 class CacheView:
-    """The part of the buffers that the current forward pass writes and reads; shared by all layers."""
+    """The part of the buffers that the current pass writes and reads, the same in all layers."""
 
     slots: int = 0  # allocated
     columns: int = 0  # allocated
@@ -109,17 +108,15 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Pages of its own are returned to the system at once: on the heap, growing buffers leave holes.
+        # Separate pages return to the system at once; on the heap, growing buffers leave holes.
         pages = mmap.mmap(-1, math.prod(shape) * like.element_size())
         return torch.frombuffer(pages, dtype=like.dtype).view(shape).zero_()
 
 
 def padded_cost(layers: list[int], max_slots: int) -> KVCacheCost:
-    """The cost of layers with so many bytes for a token: attention and reallocation may copy a layer's keys and values
-    twice.
-    """
-    each = sum(layers) * (1 + 2 / len(layers))
-    return KVCacheCost(each * (1 + 1 / _SPARE) ** 2, int(each * 2 * _COLUMN_STEP * max_slots))
+    """The cost of layers with these bytes per token; attention and reallocation may copy a layer twice."""
+    bytes_per_token = sum(layers) * (1 + 2 / len(layers))
+    return KVCacheCost(bytes_per_token * (1 + 1 / _SPARE) ** 2, int(bytes_per_token * 2 * _COLUMN_STEP * max_slots))
 
 
 class PaddedKVCache:
@@ -178,9 +175,28 @@ class PaddedKVCache:
         for layer in self.past_key_values.layers:
             layer.refresh()
 
+    def write(self, first: int, tensors: list[Tensor]) -> None:
+        """Fill the rows from `first` on with keys and values [rows, heads, columns, head size], layer by layer."""
+        self.view(first, 0, tensors[0].shape[2])
+        for layer, (keys, values) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+            self.past_key_values.update(keys, values, layer)
+
+    def contiguous(self) -> list[Tensor]:
+        """Keys and values [rows, heads, columns, head size], layer by layer; unused slots and columns are dropped."""
+        if (self._view.slots, self._view.columns) != (len(self.seq_lens), self.width):
+            self._reallocate(len(self.seq_lens), self.width, self.width)
+        return [buffer for layer in self.past_key_values.layers for buffer in layer.buffers]
+
+    def replace(self, tensors: list[Tensor]) -> None:
+        """Take the contiguous keys and values of a pass that has computed one more token for each row."""
+        self.seq_lens = [length + 1 for length in self.seq_lens]
+        self._view.columns = self._end_column = self.width
+        for index, layer in enumerate(self.past_key_values.layers):
+            layer.buffers = tensors[2 * index : 2 * index + 2]
+
     def attention_mask(self, first: int, stop: int) -> Tensor:
         """Which of the leftmost `stop` viewed columns are tokens of the rows from `first` on: bool [rows, stop]."""
-        return padding_mask(self.seq_lens[first:], stop, left_padded=True)
+        return padding_mask(self.seq_lens[first:], stop)
 
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
@@ -199,10 +215,18 @@ class PaddedKVCache:
         w = self._view
         if slots <= w.slots and width <= self._end_column and self._end_column + extra_columns <= w.columns:
             return
-        source = slice(self._end_column - self.width, self._end_column)
-        w.slots = min(self._max_slots, slots + slots // _SPARE)
         needed = width + extra_columns
-        w.columns = -(-(needed + needed // _SPARE) // _COLUMN_STEP) * _COLUMN_STEP
-        self._end_column = width
+        columns = -(-(needed + needed // _SPARE) // _COLUMN_STEP) * _COLUMN_STEP
+        self._reallocate(min(self._max_slots, slots + slots // _SPARE), columns, width)
+
+    def _reallocate(self, slots: int, columns: int, end: int) -> None:
+        """Move the sequences to buffers of another size, where they end at column `end`."""
+        source = slice(self._end_column - self.width, self._end_column)
+        self._view.slots, self._view.columns, self._end_column = slots, columns, end
         for layer in self.past_key_values.layers:
-            layer.reallocate(slice(0, len(self.seq_lens)), source, slice(width - self.width, width))
+            layer.reallocate(slice(0, len(self.seq_lens)), source, slice(end - self.width, end))
+
+
+def padding_mask(lengths: list[int], columns: int) -> Tensor:
+    """Which of the leftmost `columns` of right-aligned rows are tokens: bool [rows, columns]."""
+    return torch.arange(columns) >= max(lengths) - torch.tensor(lengths)[:, None]

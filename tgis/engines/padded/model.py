@@ -1,28 +1,31 @@
-"""What the models of a padded engine share: passes over sequences that join and leave, and their KV caches.
+"""The common parts of the models of a padded engine: passes over sequences that join and leave, and their KV caches.
 
 Sequences have rows, 0 to n-1 without gaps, which are the same in the model and in the engine: new sequences are
-appended, and the last one moves to the row of each that is removed. Decoders get their rows right-aligned, with the
-newest tokens of all in the same column; encoders left-aligned.
+appended, and the last one moves to the row of a removed one. Decoders get right-aligned rows, with the newest tokens of
+all in the same column; encoders get left-aligned rows.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.attention import use_gqa_attention
+from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
-# Larger passes only take longer: measured on two cores; an H200 needs thousands of tokens.
+# Larger passes gain nothing on two cores; an H200 needs thousands of tokens.
 MAX_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-MAX_LOGPROB_TOKENS = 128  # in a pass that computes prompt logprobs, whose logits take most of its memory
+MAX_LOGPROB_TOKENS = 128  # per pass with prompt logprobs, whose logits take most of its memory
 
 
 class PaddedModel(Protocol):
@@ -31,8 +34,8 @@ class PaddedModel(Protocol):
     info: EngineInfo  # before `warm_up` has found the token capacity
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
-    max_logprob_tokens: int  # whose prompt logprobs one pass computes; 0 if it never does
-    _caches: list[Any]  # of each attention: a PaddedKVCache or ONNX's PastKeyValues
+    max_logprob_tokens: int  # per pass with prompt logprobs; 0 if the model has none
+    _caches: list[PaddedKVCache]  # of self-attention, then of cross-attention if there is an encoder
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:
@@ -48,6 +51,9 @@ class PaddedModel(Protocol):
 
     def append(self, seqs: list[Sequence]) -> None:
         """Make room for new sequences."""
+        self._caches[0].append([len(self.decoder_input(seq)) for seq in seqs])
+        for cache in self._caches[1:]:
+            cache.append([len(encoder_input(seq)) for seq in seqs])
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """Compute all tokens of the newest sequences. Returns the logits after the last token of each, [rows, V], and
@@ -62,19 +68,23 @@ class PaddedModel(Protocol):
     def remove(self, row: int) -> None:
         """Free a row; the last one moves there."""
         for cache in self._caches:
-            if row < len(cache.seq_lens):  # otherwise its prefill has failed
-                cache.remove(row)
+            cache.remove(row)
 
     def clear(self) -> None:
         """Drop all sequences, also after a pass that raised halfway."""
+        self._caches = [PaddedKVCache(self.info.max_batch_size) for _ in range(1 + self.info.encoder_decoder)]
+
+    def decoder_input(self, seq: Sequence) -> list[int]:
+        """The tokens of the decoder that a prefill computes."""
+        return seq.tokens
 
     def token_history(self, seq: Sequence) -> list[int]:
-        """The tokens that a repetition penalty applies to, the newest last; placeholders of a soft prompt are none."""
+        """The tokens that a repetition penalty applies to, without placeholders of a soft prompt."""
         return seq.tokens[seq.request.soft_prompt_length :]
 
 
 class TransformersModel(PaddedModel):
-    """What both kinds of models of transformers share."""
+    """A model that transformers loads."""
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.model = load_model(options, device)
@@ -102,7 +112,7 @@ def chunked_prefill(
     """
     width = max(seq.num_uncomputed_tokens for seq in seqs)
     wanting = [seq for seq in seqs if seq.wants_prompt_logprobs]
-    found = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
+    all_logprobs = {seq.id: [first_prompt_logprobs(seq.request.logprob_options)] for seq in wanting}
     for start in range(0, width, chunk_size):
         stop = min(start + chunk_size, width)
         logits = forward(start, stop)
@@ -112,8 +122,8 @@ def chunked_prefill(
             if begin < end:
                 targets = seq.tokens[begin - padding + 1 : end - padding + 1]
                 scores = logits[seqs.index(seq), begin - start : end - start]
-                found[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
-    return logits[:, -1], found
+                all_logprobs[seq.id] += prompt_logprobs(scores, targets, seq.request.logprob_options)
+    return logits[:, -1], all_logprobs
 
 
 def right_aligned(rows: list[list[int]]) -> Tensor:
@@ -127,14 +137,12 @@ def left_aligned(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     lengths = [len(tokens) for tokens in rows]
     width = max(lengths)
     ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in rows])
-    return ids, padding_mask(lengths, width, left_padded=False)
+    return ids, padding_mask(lengths, width).flip(-1)
 
 
-def padding_mask(lengths: list[int], columns: int, *, left_padded: bool) -> Tensor:
-    """Which of the leftmost `columns` are tokens of their row: bool [rows, columns]."""
-    own = torch.tensor(lengths)[:, None]
-    column = torch.arange(columns)
-    return column >= own.max() - own if left_padded else column < own
+def right_aligned_states(rows: list[Tensor]) -> Tensor:
+    """Hidden states [rows, columns, H] of rows [columns, H], with 0 for the padding on the left."""
+    return pad_sequence(rows, batch_first=True, padding_side="left")
 
 
 def token_positions(mask: Tensor, inputs: Tensor) -> Tensor:

@@ -3,22 +3,20 @@
 The self-attention cache is that of a decoder-only model whose prompt is the start token. The keys and values of the
 encoder's output are in a second cache of the same kind, which changes only when sequences join or leave.
 
-Transformers counts one position of the decoder for the whole batch; here each row has its own. A model whose rows would
-disturb each other, or whose positions cannot be set, is refused at the start.
+transformers counts one position of the decoder for the whole batch; here each row has its own. A model whose rows
+depend on each other, or whose positions cannot be set, is refused at the start.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.positions import position_embeddings
+from tgis.engines.loading.positions import EncoderDecoderPositions
 from tgis.engines.lora.layers import lora_of
 from tgis.engines.lora.soft_prompts import (
     PromptSpan,
@@ -28,20 +26,18 @@ from tgis.engines.lora.soft_prompts import (
     model_inputs,
     padded_spans,
 )
-from tgis.engines.padded.kv_cache import PaddedKVCache
 from tgis.engines.padded.model import (
     MAX_PREFILL_TOKENS,
     TransformersModel,
     left_aligned,
     right_aligned,
+    right_aligned_states,
     token_positions,
 )
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import TokenLogprobs
-
-ForwardArguments = Callable[[Tensor], dict[str, Tensor]]  # from the positions [rows, columns] of the next pass
 
 
 class Seq2SeqLM(EncoderDecoder, TransformersModel):
@@ -50,32 +46,26 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         TransformersModel.__init__(self, options, device)
         _check_row_independence(self.model)
-        max_positions, self._position_arguments = _find_positions(self.model, options.max_sequence_length)
+        self._positions = EncoderDecoderPositions(self.model, options.max_sequence_length, "decoder")
+        self._positions.install(self.model)
         EncoderDecoder.__init__(self, self.model.generation_config, self.info.vocab_size, device)
         self._encoder_embed_tokens = self.model.get_encoder().get_input_embeddings()
         self._decoder_embed_tokens = self.model.get_decoder().get_input_embeddings()
         self.info = msgspec.structs.replace(
             self.info,
-            max_positions=max_positions,
+            max_positions=self._positions.length,
             decoder_start_token_id=self.decoder_start_token_id,
             embedding_size=self._encoder_embed_tokens.embedding_dim,
         )
         self.clear()
 
     def clear(self) -> None:
-        self._cross_attention_cache = PaddedKVCache(self.info.max_batch_size)
-        self._self_attention_cache = PaddedKVCache(self.info.max_batch_size)
-        self._caches = [self._cross_attention_cache, self._self_attention_cache]
-        self._past_key_values = EncoderDecoderCache(
-            self._self_attention_cache.past_key_values, self._cross_attention_cache.past_key_values
-        )
-
-    def append(self, seqs: list[Sequence]) -> None:
-        self._cross_attention_cache.append([len(encoder_input(seq)) for seq in seqs])
-        self._self_attention_cache.append([len(self.decoder_input(seq)) for seq in seqs])
+        super().clear()
+        self._self_attention_cache, self._cross_attention_cache = self._caches
+        self._past_key_values = EncoderDecoderCache(*(cache.past_key_values for cache in self._caches))
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
-        """Encode the inputs, then decode what there is of outputs."""
+        """Encode the inputs, then decode the start tokens and any earlier outputs."""
         first_row = len(self._self_attention_cache.seq_lens) - len(seqs)
         encoded = self._encode(seqs)
         self._cross_attention_cache.view(first_row, 0, encoded.shape[1])
@@ -108,41 +98,40 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
         plain = [seq for seq in seqs if encoder_prompt(seq) is None]  # by ids, which M2M100 needs for its positions
         prompted = [seq for seq in seqs if encoder_prompt(seq) is not None]
         states = {seq.id: state for group in (plain, prompted) if group for seq, state in self._encode_batch(group)}
-        width = max(len(state) for state in states.values())
-        return torch.stack([pad(states[seq.id], (0, 0, width - len(states[seq.id]), 0)) for seq in seqs])
+        return right_aligned_states([states[seq.id] for seq in seqs])
 
     def _encode_batch(self, seqs: list[Sequence]) -> Iterator[tuple[Sequence, Tensor]]:
         """The output for each sequence, [columns, H]."""
         tokens = [encoder_input(seq) for seq in seqs]
-        ids, mask = (each.to(self._device) for each in left_aligned(tokens))
+        ids, mask = (tensor.to(self._device) for tensor in left_aligned(tokens))
         spans = [
             PromptSpan(row, 0, prompt) for row, seq in enumerate(seqs) if (prompt := encoder_prompt(seq)) is not None
         ]
         inputs = model_inputs(self._encoder_embed_tokens, ids, spans)
         with self.lora.applied([lora_of(seq) for seq in seqs]):
             states = self.model.get_encoder()(**inputs, attention_mask=mask).last_hidden_state
-        return ((seq, state[: len(own)]) for seq, state, own in zip(seqs, states, tokens, strict=True))
+        return ((seq, state[: len(ids)]) for seq, state, ids in zip(seqs, states, tokens, strict=True))
 
     def _forward(self, inputs: dict[str, Tensor], first_row: int, width: int, encoded: Tensor) -> Tensor:
         """The logits of one pass of the decoder for the rows from `first_row` on, `inputs` [rows, columns, ...] in the
         last of `width` columns.
         """
         mask = self._self_attention_cache.attention_mask(first_row, width)
-        positions = token_positions(mask, *inputs.values())
+        positions = token_positions(mask, *inputs.values()).to(self._device)
+        arguments = self._positions.arguments("decoder", positions) | {"decoder_attention_mask": mask.to(self._device)}
         output = self.model(
             attention_mask=self._cross_attention_cache.attention_mask(first_row, encoded.shape[1]).to(self._device),
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
             **{f"decoder_{name}": value for name, value in inputs.items()},
-            decoder_attention_mask=mask.to(self._device),
+            **arguments,
             past_key_values=self._past_key_values,
             use_cache=True,
-            **self._position_arguments(positions.to(self._device)),
         )
         return output.logits
 
 
 def _check_row_independence(model: PreTrainedModel) -> None:
-    """Raise Unsupported if rows would disturb each other: experts of limited capacity, decoders that see padding.
+    """Raise Unsupported if rows depend on each other, by experts of limited capacity or a decoder that sees padding.
 
     LED and FSMT, for example, ignore the mask when they decode a single token.
     """
@@ -156,22 +145,6 @@ def _check_row_independence(model: PreTrainedModel) -> None:
     )
     if torch.allclose(output.logits[0], output.logits[1], rtol=1e-3):
         raise _unsupported(model, "sees padding")
-
-
-def _find_positions(model: PreTrainedModel, max_positions: int) -> tuple[int, ForwardArguments]:
-    """The tokens that the input, and the output, of a sequence may have, at most `max_positions`, and how the decoder
-    is told their positions; Unsupported if its way is unknown.
-    """
-    decoder = model.get_decoder()
-    if "decoder_position_ids" in inspect.signature(model.forward).parameters:
-        return max_positions, lambda positions: {"decoder_position_ids": positions}
-    if hasattr(decoder, "embed_positions") and hasattr(model.config, "max_position_embeddings"):
-        max_positions = min(max_positions, model.config.max_position_embeddings)
-        decoder.embed_positions = position_embeddings(model, decoder, max_positions)
-        return max_positions, decoder.embed_positions.forward_arguments
-    if any(name.endswith("relative_attention_bias") for name, _ in decoder.named_modules()):
-        return max_positions, lambda _: {}  # relative to the newest token, whose column all rows share
-    raise _unsupported(model, "places tokens in an unknown way")
 
 
 def _unsupported(model: PreTrainedModel, reason: str) -> Unsupported:

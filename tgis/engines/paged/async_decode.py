@@ -2,14 +2,14 @@
 
 A step in flight computes sequences that will need another token unless the one being sampled ends them; that token goes
 from one step to the next without leaving the device. The next plan reuses the result, except for sequences that are
-gone by then or whose token was replaced on the host. All steps run in one stream of the device: a sequence that is
-given a freed block writes to it after the step in flight has, and reads only what it has written itself.
+gone by then. All steps run in one stream of the device: a sequence that is given a freed block writes to it after the
+step in flight has, and reads only what it has written itself.
 
-Several ranks launch the same steps: each decides from the same plans, releases and replaced tokens. The tokens of the
-first rank go from device to device.
+Several ranks launch the same steps: each decides from the same plans and releases. The tokens of the first rank go from
+device to device.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
-from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs
-from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
+from tgis.engines.sampling.logprobs import PendingCopy, PromptChunk, PromptLogprobs, Row
+from tgis.engines.sampling.sampler import SampledTokens, step_result
 from tgis.engines.sharding.collectives import first_of_ranks
-
-_COOLDOWN_STEPS = 16  # after a token was replaced: where that is frequent, most steps would be computed twice
+from tgis.ipc.request import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -33,15 +32,13 @@ class InFlightStep:
     _pending: PendingCopy = field(init=False)
 
     def __post_init__(self) -> None:
-        prompt_tables = [chunk.table for chunk in self.prompt_chunks if chunk.table]
+        prompt_tables = [chunk.table for chunk in self.prompt_chunks if chunk.table is not None]
         self._pending = PendingCopy([*self.sampled.tables, *prompt_tables])
 
-    def wait(self, prompt_logprobs: PromptLogprobs) -> tuple[StepResult, list[Sequence]]:
-        """Wait for the result; also returns the sequences whose token is not the one on the device."""
-        self._pending.wait()
-        result = self.sampled.result()
-        result.prompt_logprobs = prompt_logprobs.finish(self.prompt_chunks)
-        return result, self.sampled.changed()
+    def wait(self) -> tuple[list[list[Row]], list[list[Row]]]:
+        """The tables of the sampled tokens and of the prompt chunks."""
+        tables, count = self._pending.wait(), len(self.sampled.tables)
+        return tables[:count], tables[count:]
 
 
 Launch = Callable[[StepPlan], InFlightStep]
@@ -54,50 +51,39 @@ class AsyncDecoder:
 
     launch: Launch
     launch_next: LaunchNext | None  # without it every step is launched when it is planned
-    sampler: BatchSampler
     prompt_logprobs: PromptLogprobs
     block_size: int
-    _cooldown: int = 0  # steps to go without one in flight
     _in_flight: InFlightStep | None = None
     _expected_lengths: dict[int, int] = field(default_factory=dict)  # by request id: tokens when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
         """Reuse the step in flight, launch the rest of the plan and the next step, and only then wait for tokens."""
-        self._discard(plan.replaced)
+        if self.launch_next is None:
+            return self._collect(plan, [self.launch(plan)])
         reused = {seq.id for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)}
         steps = [self._in_flight] if self._in_flight and reused else []
-        self._in_flight, self._expected_lengths = None, {}
+        self.discard()
         rest = plan.without(reused) if reused else plan
         if rest.seqs:
             steps.append(self.launch(rest))
-        self._launch_ahead(plan, steps)
+        if seqs := self._continuing(plan):
+            # A sequence that was in flight and is not reused is in both steps: the later one counts.
+            indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.sampled.seqs)}
+            token_ids = first_of_ranks(torch.cat([step.sampled.token_ids() for step in steps]))
+            self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
+            self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
         return self._collect(plan, steps)
 
-    def reset(self) -> None:
-        """Forget what dummy steps, of which ranks hear nothing from each other, have found. No step is in flight."""
-        self._cooldown = 0
+    def discard(self) -> None:
+        """Do not reuse the step in flight."""
+        self._in_flight, self._expected_lengths = None, {}
 
     def release(self, ids: Iterable[int]) -> None:
         """Do not reuse the step in flight for the sequences of these requests."""
-        for each in ids:
-            self._expected_lengths.pop(each, None)
+        for request_id in ids:
+            self._expected_lengths.pop(request_id, None)
         if not self._expected_lengths:
-            self._in_flight = None
-
-    def _launch_ahead(self, plan: StepPlan, steps: list[InFlightStep]) -> None:
-        if self.launch_next is None:
-            return
-        seqs = self._continuing(plan)
-        if not seqs:
-            return
-        if self._cooldown:
-            self._cooldown -= 1
-            return
-        # A sequence that was in flight and is not reused is in both steps: the later one counts.
-        indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.sampled.seqs)}
-        token_ids = first_of_ranks(torch.cat([step.sampled.token_ids() for step in steps]))
-        self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
-        self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
+            self.discard()
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The sequences that need another token unless the next one ends them. Empty if one of them cannot be in the
@@ -114,20 +100,12 @@ class AsyncDecoder:
         return position < len(seq.block_table) * self.block_size
 
     def _collect(self, plan: StepPlan, steps: list[InFlightStep]) -> StepResult:
-        last_steps = {seq.id: step for step in steps for seq in step.sampled.seqs}
-        results, replaced = [], list[int]()
+        """Wait for the steps; of a sequence that is in two of them the later one counts."""
+        rows, problems = dict[int, Row](), dict[int, str]()
+        prompt_logprobs = dict[int, list[TokenLogprobs]]()
         for step in steps:
-            result, changed = step.wait(self.prompt_logprobs)
-            results.append((step.sampled.seqs, result))
-            replaced += [seq.id for seq in changed if last_steps[seq.id] is step and seq in plan.sampled]
-        self._discard(replaced)
-        gathered = StepResult.gather(plan.sampled, results)
-        gathered.replaced = replaced
-        return gathered
-
-    def _discard(self, replaced: Collection[int]) -> None:
-        """Do not reuse the step in flight for sequences whose token was replaced after its launch."""
-        if replaced:
-            self.release(replaced)
-            self.sampler.invalidate()
-            self._cooldown = _COOLDOWN_STEPS
+            tables, prompt_tables = step.wait()
+            rows |= step.sampled.rows(tables)
+            problems |= step.sampled.problems
+            prompt_logprobs |= self.prompt_logprobs.finish(step.prompt_chunks, prompt_tables)
+        return step_result(plan.sampled, rows, problems, prompt_logprobs)

@@ -8,30 +8,33 @@ faster and must give the same result.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from tgis.engines.host_memory import Mapping
+from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales, dequantize, is_coded, quantize
-from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.attention_metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from tgis.engines.paged.batch import FlatBatch
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
 _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many there are
 
 
 _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D], as codes [..., D + SCALE_BYTES]
-_Write = Callable[[FlatBatch, Tensor, Tensor, _KVCache], None]
-_Decode = Callable[[FlatBatch, Tensor, _KVCache, AttentionParams], Tensor]
-_Prefill = Callable[[FlatBatch, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
+_Write = Callable[[AttentionMetadata, Tensor, Tensor, _KVCache], None]
+_Decode = Callable[[AttentionMetadata, Tensor, _KVCache, AttentionParams], Tensor]
+_Prefill = Callable[[AttentionMetadata, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
 
 
 class _Backends(NamedTuple):
@@ -45,12 +48,12 @@ class PagedKVCache:
     batcher decides who owns a block; the order of the numbers in it is that of the kernel that writes it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, codes: torch.dtype | None = None) -> None:
-        """Numbers are stored as codes of 8 bits, int8 or FP8, or as they are."""
-        self.block_size, self.codes = block_size, codes
+    def __init__(self, num_blocks: int, block_size: int, kv_dtype: torch.dtype | None = None) -> None:
+        """`kv_dtype`: int8 for codes; None: the dtype of the keys and values."""
+        self.block_size, self.kv_dtype = block_size, kv_dtype
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._mappings: list[Mapping] = []  # on CPUs
+        self._buffers: list[HugePageBuffer] = []  # on CPUs
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -65,16 +68,11 @@ class PagedKVCache:
         """Bytes of all layers seen."""
         return self.bytes_per_block * self.num_blocks
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes that take memory: on CPUs those of blocks that have been written."""
-        return sum(mapping.resident_bytes for mapping in self._mappings) if self._mappings else self.nbytes
-
     def clear(self) -> bool:
         """Forget all keys and values to give their memory back; False where that is not possible."""
-        for mapping in self._mappings:
-            mapping.clear()
-        return bool(self._mappings)
+        for buffer in self._buffers:
+            buffer.clear()
+        return bool(self._buffers)
 
     def __getitem__(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that has been seen."""
@@ -87,15 +85,15 @@ class PagedKVCache:
         return self._layers[index]
 
     def _allocate(self, like: Tensor) -> Tensor:
-        dtype, row = (self.codes, like.shape[3] + SCALE_BYTES) if self.codes else (like.dtype, like.shape[3])
+        dtype, row = (self.kv_dtype, like.shape[3] + SCALE_BYTES) if self.kv_dtype else (like.dtype, like.shape[3])
         size = self.num_blocks, self.block_size, like.shape[1], row
         if like.device.type != "cpu":
             return like.new_zeros(size)  # slots that were never written may be read and masked, and must be finite
         # Keys and values of a layer begin at the same place of a page, and reach the next one together. Layers do not,
         # or one step would wait until the system has given pages for all.
-        place = len(self._mappings) // 2 * _GOLDEN_RATIO % 1
-        self._mappings.append(Mapping(math.prod(size) * dtype.itemsize, place))
-        return self._mappings[-1].bytes.view(dtype).view(size)
+        place = len(self._buffers) // 2 * _GOLDEN_RATIO % 1
+        self._buffers.append(HugePageBuffer(math.prod(size) * dtype.itemsize, place))
+        return self._buffers[-1].bytes.view(dtype).view(size)
 
 
 class PagedAttention:
@@ -108,7 +106,7 @@ class PagedAttention:
         self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
         self.cache = PagedKVCache(0, block_size)
-        self._key_scales: dict[nn.Module, Tensor] = {}  # of int8, fixed by the first keys that a module gives
+        self._key_scales: dict[nn.Module, Tensor] = {}  # of codes, fixed by the first keys that a module gives
         self.windows: set[int | None] = set()  # of layers that have called
         self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
         # Of an encoder-decoder: the modules of its encoder, whose keys and values are kept for one layer only, and the
@@ -143,21 +141,22 @@ class PagedAttention:
         batch = self.batch
         assert batch is not None
         if module in self.encoder_modules:
-            scale, window, *others = params
+            scale, window, *rest = params
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
-            return self._attend(batch, query, key, value, kv_cache, AttentionParams(scale, None, *others, causal=False))
+            whole = AttentionParams(scale, None, *rest, causal=False)
+            return self._attend(batch.attention, query, key, value, kv_cache, whole)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
-        scales = self._scales_of(module, key) if self.cache.codes == torch.int8 else None
-        own = AttentionParams(*params, key_scales=scales)
+        scales = self._scales_of(module, key) if self.cache.kv_dtype else None
+        attention_params = AttentionParams(*params, key_scales=scales)
         if module in self.cross_modules:
             assert batch.cross is not None
-            return self._attend(batch.cross, query, key, value, kv_cache, own)
+            return self._attend(batch.cross, query, key, value, kv_cache, attention_params)
         self.modules[module.layer_idx] = module
-        return self._attend(batch, query, key, value, kv_cache, own)
+        return self._attend(batch.attention, query, key, value, kv_cache, attention_params)
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
-        """What the keys of a module are divided by. The precision of FP8 is relative and needs no such scales."""
+        """What the keys of a module are divided by."""
         if module not in self._key_scales:
             self._key_scales[module] = channel_scales(key[0])
         return self._key_scales[module]
@@ -165,19 +164,25 @@ class PagedAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
         """The output [1, T, H, E] of the batch in a layer with this KV cache."""
         assert self.batch is not None
-        return self._attend(self.batch, query, key, value, kv_cache, AttentionParams(*params))
+        return self._attend(self.batch.attention, query, key, value, kv_cache, AttentionParams(*params))
 
     def _attend(
-        self, batch: FlatBatch, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, params: AttentionParams
+        self,
+        metadata: AttentionMetadata,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: _KVCache,
+        params: AttentionParams,
     ) -> Tensor:
-        """The output [1, T, H, E] of a batch; in cross-attention there may be no keys, or no queries."""
+        """The output [1, T, H, E]; in cross-attention there may be no keys, or no queries."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, size]
         key_scales = params.key_scales
         self.windows.add(params.window)
         if self._cpu_attention and q.dtype == k.dtype == v.dtype and self._cpu_attention.supports(q, *kv_cache):
             if len(k):
-                self._cpu_attention.write_kv_cache(k, v, *kv_cache, batch.slot_mapping, key_scales)
-            return self._cpu_attention.attend(q, *kv_cache, batch.cpu_sequences, params)[None]
+                self._cpu_attention.write_kv_cache(k, v, *kv_cache, metadata.slot_mapping, key_scales)
+            return self._cpu_attention.attend(q, *kv_cache, metadata.cpu_sequences, params)[None]
         self.runs_cpu_kernel = False
         if key_scales is not None:
             factors = key_scales.to(q.dtype)
@@ -186,10 +191,12 @@ class PagedAttention:
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
         run = partial(self._self_test.run, kind)
         if len(k):
-            run(fast.write, plain.write, lambda _: _slots(kv_cache, batch.slot_mapping), batch, k, v, kv_cache)
-        decodes = q[: batch.num_decodes], kv_cache, params
-        outputs = [run(fast.decode, plain.decode, torch.clone, batch, *decodes)] if batch.num_decodes else []
-        outputs += run(fast.prefill, plain.prefill, torch.cat, batch, q, k, v, kv_cache, params) if batch.chunks else []
+            run(fast.write, plain.write, lambda _: _slots(kv_cache, metadata.slot_mapping), metadata, k, v, kv_cache)
+        decodes = q[: metadata.num_decodes], kv_cache, params
+        outputs = [run(fast.decode, plain.decode, torch.clone, metadata, *decodes)] if metadata.num_decodes else []
+        outputs += (
+            run(fast.prefill, plain.prefill, torch.cat, metadata, q, k, v, kv_cache, params) if metadata.chunks else []
+        )
         outputs = outputs or [q.new_empty(0, q.shape[1], v.shape[2])]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -209,77 +216,70 @@ def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> 
     return _Backends(_triton_write, _triton_decode, prefill)
 
 
-def _triton_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
+def _triton_write(metadata: AttentionMetadata, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
     from tgis.engines.kernels.cuda.kv_cache import write_kv_cache  # noqa: PLC0415 - needs Triton, which CPUs lack
 
-    write_kv_cache(k, v, *kv_cache, batch.slot_mapping)
+    write_kv_cache(k, v, *kv_cache, metadata.slot_mapping)
 
 
-def _torch_write(batch: FlatBatch, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
+def _torch_write(metadata: AttentionMetadata, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
     for stored, new in zip(kv_cache, (k, v), strict=True):
-        if is_coded(stored):
-            _as_bytes(stored).flatten(0, 1).index_copy_(0, batch.slot_mapping, _as_bytes(quantize(new, stored.dtype)))
-        else:
-            stored.flatten(0, 1).index_copy_(0, batch.slot_mapping, new.to(stored.dtype))
-
-
-def _as_bytes(codes: Tensor) -> Tensor:
-    """FP8 as what PyTorch can index."""
-    return codes.view(torch.uint8)
+        stored.flatten(0, 1).index_copy_(
+            0, metadata.slot_mapping, quantize(new) if is_coded(stored) else new.to(stored.dtype)
+        )
 
 
 def _gathered(stored: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks of a cache; what codes stand for is of this dtype."""
-    if not is_coded(stored):
-        return stored.index_select(0, blocks)
-    return dequantize(_as_bytes(stored).index_select(0, blocks).view(stored.dtype), dtype)
+    gathered = stored.index_select(0, blocks)
+    return dequantize(gathered, dtype) if is_coded(stored) else gathered
 
 
-def _triton_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
+def _triton_decode(metadata: AttentionMetadata, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
     from tgis.engines.kernels.cuda.paged_decode import paged_decode  # noqa: PLC0415 - as above
 
     return paged_decode(
         q,
         *kv_cache,
-        batch.block_tables,
-        batch.seq_lens,
+        metadata.block_tables,
+        metadata.seq_lens,
         params=params,
         num_sms=torch.cuda.get_device_properties(q.device).multi_processor_count,
     )
 
 
 def _varlen_prefill(
-    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
+    metadata: AttentionMetadata, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
-    if batch.varlen_batches is None:
-        batch.varlen_batches = make_varlen_batches(batch.chunks, kv_cache[0].shape[1])
-    return varlen_prefill(q, k, v, kv_cache, batch.varlen_batches, params)
+    if metadata.varlen_batches is None:
+        metadata.varlen_batches = make_varlen_batches(metadata.chunks, kv_cache[0].shape[1])
+    return varlen_prefill(q, k, v, kv_cache, metadata.varlen_batches, params)
 
 
 def _triton_prefill(
-    batch: FlatBatch, q: Tensor, _k: Tensor, _v: Tensor, kv_cache: _KVCache, params: AttentionParams
+    metadata: AttentionMetadata, q: Tensor, _k: Tensor, _v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
     """New keys and values are in the cache already."""
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
 
-    if batch.paged_chunks is None:
-        batch.paged_chunks = make_paged_chunks(batch.chunks)
-    return [paged_prefill(q, *kv_cache, batch.paged_chunks, params)]
+    if metadata.paged_chunks is None:
+        metadata.paged_chunks = make_paged_chunks(metadata.chunks)
+    return [paged_prefill(q, *kv_cache, metadata.paged_chunks, params)]
 
 
-def _torch_decode(batch: FlatBatch, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
+def _torch_decode(metadata: AttentionMetadata, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
     """Attention of sequences with one token each, q [B, H, D], over their gathered blocks, some sequences at a time."""
     block_size, kv_heads = kv_cache[0].shape[1:3]
-    width = batch.block_tables.shape[1] * block_size
-    mask = batch.decode_masks.get(params.mask_key)
+    width = metadata.block_tables.shape[1] * block_size
+    mask = metadata.decode_masks.get(params.mask_key)
     if mask is None:
-        positions = batch.seq_lens[:, None] - 1
-        mask = batch.decode_masks[params.mask_key] = _mask(positions, width, params, q.dtype, kv_heads)
+        positions = metadata.seq_lens[:, None] - 1
+        mask = metadata.decode_masks[params.mask_key] = _mask(positions, width, params, q.dtype, kv_heads)
     num_seqs = max(1, _MAX_GATHERED_TOKENS // width)
     outputs = [
         _attend_gathered(tables, queries, own_mask, kv_cache, params)
         for tables, queries, own_mask in zip(
-            batch.block_tables.split(num_seqs), q.split(num_seqs), mask.split(num_seqs), strict=True
+            metadata.block_tables.split(num_seqs), q.split(num_seqs), mask.split(num_seqs), strict=True
         )
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -300,12 +300,12 @@ def _attend_gathered(
 
 
 def _torch_prefill(
-    batch: FlatBatch, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
+    metadata: AttentionMetadata, q: Tensor, k: Tensor, v: Tensor, kv_cache: _KVCache, params: AttentionParams
 ) -> list[Tensor]:
     """Attention of the prefill chunks, one after the other."""
     return [
         _torch_prefill_chunk(chunk, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], kv_cache, params)
-        for chunk in batch.chunks
+        for chunk in metadata.chunks
     ]
 
 

@@ -2,10 +2,8 @@
 tensors from which replayed steps read theirs.
 """
 
-from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
@@ -16,10 +14,10 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import Part, upload
-from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
-from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
+from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.lora.layers import LoraLayers, PlacedAdapters, lora_of
 from tgis.engines.lora.soft_prompts import PromptSpan, flat_spans
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0, np.int64)
@@ -35,44 +33,14 @@ class FlatBatch:
 
     input_ids: Tensor  # int64 [tokens]
     positions: Tensor  # int64 [tokens]
-    slot_mapping: Tensor  # int64 [tokens]: block * size + offset, where their keys and values go
-    block_tables: Tensor  # int64 [decodes, max blocks], padded with 0
-    seq_lens: Tensor  # int64 [decodes], the new token included
-    chunks: list[PrefillChunk]
-    logits_indices: Tensor  # int64 [logits]: the tokens whose logits are wanted
+    attention: AttentionMetadata
+    logits_indices: Tensor  # int64 [logits]: the tokens whose logits are computed
     spans: list[PromptSpan]  # of soft prompts
     all_logits: bool = False  # `logits_indices` are all tokens, in order
     adapters: PlacedAdapters | None = None  # by token; None: no sequence has an adapter
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
-    decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
-    varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
     encoder: "FlatBatch | None" = None  # inputs to encode before this pass
-    cross: "FlatBatch | None" = None  # of cross-attention: slots of the inputs, or one decode for each token
-    paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
-
-    @classmethod
-    def decodes(cls, block_tables: Tensor, seq_lens: Tensor) -> "FlatBatch":
-        """What attention needs of sequences with one query each, whose keys and values are in the cache."""
-        nothing = seq_lens[:0]
-        return cls(nothing, nothing, nothing, block_tables, seq_lens, [], nothing, [])
-
-    @property
-    def num_decodes(self) -> int:
-        """Number of sequences with one token."""
-        return len(self.seq_lens)
-
-    @cached_property
-    def cpu_sequences(self) -> Tensor:
-        """The sequences as the CPU kernel takes them, int64 [sequences, 4]: first token, number of tokens, sequence
-        length, and the address of the block table, which is valid as long as the batch exists.
-        """
-        tables, indices = self.block_tables, torch.arange(self.num_decodes)
-        assert tables.is_contiguous()
-        assert tables.dtype == torch.int64
-        addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
-        decodes = torch.stack([indices, torch.ones_like(indices), self.seq_lens, addresses], 1)
-        chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in self.chunks]
-        return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
+    cross: AttentionMetadata | None = None  # of cross-attention: slots of the inputs, or one decode for each token
 
 
 class _BlockTables:
@@ -186,7 +154,7 @@ class BatchBuilder:
             chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
             start += len(own)
         return FlatBatch(
-            *(tokens, positions, slot_mapping, tables, seq_lens, chunks, indices),
+            *(tokens, positions, AttentionMetadata(slot_mapping, tables, seq_lens, chunks), indices),
             spans=[],
             all_logits=logits_indices == list(range(len(input_ids))),
             adapters=self._lora.placed(adapters),
@@ -223,7 +191,7 @@ class StaticInputs:
         self._indices = torch.arange(max_rows, device=device)
         self.cross = None
         if cross_attention:
-            self.cross = FlatBatch.decodes(torch.zeros_like(block_tables), torch.zeros_like(columns[0]))
+            self.cross = AttentionMetadata.decodes(torch.zeros_like(block_tables), torch.zeros_like(columns[0]))
 
     def fit(self, batch: FlatBatch) -> bool:
         """Whether the batch has no more tokens than there are rows, and no soft prompts."""
@@ -233,22 +201,23 @@ class StaticInputs:
         """A batch of the first `size` rows, with all logits; its adapters are those of a version of their bank."""
         input_ids, positions, slot_mapping, seq_lens, adapters, tables = (buffer[:size] for buffer in self._buffers)
         return FlatBatch(
-            *(input_ids, positions, slot_mapping, tables, seq_lens, [], self._indices[:size], []),
+            *(input_ids, positions, AttentionMetadata(slot_mapping, tables, seq_lens, []), self._indices[:size], []),
             all_logits=True,
             adapters=None if adapter_version is None else PlacedAdapters(adapters, adapter_version),
-            cross=self.cross and FlatBatch.decodes(self.cross.block_tables[:size], self.cross.seq_lens[:size]),
+            cross=self.cross and AttentionMetadata.decodes(self.cross.block_tables[:size], self.cross.seq_lens[:size]),
         )
 
     def copy_from(self, batch: FlatBatch) -> None:
         """Copy a batch to the first rows."""
         *columns, block_tables = (buffer[: len(batch.input_ids)] for buffer in self._buffers)
-        seq_lens = batch.positions + 1 if batch.chunks else batch.seq_lens
-        inputs = [batch.input_ids, batch.positions, batch.slot_mapping, seq_lens]
+        attention = batch.attention
+        seq_lens = batch.positions + 1 if attention.chunks else attention.seq_lens
+        inputs = [batch.input_ids, batch.positions, attention.slot_mapping, seq_lens]
         inputs += [batch.adapters.first_columns] if batch.adapters else []
         torch._foreach_copy_(columns[: len(inputs)], inputs)  # one kernel
-        num_decodes, width = batch.block_tables.shape
-        block_tables[:num_decodes, :width].copy_(batch.block_tables)
-        for chunk in batch.chunks:
+        num_decodes, width = attention.block_tables.shape
+        block_tables[:num_decodes, :width].copy_(attention.block_tables)
+        for chunk in attention.chunks:
             block_tables[chunk.tokens, : len(chunk.block_table)].copy_(chunk.block_table)
         if self.cross and batch.cross:
             num_tokens, width = batch.cross.block_tables.shape

@@ -102,7 +102,7 @@ class DecodeGraphs:
         self._inputs.copy_from(batch)
         self._inputs.pad(count, size, self._scratch_slot)
         version = batch.adapters.version if batch.adapters else None
-        captured = self._find(size, version, may_capture=not batch.chunks)
+        captured = self._find(size, version, may_capture=not batch.attention.chunks)
         if captured is None:
             return None
         replay, output = captured
@@ -119,21 +119,21 @@ class DecodeGraphs:
 
     def _find(self, size: int, adapters: int | None, *, may_capture: bool) -> tuple[Replay, Tensor] | None:
         """The captured step. A missing one, with adapters, is captured now if it `may_capture`, and None otherwise."""
-        found = self._captured.get((size, adapters))
-        if found is None and may_capture and self._capture_graph:
+        captured = self._captured.get((size, adapters))
+        if captured is None and may_capture and self._capture_graph:
             run = partial(self._logits, size, adapters)
             try:
-                found = on_all_ranks(partial(_verified, run, self._capture_graph))
+                captured = on_all_ranks(partial(_verified, run, self._capture_graph))
             except Unsupported as error:
                 log.warning("decode steps with LoRA adapters run without CUDA graphs: %s", error)
                 self._capture_graph = None
             else:
-                self._captured = without_stale(self._captured, adapters) | {(size, adapters): found}
-        return found
+                self._captured = without_stale(self._captured, adapters) | {(size, adapters): captured}
+        return captured
 
 
 def _is_short(batch: FlatBatch) -> bool:
-    return sum(chunk.num_tokens * chunk.seq_len for chunk in batch.chunks) <= _MAX_ATTENDED_TOKENS
+    return sum(chunk.num_tokens * chunk.seq_len for chunk in batch.attention.chunks) <= _MAX_ATTENDED_TOKENS
 
 
 def _verified(run: Callable[[], Tensor], capture_graph: Capture) -> tuple[Replay, Tensor]:

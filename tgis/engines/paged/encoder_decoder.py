@@ -1,8 +1,8 @@
 """Encoder-decoders in pages.
 
-An input is encoded once, as a whole, beside others and without padding. The first blocks of its sequence hold what the
-decoder's cross-attention takes from it, the blocks that follow the decoder's own keys and values. A step computes
-the decoder's tokens as one of a decoder-only model does; each token is a query of its own to the encoded input.
+An input is encoded once, in one pass with others and without padding. The first blocks of its sequence hold the keys
+and values of cross-attention, the blocks that follow those of the decoder's self-attention. A step computes the
+decoder's tokens as in a decoder-only model; each token is a separate query to the encoded input.
 """
 
 import inspect
@@ -20,26 +20,26 @@ from transformers.modeling_outputs import BaseModelOutput
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import Part, upload
 from tgis.engines.kernels.attention_inputs import PrefillChunk
-from tgis.engines.loading.positions import PositionEmbeddings, position_embeddings
+from tgis.engines.loading.positions import EncoderDecoderPositions
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import PromptSpan, encoder_input, encoder_prompt, model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, install_hooks
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 from tgis.engines.paged.batch import BatchBuilder, FlatBatch, Work, adapters_of, slots
 from tgis.engines.paged.self_check import MIN_POSITIONS
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.errors import Unsupported
 
 _ENCODER_STATES = ("encoder_hidden_states", "key_value_states")  # arguments of their forward
-_NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
-EXTRA_BLOCKS = 1  # of a sequence, beyond those of its tokens in one row
+EXTRA_BLOCKS = 1  # input and output of a sequence may each end with a block that is not full
 
 
 class PagedEncoder:
-    """The encoder of a model, and what its decoder takes from it."""
+    """The encoder of a model, and the cross-attention of its decoder."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, lora: LoraLayers, max_length: int) -> None:
-        """Unsupported unless it is known how the model attends and how it counts positions."""
+        """Unsupported if the model attends or counts positions in an unknown way."""
         self._model, self._encoder = model, model.get_encoder()
         self._cross_attention = cross_attention_modules(model)
         vocab_size = model.get_output_embeddings().out_features
@@ -50,29 +50,21 @@ class PagedEncoder:
         self.embed_tokens = self._encoder.get_input_embeddings()
         names = inspect.signature(self._cross_attention[0].forward).parameters
         (self._states_name,) = (name for name in _ENCODER_STATES if name in names)
-        self.max_positions, self._table_length = max_length, max(max_length, MIN_POSITIONS)
-        self._embeddings: list[PositionEmbeddings] = []  # of encoder and decoder
-        if hasattr(self._encoder, "embed_positions"):
-            own = model.config.max_position_embeddings
-            if own < MIN_POSITIONS:
-                raise Unsupported(f"{type(model).__name__} has {own} positions, the check needs {MIN_POSITIONS}")
-            self.max_positions, self._table_length = min(max_length, own), min(self._table_length, own)
-            parts = self._encoder, model.get_decoder()
-            self._embeddings = [position_embeddings(model, part, self._table_length) for part in parts]
-        self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
+        self._positions = EncoderDecoderPositions(model, max(max_length, MIN_POSITIONS), "encoder", "decoder")
+        length = self._positions.length
+        if length < MIN_POSITIONS:
+            raise Unsupported(f"{type(model).__name__} has {length} positions, the check needs {MIN_POSITIONS}")
+        self.max_positions = min(max_length, length)
         self._no_states = torch.empty((1, 0, self.embed_tokens.embedding_dim), dtype=model.dtype, device=model.device)
 
     def input_positions(self, seq: Sequence, tokens: list[int]) -> Iterable[int]:
-        """The positions of the tokens of a sequence's input; padding has none, but not beside a soft prompt."""
-        if self._embeddings and encoder_prompt(seq) is None:
-            return self._embeddings[0].positions_of(tokens)
-        return range(len(tokens))
+        """The positions of the tokens of a sequence's input; with a soft prompt, padding counts."""
+        return range(len(tokens)) if encoder_prompt(seq) is not None else self._positions.input_positions(tokens)
 
     def install(self) -> None:
-        """Make the model attend to pages, and place each token where its batch says, for good."""
-        install_hooks(self._model, self._attention, self._table_length + 1)
-        for part, embeddings in zip((self._encoder, self._model.get_decoder()), self._embeddings, strict=False):
-            part.embed_positions = embeddings
+        """Make the model attend to pages and use the positions of batches, for good."""
+        install_hooks(self._model, self._attention, self._positions.length + 1)
+        self._positions.install(self._model)
         head, bias = self._model.get_output_embeddings(), getattr(self._model, "final_logits_bias", None)
         head.register_forward_pre_hook(self._select_logits)
         rows = len(head.weight)  # fewer than the bias has where ranks share the vocabulary
@@ -82,7 +74,7 @@ class PagedEncoder:
             self._model.final_logits_bias = _NothingToAdd()
 
     def _select_logits(self, _head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        """Compute the logits that are wanted only: of a requeued output those of its last token."""
+        """Compute only the logits that are sampled: of a requeued output, those of its last token."""
         batch = self._attention.batch
         assert batch is not None
         return args if batch.all_logits else (args[0][:, batch.logits_indices],)
@@ -90,16 +82,12 @@ class PagedEncoder:
     def encode(self, batch: FlatBatch) -> None:
         """Write the keys and values of the inputs for the decoder."""
         attention = self._attention
-        num_blocks = sum(len(chunk.block_table) for chunk in batch.chunks)
+        num_blocks = sum(len(chunk.block_table) for chunk in batch.attention.chunks)
         if num_blocks > attention.encoder_cache.num_blocks:
             attention.encoder_cache = PagedKVCache(num_blocks, attention.cache.block_size)
-        attention.batch, positions = batch, batch.positions[None]
-        arguments: dict[str, Any] = (
-            {"position_ids": positions, "attention_mask": _NO_MASKS} if self._takes_positions else {}
-        )
-        for embeddings in self._embeddings[:1]:
-            embeddings.positions = positions
-        arguments |= model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
+        attention.batch = batch
+        arguments = model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
+        arguments |= self._positions.arguments("encoder", batch.positions[None])
         with self._lora.using(batch.adapters):
             states = self._encoder(**arguments).last_hidden_state
             for module in self._cross_attention:
@@ -107,17 +95,13 @@ class PagedEncoder:
 
     def decoder_arguments(self, batch: FlatBatch, arguments: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of a pass of the model, from those that its decoder takes as input."""
-        positions = batch.positions[None]
-        for embeddings in self._embeddings[1:]:
-            embeddings.positions = positions
-        found = {f"decoder_{name}": value for name, value in arguments.items()}
-        if self._takes_positions:
-            found |= {"decoder_position_ids": positions, "decoder_attention_mask": _NO_MASKS}
-        return found | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
+        arguments = {f"decoder_{name}": value for name, value in arguments.items()}
+        arguments |= self._positions.arguments("decoder", batch.positions[None])
+        return arguments | {"encoder_outputs": BaseModelOutput(last_hidden_state=self._no_states)}
 
 
 class _NothingToAdd:
-    """Takes the place of the bias of logits, which their layer has added already, for less."""
+    """Replaces the bias of logits, which their layer has added already at less cost."""
 
     def to(self, _device: torch.device) -> "_NothingToAdd":
         return self
@@ -127,7 +111,7 @@ class _NothingToAdd:
 
 
 class EncoderDecoderBatches(BatchBuilder):
-    """Makes the batches of the decoder, with those of the encoder and of cross-attention."""
+    """Builds the batches of decoder, encoder and cross-attention."""
 
     _has_prompt_logprobs = False
 
@@ -145,8 +129,8 @@ class EncoderDecoderBatches(BatchBuilder):
         return range(self._decoder_length(seq, start), self._decoder_length(seq, start + count))
 
     def _decoder_length(self, seq: Sequence, num_tokens: int) -> int:
-        """Positions of the decoder that belong to so many tokens of a sequence: with its input go a soft prompt and the
-        start token.
+        """The number of decoder positions of the first `num_tokens` tokens: a soft prompt and the start token belong to
+        the input.
         """
         return num_tokens - _offset(seq) if num_tokens >= seq.prompt_length else 0
 
@@ -162,48 +146,48 @@ class EncoderDecoderBatches(BatchBuilder):
     def _num_encoder_blocks(self, seq: Sequence) -> int:
         return -(-seq.request.input_positions // self._block_size)
 
-    def _build(self, work: Work, *others: Any) -> FlatBatch:
-        batch = super()._build(work, *others)
+    def _build(self, work: Work, *arguments: Any) -> FlatBatch:
+        batch = super()._build(work, *arguments)
         counts = [self._num_encoder_blocks(seq) for seq, _ in work]
         tables = np.zeros((len(work), max(counts)), np.int64)
         for row, count, (seq, _) in zip(tables, counts, work, strict=True):
             row[:count] = seq.block_table[:count]
-        repeats = [len(own) for _, own in work]
+        repeats = [len(positions) for _, positions in work]
         lengths = np.repeat([seq.request.input_positions for seq, _ in work], repeats)
-        batch.cross = FlatBatch.decodes(*upload([tables.repeat(repeats, 0), lengths], self._device))
+        batch.cross = AttentionMetadata.decodes(*upload([tables.repeat(repeats, 0), lengths], self._device))
         return batch
 
     def _encoder(self, seqs: list[Sequence]) -> FlatBatch:
-        """The inputs of these sequences; their blocks are those of the encoder's own cache."""
+        """The inputs of these sequences, whose blocks are those of the encoder's cache."""
         size, inputs = self._block_size, [encoder_input(seq) for seq in seqs]
         blocks = [range(*ends) for ends in pairwise([0, *accumulate(map(self._num_encoder_blocks, seqs))])]
         starts = list(accumulate(map(len, inputs), initial=0))
-        work: Work = [(seq, range(len(own))) for seq, own in zip(seqs, inputs, strict=True)]
+        work: Work = [(seq, range(len(tokens))) for seq, tokens in zip(seqs, inputs, strict=True)]
         parts: list[Part] = [
-            [token for own in inputs for token in own],
-            [p for seq, own in zip(seqs, inputs, strict=True) for p in self._model.input_positions(seq, own)],
-            [slot for table, (_, own) in zip(blocks, work, strict=True) for slot in slots(table, own, size)],
-            [slot for seq, own in work for slot in slots(seq.block_table, own, size)],
+            [token for tokens in inputs for token in tokens],
+            [p for seq, tokens in zip(seqs, inputs, strict=True) for p in self._model.input_positions(seq, tokens)],
+            [slot for table, (_, columns) in zip(blocks, work, strict=True) for slot in slots(table, columns, size)],
+            [slot for seq, columns in work for slot in slots(seq.block_table, columns, size)],
             self._lora.columns(adapters_of(work)),
             *blocks,
         ]
-        ids, positions, own_slots, cross_slots, adapters, *tables = upload(parts, self._device)
+        ids, positions, encoder_slots, cross_slots, adapters, *tables = upload(parts, self._device)
         places = [slice(*ends) for ends in pairwise(starts)]
         nothing = ids[:0]
-        cross = FlatBatch.decodes(nothing[:, None], nothing)
-        cross.slot_mapping = cross_slots
+        chunks = [PrefillChunk(place, 0, table) for place, table in zip(places, tables, strict=True)]
         return FlatBatch(
-            *(ids, positions, own_slots, nothing[:, None], nothing),
-            chunks=[PrefillChunk(place, 0, table) for place, table in zip(places, tables, strict=True)],
+            ids,
+            positions,
+            AttentionMetadata(encoder_slots, nothing[:, None], nothing, chunks),
             logits_indices=nothing,
             spans=list(_spans(seqs, starts)),
             adapters=self._lora.placed(adapters),
-            cross=cross,
+            cross=AttentionMetadata(cross_slots, nothing[:, None], nothing, []),
         )
 
 
 def _offset(seq: Sequence) -> int:
-    """The difference of a token's index in its sequence and its position in the decoder."""
+    """A token's index in its sequence less its position in the decoder."""
     return seq.prompt_length - seq.request.decoder_length - 1
 
 

@@ -6,7 +6,7 @@ Which sequences run, and which blocks they have, is decided by the batcher; a Mo
 import itertools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -20,17 +20,17 @@ from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
-from tgis.engines.paged.batch import FlatBatch
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
 from tgis.engines.paged.model_runner import ModelRunner
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
-from tgis.engines.sampling.sampler import BatchSampler, SampledTokens
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
 from tgis.engines.speculation.draft_model import load_drafter, unloaded_drafter
 from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_proposals
@@ -53,12 +53,8 @@ def describe_memory(options: EngineOptions) -> list[str]:
     if not unloaded.caches:
         return unknown_memory("tgis_native", options)
     device, rows = unloaded.device, unloaded.max_batch_size
-    tokens = min(_PREFILL_TOKENS[device.type], rows * options.max_sequence_length)
     encodes = len(unloaded.caches) > 1
-    if encodes:  # inputs are whole
-        step = unloaded.step_bytes(max(tokens, options.max_sequence_length), logits=rows, logprobs=0, pairs=False)
-    else:
-        step = unloaded.step_bytes(tokens, logits=tokens, logprobs=tokens)
+    step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
     drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
     each = 0
     for model in (unloaded, *drafting):
@@ -98,7 +94,7 @@ class PagedEngine:
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder
         launch_next = self._launch_next if async_decode else None
-        self._decoder = AsyncDecoder(self._launch, launch_next, self._sampler, self._prompt_logprobs, block_size)
+        self._decoder = AsyncDecoder(self._launch, launch_next, self._prompt_logprobs, block_size)
         self._drafter = runner.drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
@@ -122,7 +118,7 @@ class PagedEngine:
             decoder_start_token_id=encoder.outputs.decoder_start_token_id if encoder else None,
             embedding_size=embed_tokens.embedding_dim if has_embeds else 0,
             lora_targets=runner.lora.targets,
-            kv_cache_dtype=self._options.kv_cache_dtype if runner.attention.cache.codes else "auto",
+            kv_cache_dtype=self._options.kv_cache_dtype if runner.kv_dtype else "auto",
         )
 
     def _load_drafter(self) -> Drafter:
@@ -136,7 +132,6 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache; compile and capture what can be."""
         self._allocate_cache()
-        self._decoder.reset()
         started = time.monotonic()
         eager_logits = self.runner.dummy_logits()
         self._warm_sampler(eager_logits)
@@ -153,20 +148,19 @@ class PagedEngine:
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
         bytes_per_block = sum(cache.bytes_per_block for cache in self.caches)
-        measure = partial(profile, self, self._options, self.runner.device)
         extra = EXTRA_BLOCKS if self.runner.encoder else 0
         rows, device = self.info.max_batch_size, self.runner.device
         budget = KVBudget(self._options, device, rows, self._block_size, extra_blocks=extra)
-        num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, measure))
+        num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, self._step_bytes))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
-        self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.codes)
+        self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.kv_dtype)
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f KiB a token, %.2f GiB in all%s",
             num_blocks,
             self._block_size,
             bytes_per_block / self._block_size / 1024,
             num_blocks * bytes_per_block / 2**30,
-            f", in {self._options.kv_cache_dtype}" if self.runner.codes else "",
+            f", in {self._options.kv_cache_dtype}" if self.runner.kv_dtype else "",
         )
         capacity = num_blocks * self._block_size
         self.info = msgspec.structs.replace(
@@ -175,6 +169,15 @@ class PagedEngine:
             max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self.runner.encoder else capacity,
             kv_cache_bytes=sum_of_ranks(num_blocks * bytes_per_block),
         )
+
+    def _step_bytes(self) -> int:
+        """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache
+        takes a part of the memory only.
+        """
+        device, estimate, encodes = self.runner.device, self.runner.model.step_bytes, self.runner.encoder is not None
+        if device.type == "cpu" and estimate:
+            return _largest_step(estimate, self._options, device, self.info.max_batch_size, encodes=encodes)
+        return profile(self, self._options, device)
 
     def _warm_sampler(self, logits: torch.Tensor) -> None:
         """Sample in every way once, since kernels compile at their first use."""
@@ -214,7 +217,12 @@ class PagedEngine:
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seq.id for seq in seqs)
+        self._sampler.release(seq.id for seq in seqs)
         self._drafter.release(seqs)
+
+    def discard_step(self) -> None:
+        """Do not reuse the step in flight, after a step that failed: another rank may not have launched it."""
+        self._decoder.discard()
 
     @property
     def caches(self) -> tuple[PagedKVCache, ...]:
@@ -222,10 +230,6 @@ class PagedEngine:
 
     def clear_cache(self) -> bool:
         return all(cache.clear() for cache in self.caches)
-
-    @property
-    def resident_cache_bytes(self) -> int:
-        return sum(cache.resident_bytes for cache in self.caches)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -250,19 +254,24 @@ class PagedEngine:
         if self.runner.encoder:
             first_steps = [row for row, seq in enumerate(plan.sampled) if not seq.num_generated_tokens]
             self.runner.encoder.outputs.constrain(logits, first_steps)
-        return InFlightStep(self._sample(batch, logits), prompt_chunks)
+        return InFlightStep(self._sampler.sample(logits, batch.step_metadata), prompt_chunks)
 
     def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
         """Queue the step after one whose tokens are still on the device."""
         step_metadata = self._sampler.prepare(seqs, lookahead=1)
         batch = self.runner.batch_builder.build_next(seqs, tokens, token_indices, step_metadata)
-        return InFlightStep(self._sample(batch, self.runner.run(batch)), [])
+        return InFlightStep(self._sampler.sample(self.runner.run(batch), batch.step_metadata, batch.input_ids), [])
 
-    def _sample(self, batch: FlatBatch, logits: torch.Tensor) -> SampledTokens:
-        """Sample from `logits`, which are those of the first `batch.logits_indices`."""
-        count = len(logits)
-        newest = batch.input_ids[:count] if batch.all_logits else batch.input_ids[batch.logits_indices[:count]]
-        return self._sampler.sample(logits, newest, batch.step_metadata)
+
+def _largest_step(
+    estimate: Callable[..., int], options: EngineOptions, device: torch.device, rows: int, *, encodes: bool
+) -> int:
+    """Bytes that the largest step takes beside the KV cache, estimated."""
+    longest = options.max_sequence_length
+    tokens = min(_PREFILL_TOKENS[device.type], rows * longest)
+    if encodes:  # inputs are whole
+        return estimate(device.type, rows, max(tokens, longest), logits=rows, pairs=False)
+    return estimate(device.type, rows, tokens, logits=tokens, logprobs=tokens)
 
 
 def _proposed_tokens(options: EngineOptions, device: torch.device) -> int:

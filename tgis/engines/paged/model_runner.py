@@ -13,7 +13,7 @@ import torch
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import warn
-from tgis.engines.kernels.kv_codes import codes_of
+from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading.loader import (
     input_vocab_size,
     load_model,
@@ -61,7 +61,7 @@ class ModelRunner:
         self._block_size = block_size
         self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
         self.device = select_device(options)
-        self.codes = codes_of(options.kv_cache_dtype, self.device)  # of the KV cache
+        self.kv_dtype = kv_dtype_of(options.kv_cache_dtype, self.device)  # of codes in the KV cache; None: the model's
         self.model = load_model(options, self.device)
         self.vocab_size: int = self.model.get_output_embeddings().out_features
         self.arguments = signature(self.model.forward).parameters
@@ -92,17 +92,17 @@ class ModelRunner:
         if self.encoder and batch.encoder:
             self.encoder.encode(batch.encoder)
         replayed = self.graphs.run(batch) if self.graphs else None
-        self.drafter.computed(None if replayed is None or batch.chunks else batch.logits_indices)
+        self.drafter.computed(None if replayed is None or batch.attention.chunks else batch.logits_indices)
         return self._forward(batch) if replayed is None else replayed
 
     def optimize(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
         """Compile, capture and record what can be; the KV cache has been allocated."""
         on_cuda = self.device.type == "cuda"
-        wanted = self._options.compile
-        if wanted and (self.encoder or self.codes):
+        asked = self._options.compile
+        if asked and (self.encoder or self.kv_dtype):
             what = "encoder-decoders are" if self.encoder else f"KV_CACHE_DTYPE={self._options.kv_cache_dtype} is"
             warn(self._options, f"PT2_COMPILE has no effect: {what} not compiled")
-        elif on_cuda if wanted is None else wanted:
+        elif on_cuda if asked is None else asked:
             self._compile(eager_logits)
         if on_cuda:
             self.capture_graphs(cuda_capture(), eager_logits, info)
@@ -177,11 +177,11 @@ class ModelRunner:
             on_all_ranks(verify, (Unsupported,))
         else:  # what drafts, too, which other ranks do not load
             verify()
-        if self.codes:
-            self._quantize_cache(self.codes)
+        if self.kv_dtype:
+            self._quantize_cache()
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def _quantize_cache(self, codes: torch.dtype) -> None:
+    def _quantize_cache(self) -> None:
         """Store keys and values as codes from now on, where the first pass fixes what keys are divided by. Unsupported
         if its logits are not those without codes. Leaves a KV cache of the tokens of this pass.
         """
@@ -191,12 +191,12 @@ class ModelRunner:
         vocab_size = min(input_vocab_size(self.model), self.vocab_size)
         draw = torch.Generator().manual_seed(0)
         tokens, output = torch.randint(vocab_size, (2, count), generator=draw).tolist()
-        plain, found = (self._long_logits(tokens, output, each) for each in (None, codes))
-        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", found, plain, _CODED)
+        expected, computed = (self._long_logits(tokens, output, dtype) for dtype in (None, self.kv_dtype))
+        verify_steps(f"KV_CACHE_DTYPE={self._options.kv_cache_dtype}", computed, expected, _CODED)
 
-    def _long_logits(self, tokens: list[int], output: list[int], codes: torch.dtype | None) -> torch.Tensor:
+    def _long_logits(self, tokens: list[int], output: list[int], kv_dtype: torch.dtype | None) -> torch.Tensor:
         blocks = -(-len(tokens + output) // self._block_size) + EXTRA_BLOCKS
-        self.attention.cache = PagedKVCache(blocks, self._block_size, codes)
+        self.attention.cache = PagedKVCache(blocks, self._block_size, kv_dtype)
         return self.dummy_logits(tokens=tokens, output=output)
 
     def _tabulate_angles(self, eager_logits: torch.Tensor) -> None:
@@ -204,7 +204,7 @@ class ModelRunner:
         if not tabulate_angles(self.model, self._max_blocks * self._block_size):
             return
         try:
-            dtype = _CODED if self.attention.cache.codes else self.model.dtype
+            dtype = _CODED if self.attention.cache.kv_dtype else self.model.dtype
             verify_steps("tabulated", self.dummy_logits(), eager_logits, dtype)
         except Unsupported as error:
             compute_angles(self.model)

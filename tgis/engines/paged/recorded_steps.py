@@ -1,6 +1,7 @@
-"""Steps on CPUs, recorded when they first occur, and replayed: decodes for each number of sequences, steps with prompt
-chunks once for any numbers of tokens, sequences and logits. Decodes with LoRA adapters are recorded anew whenever other
-adapters come or go.
+"""Steps on CPUs, recorded when they first occur, and replayed.
+
+Decodes are recorded for each number of sequences, those with LoRA adapters again whenever other adapters come or go.
+Steps with prompt chunks are recorded once for any numbers of tokens, sequences and logits.
 
 A recording is verified by computing a step both ways. The bits must be the same, since which steps are replayed depends
 on what else is in the batch.
@@ -9,18 +10,74 @@ on what else is in the batch.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.recording import RecordedPass, Recorder, ResizablePass
+from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.kernels.cpu.replay import RecordedPass, ResizablePass
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
 
 _MIN_SIZE = 2  # so that a size which is smaller by 1 is still a size
+_PAUSE = 1000  # eager steps after one that failed for lack of memory or the like
+_OTHER_LOGITS = "a recorded step does not give the logits of an eager one"
+Forward = Callable[[FlatBatch], Tensor]
+Replay = Callable[[FlatBatch], Tensor | None]  # the logits until the next call; None: the batch has to run eagerly
+
+
+class RecordedSteps:
+    """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
+
+    def __init__(self, forward: Forward, kernels: CpuKernels, inputs: StaticInputs, max_prefill_tokens: int) -> None:
+        """Steps have up to `max_prefill_tokens` tokens of prompts, beside the decodes that `inputs` have rows for."""
+        tokens, rows = max_prefill_tokens + inputs.max_rows, inputs.max_rows
+        self._decodes = _Attempts("decode steps", lambda: RecordedDecodes(forward, Recorder(kernels), inputs).run)
+        self._prefills = _Attempts(
+            "steps with prompts", lambda: RecordedPrefill(forward, Recorder(kernels), tokens, rows).run
+        )
+
+    def run(self, batch: FlatBatch) -> Tensor | None:
+        """The logits of a batch, until the next call; None if it has to run eagerly."""
+        return (self._prefills if batch.attention.chunks else self._decodes).run(batch)
+
+
+class _Attempts:
+    """Records and replays steps of one kind for as long as that works."""
+
+    def __init__(self, kind: str, make: Callable[[], Replay]) -> None:
+        self._kind, self._make = kind, make
+        self._replay: Replay | None = None
+        self._num_eager = 0.0  # steps to run eagerly before another attempt
+        self._has_paused = False
+
+    def run(self, batch: FlatBatch) -> Tensor | None:
+        if self._num_eager:
+            self._num_eager -= 1
+            return None
+        try:
+            self._replay = self._replay or self._make()
+            return self._replay(batch)
+        except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
+            self._stop(error)
+            return None
+
+    def _stop(self, error: Exception) -> None:
+        """Free the recordings: for good if the model cannot be recorded, else until some steps have run."""
+        self._replay = None
+        if isinstance(error, Unsupported):
+            self._num_eager = inf
+            log.warning("%s are not recorded: %s", self._kind, error)
+        else:
+            self._num_eager = _PAUSE
+            if not self._has_paused:
+                log.warning("%s are recorded again %d steps after each failure: %r", self._kind, _PAUSE, error)
+            self._has_paused = True
 
 
 @dataclass(slots=True)
@@ -30,46 +87,31 @@ class _RecordedStep:
     verified: bool = False
 
 
-class RecordedSteps:
-    """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
+class RecordedDecodes:
+    """The recorded passes of decodes, by number of sequences and version of the adapters."""
 
-    def __init__(
-        self, forward: Callable[[FlatBatch], Tensor], kernels: CpuKernels, inputs: StaticInputs, max_prefill_tokens: int
-    ) -> None:
-        """Steps have up to `max_prefill_tokens` tokens of prompts, beside the decodes that `inputs` have rows for."""
+    def __init__(self, forward: Forward, recorder: Recorder, inputs: StaticInputs) -> None:
         self._forward = forward
-        self._recorder = Recorder(kernels)
+        self._recorder = recorder
         self._inputs = inputs
-        self._sequences = inputs.batch(inputs.max_rows).cpu_sequences
+        self._sequences = inputs.batch(inputs.max_rows).attention.cpu_sequences
         self._cross_sequences = inputs.cross.cpu_sequences if inputs.cross else torch.empty(0, 4)
         self._steps: dict[StepKey, _RecordedStep] = {}
-        self._enabled = True
-        tokens = max_prefill_tokens + inputs.max_rows
-        self._prefill = RecordedPrefill(forward, self._recorder, tokens, inputs.max_rows)
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        """The logits of a batch, until the next call; None if it has to run eagerly."""
-        if batch.chunks:
-            return None if batch.cross else self._prefill.run(batch)
-        is_decode = len(batch.logits_indices) == batch.num_decodes
-        if not self._enabled or not is_decode or not self._inputs.fit(batch):
+        count = batch.attention.num_decodes
+        if len(batch.logits_indices) != count or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
-        self._sequences[: batch.num_decodes, 2] = batch.seq_lens
+        self._sequences[:count, 2] = batch.attention.seq_lens
         if batch.cross:
-            self._cross_sequences[: batch.num_decodes, 2] = batch.cross.seq_lens
-        try:
-            logits = self._run(batch.num_decodes, batch.adapters.version if batch.adapters else None)
-        except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
-            self._enabled = False
-            self._steps.clear()
-            log.warning("decode steps are not recorded: %s", error if isinstance(error, Unsupported) else repr(error))
-            return None
+            self._cross_sequences[:count, 2] = batch.cross.seq_lens
+        logits = self._run(count, batch.adapters.version if batch.adapters else None)
         return logits if batch.all_logits else logits[batch.logits_indices]
 
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)
-        batch.cpu_sequences = self._sequences[:count]
+        batch.attention.cpu_sequences = self._sequences[:count]
         if batch.cross:
             batch.cross.cpu_sequences = self._cross_sequences[:count]
         step = self._steps.get((count, adapters))
@@ -83,60 +125,48 @@ class RecordedSteps:
             eager = self._forward(batch)
             step.replay()
             if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
-                raise Unsupported("a recorded step does not give the logits of an eager one")
+                raise Unsupported(_OTHER_LOGITS)
             step.verified = True
         return step.logits
 
 
 class RecordedPrefill:
-    """The recorded pass of one engine. Steps with soft prompts, adapters or many logits run eagerly, and so do models
-    that need operators of PyTorch.
+    """The recorded pass of steps with prompts. Steps with soft prompts, adapters or many logits run eagerly, and so do
+    encoder-decoders and models that need operators of PyTorch.
     """
 
-    def __init__(
-        self, forward: Callable[[FlatBatch], Tensor], recorder: Recorder, max_tokens: int, max_rows: int
-    ) -> None:
+    def __init__(self, forward: Forward, recorder: Recorder, max_tokens: int, max_rows: int) -> None:
         """Steps have up to `max_tokens` tokens, of `max_rows` sequences, and give as many logits at the most."""
         self._forward = forward
         self._recorder = recorder
         self._largest = max(max_tokens, _MIN_SIZE), max(max_rows, _MIN_SIZE), max(max_rows, _MIN_SIZE)
         tokens, rows, logits = self._largest
-        self._inputs = tuple(torch.zeros(tokens, dtype=torch.int64) for _ in range(3))  # as in FlatBatch
+        self._inputs = tuple(torch.zeros(tokens, dtype=torch.int64) for _ in range(3))  # token ids, positions, slots
         self._sequences = torch.zeros(rows, 4, dtype=torch.int64)
         self._logits_indices = torch.zeros(logits, dtype=torch.int64)
         self._pass: tuple[ResizablePass, Tensor] | None = None
-        self._enabled = True
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        """The logits of a batch, until the next call; None if it has to run eagerly."""
-        sizes = len(batch.input_ids), len(batch.cpu_sequences), len(batch.logits_indices)
+        sequences, slots = batch.attention.cpu_sequences, batch.attention.slot_mapping
+        sizes = len(batch.input_ids), len(sequences), len(batch.logits_indices)
         fits = all(size <= most for size, most in zip(sizes, self._largest, strict=True))
-        if not self._enabled or not fits or batch.spans or batch.adapters:
+        if not fits or batch.spans or batch.adapters or batch.cross:
             return None
-        try:
-            return self._run(batch, sizes)
-        except Exception as error:  # noqa: BLE001 - whatever fails here, an eager step may not
-            self._enabled, self._pass = False, None
-            text = error if isinstance(error, Unsupported) else repr(error)
-            log.warning("steps with prompts are not recorded: %s", text)
-            return None
-
-    def _run(self, batch: FlatBatch, sizes: tuple[int, int, int]) -> Tensor:
         is_new = self._pass is None
         replay, logits = self._pass = self._pass or self._recorder.record_resizable(self._record, self._largest)
-        inputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.cpu_sequences, batch.logits_indices
+        inputs = batch.input_ids, batch.positions, slots, sequences, batch.logits_indices
         for static, new in zip((*self._inputs, self._sequences, self._logits_indices), inputs, strict=True):
             static[: len(new)].copy_(new)
         replay(sizes)
         logits = logits[: sizes[-1]]
         if is_new and not torch.equal(self._forward(batch).nan_to_num(), logits.nan_to_num()):
-            raise Unsupported("a recorded step does not give the logits of an eager one")
+            raise Unsupported(_OTHER_LOGITS)
         return logits
 
     def _record(self, sizes: tuple[int, ...]) -> Tensor:
         tokens, rows, logits = sizes
         none = torch.empty(0, dtype=torch.int64)
-        ids, positions, slots = (each[:tokens] for each in self._inputs)
-        batch = FlatBatch(ids, positions, slots, none[:, None], none, [], self._logits_indices[:logits], [])
-        batch.cpu_sequences = self._sequences[:rows]
-        return self._forward(batch)
+        ids, positions, slots = (x[:tokens] for x in self._inputs)
+        attention = AttentionMetadata(slots, none[:, None], none, [])
+        attention.cpu_sequences = self._sequences[:rows]
+        return self._forward(FlatBatch(ids, positions, attention, self._logits_indices[:logits], []))

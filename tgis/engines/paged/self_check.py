@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.kernels.agreement import agrees, relative_error
 from tgis.engines.kernels.cuda.self_test import fallback_reason
 from tgis.engines.loading.loader import input_vocab_size
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
@@ -33,8 +34,6 @@ MIN_POSITIONS = _NUM_TOKENS + 1  # of an encoder-decoder
 _PREFILLED_OUTPUT = 17
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
 _ADAPTER_RANK, _NUM_ADAPTED_LAYERS = 4, 10
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
-_HALF_LAYER_TOLERANCE, _HALF_LOGITS_TOLERANCE = 0.02, 0.3
 _RECORDED = "tgis_recorded"  # attention function
 ComputeLogits = Callable[[StepPlan], tuple[Tensor, dict[int, slice]]]  # and the slices for prompt logprobs, by id
 _Result = TypeVar("_Result")
@@ -70,9 +69,8 @@ def verify_attention(
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"
-        _compare(output, call.output, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE), failure)
-    tolerance = _logits_tolerance(model)
-    _compare(logits, expected, tolerance, "paged attention does not give the model's own logits")
+        _compare(output, call.output, model.dtype, failure)
+    _compare_logits(logits, expected, model)
     _verify_windows(model, attention, max_sequence_length)
 
 
@@ -103,23 +101,21 @@ def verify_encoder_decoder(
     with hook_errors(model):
         install()
         attention.cache = PagedKVCache(len(seq.block_table), attention.cache.block_size)
-        found = step_logits(compute_logits, seq, (_NUM_TOKENS + _PREFILLED_OUTPUT, 1, 1))
+        computed = step_logits(compute_logits, seq, (_NUM_TOKENS + _PREFILLED_OUTPUT, 1, 1))
     if any(window is not None and window < max_length for window in attention.encoder_windows):
         raise Unsupported("layers of the encoder see a window of the input")
-    _compare_attention(attention, seq, build, calls, _TOLERANCE.get(model.dtype, _HALF_LAYER_TOLERANCE))
-    own_logits = expected[_PREFILLED_OUTPUT : _PREFILLED_OUTPUT + len(found)]
-    failure = "paged attention does not give the model's own logits"
-    _compare(found, own_logits, _logits_tolerance(model), failure)
+    _compare_attention(attention, seq, build, calls, model.dtype)
+    _compare_logits(computed, expected[_PREFILLED_OUTPUT : _PREFILLED_OUTPUT + len(computed)], model)
     _verify_windows(model, attention, max_length)
 
 
 def step_logits(compute_logits: ComputeLogits, seq: Sequence, counts: Iterable[int]) -> Tensor:
     """The logits [steps, V] of the last token of each step of a sequence that computes so many tokens."""
-    found = []
+    logits = []
     for count in counts:
-        found.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
+        logits.append(compute_logits(StepPlan([seq], [count], [seq], has_prefill=count > 1))[0])
         seq.num_computed_tokens += count
-    return torch.cat(found)
+    return torch.cat(logits)
 
 
 def _compare_attention(
@@ -127,7 +123,7 @@ def _compare_attention(
     seq: Sequence,
     build: Callable[[StepPlan], tuple[FlatBatch, dict[int, slice]]],
     calls: list[_AttentionCall],
-    tolerance: float,
+    dtype: torch.dtype,
 ) -> None:
     """Unsupported unless each of these calls, repeated in one step of the sequence, gives its output."""
     seq.num_computed_tokens = 0
@@ -139,20 +135,22 @@ def _compare_attention(
     for index, call in enumerate(calls):
         attention.batch = batch.encoder if call.module in attention.encoder_modules else batch
         failure = f"paged attention does not give the model's own attention in call {index}"
-        _compare(call.repeat(slice(None)), call.output, tolerance, failure)
+        _compare(call.repeat(slice(None)), call.output, dtype, failure)
 
 
-def _logits_tolerance(model: PreTrainedModel) -> float:
-    """Activations in 8 bits differ by a whole step where a number is at the edge of two."""
+def _compare_logits(logits: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
+    """Unsupported unless the logits agree. Activations in 8 bits differ by a step where a value is halfway between two
+    codes, which is as coarse as half precision.
+    """
     rounds = any(getattr(module, "rounds_inputs", False) for module in model.modules())
-    return _HALF_LOGITS_TOLERANCE if rounds else _TOLERANCE.get(model.dtype, _HALF_LOGITS_TOLERANCE)
+    failure = "paged attention does not give the model's own logits"
+    _compare(logits, expected, torch.bfloat16 if rounds else model.dtype, failure, logits=True)
 
 
-def verify_steps(kind: str, found: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
+def verify_steps(kind: str, logits: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
     """Raise Unsupported unless the logits of steps that are computed in another way agree with those of eager ones."""
-    full_precision = dtype in _TOLERANCE  # in which parts of the models are computed in float32 nevertheless
-    tolerance = _TOLERANCE[torch.float32] if full_precision else _HALF_LOGITS_TOLERANCE
-    _compare(found, eager, tolerance, f"{kind} steps do not give the logits of eager ones")
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # parts of the models are computed in float32
+    _compare(logits, eager, dtype, f"{kind} steps do not give the logits of eager ones", logits=True)
 
 
 def on_all_ranks(
@@ -234,8 +232,8 @@ def _record_attention(model: PreTrainedModel, attention: PagedAttention) -> list
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        own = AttentionInterface().get_interface(implementation, eager)
-        output, weights = own(module, query, key, value, attention_mask, **arguments)
+        attend = AttentionInterface().get_interface(implementation, eager)
+        output, weights = attend(module, query, key, value, attention_mask, **arguments)
 
         def repeat(chunk: slice) -> Tensor:
             q, k, v = (states[:, :, chunk] for states in (query, key, value))
@@ -270,10 +268,9 @@ def _paged_logits(
     return torch.cat(logits), [torch.cat(output, 1) for output in outputs]
 
 
-def _compare(found: Tensor, expected: Tensor, tolerance: float, failure: str) -> None:
-    difference = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-    if not difference <= tolerance:
-        raise Unsupported(f"{failure} (off by {difference:.1e})")
+def _compare(computed: Tensor, expected: Tensor, dtype: torch.dtype, failure: str, *, logits: bool = False) -> None:
+    if not agrees(computed, expected, dtype, logits=logits):
+        raise Unsupported(f"{failure} (off by {relative_error(computed, expected):.1e})")
 
 
 def _verify_windows(model: PreTrainedModel, attention: PagedAttention, max_sequence_length: int) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints with quantized weights: a model is loaded with placeholders for them, and each layer's codes are read
-when the layer is packed, so that little is in memory beside the result.
+when the layer is packed, to save memory.
 """
 
 import math
@@ -31,16 +31,16 @@ class QuantizedLayer:
     read: Callable[[], QuantizedWeight]
 
     def checked(self) -> QuantizedWeight:
-        """What the files hold; StartError for codes without a meaning."""
+        """The weight in the files; StartError if its tensors do not fit together."""
         weight = self.read()
         if tuple(weight.codes.shape) != self.shape:
             raise StartError(f"{self.name} has {[*weight.codes.shape]} codes, not {[*self.shape]}")
         inputs = self.shape[1]
         groups = [self.shape[0], -(-inputs // (weight.group_size or inputs))]
-        for kind, numbers in (("scale", weight.scale), ("offset", weight.offset)):
-            if numbers is not None and [*numbers.shape] != groups:
-                raise StartError(f"{self.name} has {[*numbers.shape]} {kind}s, not {groups}")
-            if numbers is not None and not numbers.isfinite().all():
+        for kind, values in (("scale", weight.scale), ("offset", weight.offset)):
+            if values is not None and [*values.shape] != groups:
+                raise StartError(f"{self.name} has {[*values.shape]} {kind}s, not {groups}")
+            if values is not None and not values.isfinite().all():
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
         if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
             raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
@@ -51,15 +51,15 @@ class QuantizedLayer:
         weight = self.checked()
         return replace(self, read=lambda: weight)
 
-    def part(self, own: Tensor, dim: int) -> "QuantizedLayer":
+    def part(self, indices: Tensor, dim: int) -> "QuantizedLayer":
         """The layer with some of its outputs (dim 0) or inputs (dim 1)."""
-        outputs, inputs = (len(own) if i == dim else size for i, size in enumerate(self.shape))
-        num_bytes = self.num_bytes * len(own) // self.shape[dim]
-        return replace(self, shape=(outputs, inputs), num_bytes=num_bytes, read=lambda: self.checked().part(own, dim))
+        outputs, inputs = (len(indices) if i == dim else size for i, size in enumerate(self.shape))
+        size, read = self.num_bytes * len(indices) // self.shape[dim], lambda: self.checked().part(indices, dim)
+        return replace(self, shape=(outputs, inputs), num_bytes=size, read=read)
 
 
 def concatenate_layers(layers: list[QuantizedLayer]) -> QuantizedLayer | None:
-    """One layer with the outputs of several; None where they cannot be one."""
+    """One layer with the outputs of several; None if they are of different kinds."""
     weight = concatenate([layer.checked() for layer in layers])
     if weight is None:
         return None
@@ -79,18 +79,18 @@ class QuantizedCheckpoint:
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors by name; those of quantized weights are zeros that take no memory."""
-        found = dict(self.plain)
+        tensors = dict(self.plain)
         for layer in self.layers:
             zero = torch.zeros((), dtype=dtype)
             self._placeholders[zero.data_ptr()] = zero, layer
-            found[f"{layer.name}.weight"] = zero.expand(layer.shape)
+            tensors[f"{layer.name}.weight"] = zero.expand(layer.shape)
         for layer in self.embeddings:
-            found[f"{layer.name}.weight"] = numbers = layer.checked().widened(dtype)
-            self._placeholders[numbers.data_ptr()] = numbers, layer
-        return found
+            tensors[f"{layer.name}.weight"] = weight = layer.checked().widened(dtype)
+            self._placeholders[weight.data_ptr()] = weight, layer
+        return tensors
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Tell each linear layer of a loaded model where its weight is; StartError if one has no place."""
+        """Give each linear layer of a loaded model its quantized weight; StartError if one is left over."""
         missing = {layer.name for layer in self.layers}
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.weight.data_ptr() in self._placeholders:
@@ -103,7 +103,7 @@ class QuantizedCheckpoint:
 
 
 class LayerTensors(dict[str, Tensor]):
-    """The tensors of a layer by what follows the layer's name, in mapped files."""
+    """The tensors of a layer in mapped files, by the suffix after the name of the layer."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -114,31 +114,31 @@ class LayerTensors(dict[str, Tensor]):
 
     def shape(self, suffix: str) -> tuple[int, int]:
         """The shape of a matrix."""
-        found = self[suffix]
-        if found.dim() != 2:
-            raise StartError(f"{self.name}: {suffix} has the shape {[*found.shape]}, which is no matrix")
-        return found.shape[0], found.shape[1]
+        tensor = self[suffix]
+        if tensor.dim() != 2:
+            raise StartError(f"{self.name}: {suffix} has the shape {[*tensor.shape]}, which is no matrix")
+        return tensor.shape[0], tensor.shape[1]
 
     def words(self, suffix: str) -> Tensor:
         """A matrix of int32."""
-        found = self[suffix]
-        if found.dtype != torch.int32 or found.dim() != 2:
-            kind = str(found.dtype).removeprefix("torch.")
-            raise StartError(f"{self.name}: {suffix} is {kind} {[*found.shape]}, not a matrix of int32")
-        return found
+        tensor = self[suffix]
+        if tensor.dtype != torch.int32 or tensor.dim() != 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise StartError(f"{self.name}: {suffix} is {kind} {[*tensor.shape]}, not a matrix of int32")
+        return tensor
 
-    def numbers(self, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:  # float32 [out, groups]
-        """Numbers for blocks of a matrix, the last of which may have fewer rows and columns: those of each row."""
-        found = self[suffix]
+    def row_values(self, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
+        """The values of the blocks of each row of a matrix, float32 [out, groups]; the last blocks may be smaller."""
+        tensor = self[suffix]
         counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
-        is_number = found.is_floating_point() != suffix.endswith("zero_point")
-        if not is_number or found.numel() != math.prod(counts) or (found.dim() > 1 and [*found.shape] != counts):
-            kind = f"{found.dtype} {[*found.shape]}".removeprefix("torch.")
+        is_number = tensor.is_floating_point() != suffix.endswith("zero_point")
+        if not is_number or tensor.numel() != math.prod(counts) or (tensor.dim() > 1 and [*tensor.shape] != counts):
+            kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
             raise StartError(f"{self.name}: {suffix} is {kind}, not {counts} numbers for {[*shape]} weights")
-        return found.float().reshape(counts).repeat_interleave(min(block[0], shape[0]), 0)[: shape[0]]
+        return tensor.float().reshape(counts).repeat_interleave(min(block[0], shape[0]), 0)[: shape[0]]
 
     def codes(self, dtype: torch.dtype) -> Tensor:  # uint8 [out, in]
-        """The codes of a weight in int8 or E4M3, as its table numbers them."""
+        """The codes of a weight in int8 or E4M3, as indices of its table."""
         weight = self["weight"]
         if weight.dtype != dtype:
             raise StartError(f"{self.name}: weight is {weight.dtype}, not {dtype}".replace("torch.", ""))
@@ -164,9 +164,9 @@ class Format(Protocol):
 
 def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpoint:
     """The checkpoint in the safetensors files of a directory, whose tensors stay in the files."""
-    plain, found = read_tensors(path, {*layout.marks, *layout.others})
+    plain, by_layer = read_tensors(path, {*layout.marks, *layout.others})
     layers = []
-    for tensors in found.values():
+    for tensors in by_layer.values():
         if tensors.keys().isdisjoint(layout.marks):
             for suffix, tensor in tensors.items():
                 if not tensor.is_floating_point() or tensor.itemsize == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: weights in integers or E4M3, with arguments of their own for groups of layers."""
+"""Checkpoints of compressed-tensors: weights in integers or E4M3, with separate arguments for groups of layers."""
 
 import logging
 import math
@@ -95,13 +95,13 @@ class CompressedTensorsFormat:
     others = frozenset({"weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale"})
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        found = msgspec.convert(config, _Config)
-        groups = found.config_groups.values()
-        self._ignored, self._seconds = found.ignore or [], _MATCH_SECONDS
+        checked = msgspec.convert(config, _Config)
+        groups = checked.config_groups.values()
+        self._ignored, self._seconds = checked.ignore or [], _MATCH_SECONDS
         targets = {target: group for group in groups for target in group.targets}
-        self._groups = dict(sorted(targets.items(), key=lambda each: ("re:" in each[0], each[0])))
+        self._groups = dict(sorted(targets.items(), key=lambda item: ("re:" in item[0], item[0])))
         self._by_layer: dict[str, tuple[_Weights, _Inputs | None]] = {}
-        if found.kv_cache_scheme is not None:
+        if checked.kv_cache_scheme is not None:
             log.info("quantization_config has a kv_cache_scheme, which is ignored")
         if any(group.input_activations and group.input_activations.type == "float" for group in groups):
             log.info("quantization_config has activations in 8-bit floats, which stay in DTYPE")
@@ -119,7 +119,7 @@ class CompressedTensorsFormat:
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         (weights, inputs), shape, order = self._arguments(tensors.name), self.shape(tensors), None
         block = weights.block(shape)
-        scale, size = tensors.numbers("weight_scale", shape, block), min(block[1], shape[1])
+        scale, size = tensors.row_values("weight_scale", shape, block), min(block[1], shape[1])
         if "weight_packed" in tensors:
             table, middle = (INT4, 8) if weights.num_bits == 4 else (INT8, 0)
             codes = unpacked(tensors.words("weight_packed"), weights.num_bits)[:, : shape[1]]
@@ -138,7 +138,7 @@ class CompressedTensorsFormat:
         if layer not in self._by_layer:
             target = next((target for target in self._groups if self._matches(layer, target)), "Linear")
             group = self._groups.get(target)
-            if group is None or group.weights is None or any(self._matches(layer, each) for each in self._ignored):
+            if group is None or group.weights is None or any(self._matches(layer, name) for name in self._ignored):
                 raise StartError(f"{layer} is quantized, but quantization_config does not say how")
             inputs = group.input_activations
             if inputs and inputs.type == "int" and not (inputs.is_supported and group.weights.type == "int"):
@@ -161,9 +161,9 @@ class CompressedTensorsFormat:
 
 
 def _zeros(tensors: LayerTensors, weights: _Weights, shape: tuple[int, int]) -> Tensor:  # [out, groups]
-    """The numbers that stand for zero."""
+    """The codes of zero."""
     if tensors["weight_zero_point"].dtype != torch.int32:
-        return tensors.numbers("weight_zero_point", shape, weights.block(shape))
+        return tensors.row_values("weight_zero_point", shape, weights.block(shape))
     zeros = unpacked(tensors.words("weight_zero_point").T, weights.num_bits).T[: shape[0]]
     if zeros.shape != (shape[0], -(-shape[1] // weights.block(shape)[1])):
         raise StartError(f"{tensors.name}: weight_zero_point is that of {[*zeros.shape]} groups of {[*shape]} weights")
@@ -174,8 +174,8 @@ def _activations(tensors: LayerTensors, inputs: _Inputs | None) -> ActivationCod
     if inputs is None or inputs.type == "float":
         return None
     if inputs.dynamic:
-        return ActivationCodes(per_group=False, steps=_STEPS)
-    scale = tensors.numbers("input_scale", (1, 1), (1, 1)).item()
+        return ActivationCodes(per_block=False, steps=_STEPS)
+    scale = tensors.row_values("input_scale", (1, 1), (1, 1)).item()
     if not 0 < scale < math.inf:
         raise StartError(f"{tensors.name}: input_scale is {scale}")
-    return ActivationCodes(per_group=False, steps=_STEPS, scale=scale)
+    return ActivationCodes(per_block=False, steps=_STEPS, scale=scale)

@@ -68,7 +68,7 @@ class Quantization:
         return f"{kind}{heads}, with {self.activations} activations"
 
     def activations_of(self, weight: QuantizedWeight | None = None) -> ActivationCodes | None:
-        """How what multiplies a weight is rounded; None: a weight that is quantized while it is loaded."""
+        """How the activations of a weight are rounded, or of one that is quantized while it is loaded (None)."""
         if self.activations == "none":
             return None
         if weight is None:
@@ -83,13 +83,13 @@ class Quantization:
 def resolve_quantization(
     options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> Quantization | None:
-    """How the model is quantized; StartError where that cannot be. `config` no longer says so to transformers, but
-    where weights are to be widened.
+    """How the model is quantized; StartError if that is not supported. Removes the description from `config`, or
+    transformers would quantize the model, unless weights are widened while they are loaded.
     """
     asked = options.quantize
     path = Path(options.model_path)
-    found = _description(config, path, _NAMES.get(asked, asked))
-    method = None if found is None else str(found.get("quant_method"))
+    stated = _description(config, path, _NAMES.get(asked, asked))
+    method = None if stated is None else str(stated.get("quant_method"))
     if method is None and asked == "none":
         if options.quantize_logits or options.quantize_activations == "int8":
             raise StartError(
@@ -113,7 +113,7 @@ def resolve_quantization(
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)
     vars(config).pop("quantization_config", None)
-    checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _layout(method, found))
+    checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _layout(method, stated))
     return Quantization(None, logits, activations, dtype, checkpoint)
 
 
@@ -125,9 +125,9 @@ def _layout(method: str, description: Mapping[str, Any]) -> Format:
 
 
 def _description(config: PreTrainedConfig, path: Path, asked: str) -> Any:
-    """What a checkpoint says of how it is quantized; None: it is not. TGIS's own had to be asked for."""
-    if (found := getattr(config, "quantization_config", None)) is not None:
-        return found
+    """The description of a quantized checkpoint, None if it is plain. TGIS's files need QUANTIZE=gptq."""
+    if (description := getattr(config, "quantization_config", None)) is not None:
+        return description
     for name, method in _FILES.items():
         if (path / name).is_file():
             return {"quant_method": method, **read_json(path / name)}

@@ -35,4 +35,4 @@ class Fp8Format:
         block = self._block or shape
         suffix = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
         group = block[1] if block[1] < shape[1] else None
-        return QuantizedWeight(codes, E4M3, tensors.numbers(suffix, shape, block), None, group)
+        return QuantizedWeight(codes, E4M3, tensors.row_values(suffix, shape, block), None, group)

@@ -65,17 +65,17 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(number, model.config.get_text_config(decoder=True).num_hidden_layers)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in model.state_dict():
         module, dot, kind = name.rpartition(".")
-        found.setdefault(f"{table.get_name(module)}{dot}{kind}", name)
-    return found
+        names.setdefault(f"{table.get_name(module)}{dot}{kind}", name)
+    return names
 
 
 def _rows(data: Tensor, tensor: GgufTensor, processor: Any, name: str) -> Tensor:
-    """The numbers or bytes [out, ...] of a tensor, as transformers orders them."""
-    found = data[tensor.start : tensor.start + tensor.num_bytes].view(_PLAIN.get(tensor.kind, torch.uint8))
-    rows: Tensor = processor.process(found.view(tensor.shape[0], -1), name).weights
+    """The values or bytes [out, ...] of a tensor, as transformers orders them."""
+    stored = data[tensor.start : tensor.start + tensor.num_bytes].view(_PLAIN.get(tensor.kind, torch.uint8))
+    rows: Tensor = processor.process(stored.view(tensor.shape[0], -1), name).weights
     return rows
 
 
@@ -83,8 +83,8 @@ def _read(kind: str, rows: Callable[[], Tensor]) -> QuantizedWeight:
     return _READERS[kind](rows().unflatten(1, (-1, BLOCKS[kind][1])))
 
 
-def _halves(numbers: Tensor) -> Tensor:  # of the bytes of float16 [..., 2 n] -> float32 [..., n]
-    return numbers.contiguous().view(torch.float16).float()
+def _halves(octets: Tensor) -> Tensor:  # the bytes of float16 [..., 2 n] -> float32 [..., n]
+    return octets.contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor) -> Tensor:  # the low ones of all bytes, then the high ones

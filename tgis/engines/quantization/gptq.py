@@ -44,8 +44,8 @@ class GptqFormat:
         order = column_order(tensors, "g_idx", codes.shape[1], self._group_size)
         codes = codes if order is None else codes[:, order]
         table = INT4 if self._bits == 4 else INT8
-        ranges = scale_and_offset(tensors, self._zeros(tensors), table)
-        return QuantizedWeight(codes, table, *ranges, self._group_size, order)
+        scale, offset = scale_and_offset(tensors, self._zeros(tensors), table)
+        return QuantizedWeight(codes, table, scale, offset, self._group_size, order)
 
     def _zeros(self, tensors: LayerTensors) -> Tensor:
         stored = tensors.words("qzeros")
@@ -106,22 +106,22 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:  # int32 [n, m] -> uint8 [n, 
 
 
 def column_order(tensors: LayerTensors, suffix: str, inputs: int, group_size: int | None) -> Tensor | None:
-    """The inputs by their groups, of which a tensor tells; None where they are in this order."""
+    """The inputs in the order of their groups, which a tensor has; None if they are in this order already."""
     groups, size = tensors.get(suffix), group_size or inputs
     if groups is None or not groups.any():
         return None
     if groups.shape != (inputs,):
         raise StartError(f"{tensors.name}: {suffix} has the shape {[*groups.shape]}, not {[inputs]}")
-    own = torch.arange(inputs)
+    in_order = torch.arange(inputs)
     order = groups.argsort(stable=True)
-    if not torch.equal(groups[order].long(), own // size):
-        found = f"{groups.min()} to {groups.max()}"
-        raise StartError(f"{tensors.name}: {suffix} {found} of {inputs} inputs is not {size} inputs for each group")
-    return None if torch.equal(order, own) else order
+    if not torch.equal(groups[order].long(), in_order // size):
+        bounds = f"{groups.min()} to {groups.max()}"
+        raise StartError(f"{tensors.name}: {suffix} {bounds} of {inputs} inputs is not {size} inputs for each group")
+    return None if torch.equal(order, in_order) else order
 
 
 def scale_and_offset(tensors: LayerTensors, zeros: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The ranges [out, groups] of a weight that is scale * (code - zero), from `scales` and zeros [groups, out]."""
+    """Scale and offset [out, groups] of a weight scale * (code - zero), from `scales` and zeros [groups, out]."""
     scale = tensors["scales"].float()
     if zeros.shape != scale.shape:
         raise StartError(f"{tensors.name}: qzeros are those of {[*zeros.shape]}, scales {[*scale.shape]}")

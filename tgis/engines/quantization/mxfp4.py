@@ -1,5 +1,5 @@
-"""Experts in MXFP4, as gpt-oss has them: blocks of 32 numbers in 4 bits, with a power of two for each. They are widened
-while a model is loaded, by each rank its part.
+"""Experts in MXFP4, as gpt-oss has them: blocks of 32 values in 4 bits with a power of two as scale. A model that is
+loaded has them widened, each rank its part.
 """
 
 from pathlib import Path
@@ -43,16 +43,16 @@ class _Widened:
     def __getitem__(self, part: Any) -> Tensor:
         """The part for slices of experts, inputs and outputs, or all of it for `...`."""
         bounds = [slice(None)] * 3 if part is ... else part
-        experts, inputs, outputs = (range(size)[each] for each, size in zip(bounds, self.get_shape(), strict=True))
-        found = torch.empty(len(experts), len(inputs), len(outputs), dtype=self._dtype)
-        for place, expert in zip(found, experts, strict=True):
-            place.copy_(self._expert(expert, inputs, slice(outputs.start, outputs.stop)))
-        return found
+        experts, inputs, outputs = (range(size)[bound] for bound, size in zip(bounds, self.get_shape(), strict=True))
+        result = torch.empty(len(experts), len(inputs), len(outputs), dtype=self._dtype)
+        for weight, expert in zip(result, experts, strict=True):
+            weight.copy_(self._expert(expert, inputs, slice(outputs.start, outputs.stop)))
+        return result
 
     def _expert(self, expert: int, inputs: range, outputs: slice) -> Tensor:  # float32 [inputs, outputs]
         first = inputs.start // _BLOCK
-        own = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
-        codes, exponents = self._codes[own], self._exponents[own].int() - _BIAS
-        numbers = _TABLE[torch.stack([codes & 15, codes >> 4], -1).flatten(2).int()]
-        found = torch.ldexp(numbers, exponents[..., None]).flatten(1).T
-        return found[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]
+        blocks = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
+        codes, exponents = self._codes[blocks], self._exponents[blocks].int() - _BIAS
+        mantissas = _TABLE[torch.stack([codes & 15, codes >> 4], -1).flatten(2).int()]
+        weight = torch.ldexp(mantissas, exponents[..., None]).flatten(1).T
+        return weight[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]

@@ -24,13 +24,21 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
-from tgis.engines.sampling.logits_processors import Candidates, Filters, Rows, Scores, SoftmaxStats
+from tgis.engines.sampling.logits_processors import (
+    Candidates,
+    Filters,
+    Rows,
+    Scores,
+    SoftmaxStats,
+    first_tokens,
+)
 from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_with_candidates, table_without_candidates
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _UNIFORM_BITS = 52
+_MAX_CANDIDATES = 256  # of a list on GPUs
 _MAX_OTHER_DRAWS = 0.02  # share of tokens that near ties may change on GPUs
 
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
@@ -93,14 +101,29 @@ DrawFiltered = Callable[[FilteredRows, int], Tensor]
 
 
 def draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
-    """Draw from the tokens that the filters keep of the `num_candidates` best ones; returns the table of the draws."""
+    """Draw from the tokens that the filters keep; returns the table of the draws. On CPUs a list of the
+    `num_candidates` best tokens is tried first: other devices would be waited for if it is too short.
+    """
+    values, vocab_size = rows.scores.values, rows.scores.values.shape[1]
+    if num_candidates >= vocab_size or not values.is_cpu:
+        blocks = [_draw_from_list(rows.take(block), vocab_size) for block in rows.scores.row_blocks()]
+        return torch.cat([table for table, _ in blocks])
+    table, exact = _draw_from_list(rows, num_candidates)
+    if not exact.all():
+        inexact = (~exact[:, 0]).nonzero()[:, 0]
+        table[inexact] = draw_filtered(rows.take(inexact), vocab_size)
+    return table
+
+
+def _draw_from_list(rows: FilteredRows, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The table of draws from the tokens that the filters keep of the best ones, and which rows are exact, [b, 1]."""
     candidates = Candidates.of(rows.scores, rows.stats, num_candidates)
     candidates.filter(rows.filters)
     at = gumbel_max(candidates.kept_logits(), candidates.ids, rows.keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)
-    return table_with_candidates(rows.scores.max_score, chosen, candidates, rows.request)
+    return table_with_candidates(rows.scores.max_score, chosen, candidates, rows.request), candidates.exact
 
 
 class BestTokens(Protocol):
@@ -182,6 +205,7 @@ def _triton_draw(scores: Scores, keys: Tensor) -> Tensor:
 
 def _draw_filtered_on_gpu(self_test: KernelSelfTest, rows: FilteredRows, num_candidates: int) -> Tensor:
     filters, is_double = rows.filters, rows.scores.values.dtype == torch.float64
+    num_candidates = min(num_candidates, _MAX_CANDIDATES)
     if is_double or filters.typical_p is not None or rows.request.max_top > num_candidates:
         return draw_filtered(rows, num_candidates)
     kind = num_candidates, filters.top_k is None, filters.top_p is None
@@ -192,7 +216,9 @@ def _triton_draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     from tgis.engines.kernels.cuda.sampling import filtered_draw_table  # noqa: PLC0415 - as above
 
     scores, request = rows.scores, rows.request
-    values, ids = scores.values.topk(num_candidates)
+    values, ids = (
+        first_tokens(scores, num_candidates, request.top_n) if request.max_top else scores.values.topk(num_candidates)
+    )
     columns = scores.max_score, scores.temperature, rows.stats.mass, rows.keys, request.top_n
     filtering = rows.filters.top_k, rows.filters.top_p, request.max_top
-    return filtered_draw_table((values.float(), ids), scores.values.shape[1], columns, *filtering)
+    return filtered_draw_table(scores.values, (values.float(), ids), columns, *filtering)

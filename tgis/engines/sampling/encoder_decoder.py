@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.host_memory import to_device
 from tgis.engines.sampling.logprobs import first_prompt_logprobs
 from tgis.errors import StartError
 from tgis.ipc.request import TokenLogprobs
@@ -49,8 +50,9 @@ class EncoderDecoder:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
         logits.index_fill_(-1, self._suppressed_token_ids, -torch.inf)
         if self._forced_bos_token_id is not None and first_step_rows:
-            logits[first_step_rows] = -torch.inf
-            logits[first_step_rows, self._forced_bos_token_id] = 0
+            rows = to_device(first_step_rows, torch.int64, logits.device)
+            logits.index_fill_(0, rows, -torch.inf)
+            logits[:, self._forced_bos_token_id].index_fill_(0, rows, 0)
 
     def prefilled(self, seqs: list[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """The result of a prefill from the decoder's last logits [rows, V]."""

@@ -5,7 +5,6 @@ otherwise while a GPU still computes the logits.
 """
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 import torch
@@ -20,29 +19,32 @@ from tgis.ipc.messages import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarMasks:
-    """What the grammars of a batch forbid; a row without a grammar may get any token."""
+class Grammars:
+    """What is known of a step's grammars once their masks are made."""
 
-    forbidden: Tensor  # bool [B, V]
-    only_eos: NDArray[np.bool_]  # [B]: nothing but the end is allowed
+    only_eos: NDArray[np.bool_] | None = None  # [B]: a grammar allows nothing but the end; None: no row has a grammar
     problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
 
-    @classmethod
-    def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> Self | None:
-        """The masks of a step; None if no row has a grammar."""
-        table = next((seq.grammar.table for seq in seqs if seq.grammar is not None), None)
-        if table is None:
-            return None
-        everything, problems = ~table.new_mask(), {}
-        masks = [everything] * len(seqs)
-        for row, seq in enumerate(seqs):
-            if seq.grammar is not None:
-                try:
-                    masks[row] = seq.grammar.mask(seq.tokens[seq.prompt_length :]).copy()
-                except GrammarError as error:
-                    problems[seq.id] = str(error)
-        only_eos = np.array([table.only_eos(mask) for mask in masks])
-        return cls(_unpack(~np.stack(masks), device)[:, :vocab_size], only_eos, problems)
+
+NO_GRAMMARS = Grammars()
+
+
+def apply_grammars(logits: Tensor, seqs: list[Sequence], rows: list[int]) -> Grammars:
+    """Exclude from `logits` [B, V] what the grammars of the sequences at `rows` forbid; only these rows cost time."""
+    table = seqs[rows[0]].grammar.table
+    masks = np.stack([~table.new_mask()] * len(rows))
+    only_eos, problems = np.zeros(len(seqs), np.bool_), {}
+    for mask, row in zip(masks, rows, strict=True):
+        seq = seqs[row]
+        try:
+            mask[:] = seq.grammar.mask(seq.tokens[seq.prompt_length :])
+        except GrammarError as error:
+            problems[seq.id] = str(error)
+        only_eos[row] = table.only_eos(mask)
+    indices = to_device(rows, torch.int64, logits.device)
+    forbidden = _unpack(~masks, logits.device)[:, : logits.shape[1]]
+    logits[indices] = logits[indices].masked_fill_(forbidden, -torch.inf)
+    return Grammars(only_eos, problems)
 
 
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:

@@ -1,11 +1,10 @@
 """Temperature and the filters top_k, top_p and typical_p, which see only the best candidates of a row.
 
 No filter changes the order of tokens, so a list of the best ones is enough as long as it is long enough:
-`Candidates.exact` says so for each row, and the caller retries rows that are not exact with a longer list. Nothing here
-waits for the device.
+`Candidates.exact` says so for each row. Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -22,7 +21,8 @@ _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
 _ID_BITS = 32  # of a sort key, below the score
 _ID_MASK = (1 << _ID_BITS) - 1
-_MAX_TOPK = 256  # beyond it a full sort takes no longer than topk
+_LIST_STEP, _MAX_TOPK = 16, 256  # beyond it a full sort takes no longer than topk
+_TIE_MARGIN = 12  # of a list, for tokens that tie with the last one needed
 _CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 24  # scores per block: what fits the cache, or at least the memory
 
 
@@ -37,7 +37,7 @@ class Rows:
 
     def take(self, rows: Tensor | slice) -> Self:
         """A copy with some of the rows."""
-        return type(self)(*(_take(getattr(self, each.name), rows) for each in fields(self)))
+        return type(self)(*(_take(getattr(self, field.name), rows) for field in fields(self)))
 
 
 def _take(value: Any, rows: Tensor | slice) -> Any:
@@ -79,16 +79,8 @@ class Scores(Rows):
 
     def row_blocks(self) -> list[slice]:
         """Slices of the rows, so that intermediate results for one of them have a bounded size."""
-        size = self._rows_per_block()
+        size = max(1, (_CPU_BLOCK_SCORES if self.values.is_cpu else _GPU_BLOCK_SCORES) // self.values.shape[1])
         return [slice(start, start + size) for start in range(0, len(self.values), size)]
-
-    def map_row_blocks(self, function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-        """Wrap `function` of row indices so that it is called for one block of rows at a time."""
-        return lambda rows, length: torch.cat([function(some, length) for some in rows.split(self._rows_per_block())])
-
-    def _rows_per_block(self) -> int:
-        vocab_size: int = self.values.shape[1]
-        return max(1, (_CPU_BLOCK_SCORES if self.values.is_cpu else _GPU_BLOCK_SCORES) // vocab_size)
 
     def scaled_logits(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(score - max) / temperature, [b, V], in `dtype`."""
@@ -149,6 +141,14 @@ def _sort(keys: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(keys.numpy(), axis=-1)) if keys.is_cpu else keys.sort(-1).values
 
 
+def list_length(needed: Iterable[int], vocab_size: int) -> int:
+    """The length of a list of the best tokens in which rows probably find as many as they need. Rows that need more
+    than a list is worth do not count; the whole vocabulary if there are no others.
+    """
+    lengths = [-(-(count + _TIE_MARGIN) // _LIST_STEP) * _LIST_STEP for count in needed]
+    return min(max((length for length in lengths if length <= _MAX_TOPK), default=vocab_size), vocab_size)
+
+
 def _top_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best of `values` [b, V] and their ids, sorted; of equal ones at the end an arbitrary choice."""
     if count <= _MAX_TOPK:
@@ -157,6 +157,28 @@ def _top_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = torch.arange(values.shape[1], device=values.device).expand_as(values)
     values, ids = _sort_by_score(values.float(), ids)
     return values[:, :count].contiguous(), ids[:, :count].contiguous()
+
+
+def _possibly_any(values: Tensor) -> bool:
+    """Whether any is true; always on a device that would have to be waited for."""
+    return not values.is_cpu or bool(values.any())
+
+
+def first_tokens(scores: Scores, count: int, nth: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of the `count` best tokens and their ids, sorted. Of equal ones at the end they are those with the
+    lowest ids, except on CPUs where these are worse than the `nth` best [b, 1].
+    """
+    values, ids = scores.values.topk(count)
+    lowest = values[:, -1:]
+    is_needed = values.gather(1, (nth - 1).clamp(min=0)) == lowest
+    vocabulary = torch.arange(scores.values.shape[1], dtype=torch.int32, device=ids.device)
+    for rows in scores.row_blocks():
+        if _possibly_any(is_needed[rows]):
+            equal = torch.where(scores.values[rows] == lowest[rows], vocabulary, vocabulary[-1])
+            lowest_ids = equal.topk(count, largest=False).values.long()
+            index = torch.arange(count, device=ids.device) - (values[rows] > lowest[rows]).sum(-1, keepdim=True)
+            ids[rows] = torch.where(index < 0, ids[rows], lowest_ids.gather(1, index.clamp(min=0)))
+    return _sort_by_score(values.float(), ids)
 
 
 @dataclass(slots=True)

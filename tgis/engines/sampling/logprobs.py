@@ -1,37 +1,26 @@
 """Details of tokens that requests ask for: logprob, rank and the best candidates.
 
 All details of some rows are one float64 table, so that a single transfer brings it from the device. Columns: token,
-state, logprob, rank, number of candidates, then the ids and the logprobs of the best tokens.
+whether the row is invalid (its scores are not finite, or no token is left), logprob, rank, number of candidates, then
+the ids and the logprobs of the best tokens.
 """
 
-import enum
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import download
-from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column
+from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column, first_tokens
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
 _TIE_DIGITS = 9  # to which logprobs are compared: those of equal scores may differ by rounding
-_MIN_CANDIDATES, _MAX_CANDIDATES = 16, 256  # of the first list
-_TIE_MARGIN = 12  # extra candidates for those that tie with the last one needed
-_RETRY_GROWTH = 32  # times, when a list was too short
 
-Retry = Callable[[Tensor, int], Tensor]  # row indices, number of candidates -> their table
-
-
-class RowState(enum.IntEnum):
-    """Whether a row of a table can be used."""
-
-    EXACT = 0
-    INEXACT = 1  # the list of candidates was too short
-    INVALID = 2  # the scores are not finite, or no token is left
+Row = list[float]  # of a table on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,61 +50,27 @@ class ChosenTokens(Rows):
     rank: Tensor
 
 
-@dataclass(slots=True)
-class LogprobTable:
-    """A table of some rows on the device, how to compute some of them again from more candidates, and its copy on the
-    host once that has arrived.
-    """
-
-    table: Tensor
-    num_candidates: int = 0
-    retry: Retry | None = None  # None where all rows are exact
-    rows: list[list[float]] = field(default_factory=list)  # on the host
-    changed: list[int] = field(default_factory=list)  # rows whose token is not the one on the device: it was inexact
-
-    def receive(self, numbers: list[float]) -> None:
-        """Take the copy, and replace inexact rows until all are exact."""
-        count, width = self.table.shape
-        rows = self.rows = [numbers[row * width : (row + 1) * width] for row in range(count)]
-        first_tokens: dict[int, float] = {}
-        num_candidates = self.num_candidates
-        while inexact := [i for i, row in enumerate(rows) if row[1] == RowState.INEXACT]:
-            assert self.retry is not None
-            num_candidates *= _RETRY_GROWTH  # a list of the whole vocabulary is exact
-            found = self.retry(torch.tensor(inexact, device=self.table.device), num_candidates).tolist()
-            for i, row in zip(inexact, found, strict=True):
-                first_tokens.setdefault(i, rows[i][0])
-                rows[i] = row
-        self.changed = [i for i, token in first_tokens.items() if rows[i][0] != token]
-
-
 class PendingCopy:
-    """Some tables on their way to the host: one transfer, and one more for each table with inexact rows."""
+    """Some tables on their way to the host, in one transfer."""
 
-    def __init__(self, tables: list[LogprobTable]) -> None:
-        self._tables = tables
+    def __init__(self, tables: list[Tensor]) -> None:
+        self._shapes = [table.shape for table in tables]
         self._wait: Callable[[], list[float]] = (
-            download(torch.cat([each.table.flatten() for each in tables])) if tables else list
+            download(torch.cat([table.flatten() for table in tables])) if tables else list
         )
 
-    def wait(self) -> None:
-        """Wait for the copy; the tables have their rows then."""
-        numbers, start = self._wait(), 0
-        for each in self._tables:
-            end = start + each.table.numel()
-            each.receive(numbers[start:end])
-            start = end
-
-
-def initial_num_candidates(needed: int, vocab_size: int) -> int:
-    """The length of the first list of candidates: enough for `needed` of them and probably those that tie."""
-    count = -(-(needed + _TIE_MARGIN) // _MIN_CANDIDATES) * _MIN_CANDIDATES
-    return min(count, _MAX_CANDIDATES, vocab_size)
+    def wait(self) -> list[list[Row]]:
+        """The rows of each table."""
+        values, tables, start = self._wait(), [], 0
+        for count, width in self._shapes:
+            tables.append([values[at : at + width] for at in range(start, start + count * width, width)])
+            start += count * width
+        return tables
 
 
 def table_without_candidates(max_score: Tensor, chosen: ChosenTokens) -> Tensor:
     """The table for rows that ask for no candidates; `max_score` [b, 1]."""
-    return _concat_columns(chosen, _invalid_state(max_score), torch.zeros_like(chosen.token_ids))
+    return _concat_columns(chosen, max_score, torch.zeros_like(chosen.token_ids))
 
 
 def table_with_candidates(
@@ -123,50 +78,40 @@ def table_with_candidates(
 ) -> Tensor:
     """The table for rows that ask for their best tokens among the kept candidates."""
     last = candidates.ids.shape[1] - 1
-    count = candidates.kept.sum(-1, keepdim=True)
     first = candidates.kept.byte().argmax(-1, keepdim=True)
     nth = (first + request.top_n - 1).clamp(0, last)  # whatever follows the last kept one has a lower score
     num_top = (candidates.kept & (candidates.logits >= candidates.logits.gather(1, nth))).sum(-1, keepdim=True)
-    exact = candidates.exact & (candidates.complete | (count >= request.top_n))
+    num_top = num_top.clamp(max=request.max_top)
     at = (first + torch.arange(request.max_top, device=first.device)).clamp(max=last)
     logprobs = candidates.logits.gather(1, at) - candidates.total_mass.log()
-    state = _invalid_state(max_score).maximum(RowState.INEXACT * ~exact)
-    return _concat_columns(chosen, state, num_top, candidates.ids.gather(1, at), logprobs)
+    return _concat_columns(chosen, max_score, num_top, candidates.ids.gather(1, at), logprobs)
 
 
-def _invalid_state(max_score: Tensor) -> Tensor:
-    return RowState.INVALID * ~max_score.isfinite()
-
-
-def _concat_columns(chosen: ChosenTokens, state: Tensor, *others: Tensor) -> Tensor:
-    columns = (chosen.token_ids, state, chosen.logprob, chosen.rank, *others)
-    return torch.cat([each.double() for each in columns], -1)
+def _concat_columns(chosen: ChosenTokens, max_score: Tensor, *more: Tensor) -> Tensor:
+    columns = (chosen.token_ids, ~max_score.isfinite(), chosen.logprob, chosen.rank, *more)
+    return torch.cat([column.double() for column in columns], -1)
 
 
 def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
     """The ranks of `token_ids` [b, 1]: 1 + the number of tokens with a higher score."""
-    values, own = scores.values, scores.values.gather(1, token_ids)
-    return 1 + torch.cat([(values[rows] > own[rows]).sum(-1, keepdim=True) for rows in scores.row_blocks()])
+    values, chosen = scores.values, scores.values.gather(1, token_ids)
+    return 1 + torch.cat([(values[rows] > chosen[rows]).sum(-1, keepdim=True) for rows in scores.row_blocks()])
 
 
 def logprob_table(
     scores: Scores, stats: SoftmaxStats, token_ids: Tensor, rank: Tensor, request: LogprobRequest
-) -> LogprobTable:
+) -> Tensor:
     """The table of `token_ids` [b, 1] in rows without filters."""
     logit = (scores.values.gather(1, token_ids).double() - scores.max_score) / scores.temperature
     chosen = ChosenTokens(token_ids, logit - stats.mass.log(), rank)
 
     if request.max_top == 0:
-        return LogprobTable(table_without_candidates(scores.max_score, chosen))
-
-    def retry(rows: Tensor, num_candidates: int) -> Tensor:
-        candidates = Candidates.of(scores.take(rows), stats.take(rows), num_candidates)
-        return table_with_candidates(scores.max_score[rows], chosen.take(rows), candidates, request.take(rows))
-
-    num_candidates = initial_num_candidates(request.max_top // (_MAX_TIE_FACTOR + 1), scores.values.shape[1])
-    candidates = Candidates.of(scores, stats, num_candidates)
-    table = table_with_candidates(scores.max_score, chosen, candidates, request)
-    return LogprobTable(table, num_candidates, scores.map_row_blocks(retry))
+        return table_without_candidates(scores.max_score, chosen)
+    values, ids = first_tokens(scores, request.max_top, request.top_n)
+    logits = (values.double() - scores.max_score) / scores.temperature
+    nth = logits.gather(1, (request.top_n - 1).clamp(min=0))
+    num_top = ((logits >= nth) & (values > -torch.inf)).sum(-1, keepdim=True)
+    return _concat_columns(chosen, scores.max_score, num_top, ids, logits - stats.mass.log())
 
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
@@ -189,10 +134,12 @@ def _top_candidates(
     """
     n = options.top_n_tokens
     if options.exact_top_n:
-        candidates = [chosen, *(each for each in best if each[0] != chosen[0])]
-        return sorted(candidates, key=lambda each: -round(each[1], _TIE_DIGITS))[:n]
+        candidates = [chosen, *((token, logprob) for token, logprob in best if token != chosen[0])]
+        return sorted(candidates, key=lambda candidate: -round(candidate[1], _TIE_DIGITS))[:n]
     by_id = sorted(best)[: _MAX_TIE_FACTOR * n]
-    return sorted(by_id, key=lambda each: -each[1]) if options.logprobs else [(token, 0.0) for token, _ in by_id]
+    return (
+        sorted(by_id, key=lambda candidate: -candidate[1]) if options.logprobs else [(token, 0.0) for token, _ in by_id]
+    )
 
 
 def first_prompt_logprobs(options: LogprobOptions) -> TokenLogprobs:
@@ -208,12 +155,11 @@ def prompt_logprobs(logits: Tensor, tokens: list[int], options: LogprobOptions) 
     if not tokens or not options.wants_details:
         return [TokenLogprobs() for _ in tokens]
     with torch.inference_mode():
-        table = prompt_logprob_table(logits, tokens, options)
-        PendingCopy([table]).wait()
-    return [token_logprobs(row, options) for row in table.rows]
+        (rows,) = PendingCopy([prompt_logprob_table(logits, tokens, options)]).wait()
+    return [token_logprobs(row, options) for row in rows]
 
 
-def prompt_logprob_table(logits: Tensor, tokens: list[int], options: LogprobOptions) -> LogprobTable:
+def prompt_logprob_table(logits: Tensor, tokens: list[int], options: LogprobOptions) -> Tensor:
     """The table of prompt `tokens` for `prompt_logprobs`, while it is on the device."""
     max_score, vocab_size = logits.amax(-1, keepdim=True).float(), logits.shape[1]
     scores = Scores(logits, max_score, torch.ones_like(max_score, dtype=torch.float64))
@@ -231,7 +177,7 @@ class PromptChunk:
     seq: Sequence
     num_targets: int
     is_last: bool  # of the prompt
-    table: LogprobTable | None  # None where nothing is asked
+    table: Tensor | None  # None where nothing is asked
 
 
 class PromptLogprobs:
@@ -247,15 +193,15 @@ class PromptLogprobs:
             _prompt_chunk(seq, count, logits[prompt_slices[seq.id]]) for seq, count in work if seq.id in prompt_slices
         ]
 
-    def finish(self, chunks: Iterable[PromptChunk]) -> dict[int, list[TokenLogprobs]]:
-        """The logprobs of prompts that are done now, by request id; the chunks' tables are on the host."""
-        done = {}
+    def finish(self, chunks: Iterable[PromptChunk], tables: Iterable[list[Row]]) -> dict[int, list[TokenLogprobs]]:
+        """The logprobs of prompts that are done now, by request id; `tables` are those of the chunks that have one."""
+        done, remaining = {}, iter(tables)
         for chunk in chunks:
             seq, options = chunk.seq, chunk.seq.request.logprob_options
             if not seq.num_computed_tokens:
                 self._logprobs[seq.id] = [first_prompt_logprobs(options)]
-            if chunk.table:
-                self._logprobs[seq.id] += [token_logprobs(row, options) for row in chunk.table.rows]
+            if chunk.table is not None:
+                self._logprobs[seq.id] += [token_logprobs(row, options) for row in next(remaining)]
             else:
                 self._logprobs[seq.id] += [TokenLogprobs()] * chunk.num_targets
             if chunk.is_last:

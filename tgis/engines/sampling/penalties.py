@@ -55,22 +55,22 @@ class _BadWords:
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], _eos: Tensor) -> None:
         device = rows.device
-        words_of = [row.bad_words for row in params]
-        words = [word for own in words_of for word in own]
-        beginnings = [word[:-1] for word in words]
-        self._rows = _repeat_rows(rows[:, 0], words_of)
-        self._in_batch = np.repeat(in_batch, [len(own) for own in words_of])
+        bad_words = [row.bad_words for row in params]
+        words = [word for row_words in bad_words for word in row_words]
+        prefixes = [word[:-1] for word in words]
+        self._rows = _repeat_rows(rows[:, 0], bad_words)
+        self._in_batch = np.repeat(in_batch, list(map(len, bad_words)))
         self._last = to_device([word[-1] for word in words], torch.int64, device)
-        # The row in the batch, the word, and the distance from the end of the output, for each token of the beginnings.
-        self._token_rows = to_device(np.repeat(self._in_batch, [len(own) for own in beginnings]), torch.int64, device)
-        self._words = _repeat_rows(torch.arange(len(words), device=device), beginnings)
-        self._distances = _flat_ids([range(len(each), 0, -1) for each in beginnings], device)
-        self._tokens = _flat_ids(beginnings, device)
+        # The row in the batch, the word, and the distance from the end of the output, for each token of the prefixes.
+        self._token_rows = to_device(np.repeat(self._in_batch, list(map(len, prefixes))), torch.int64, device)
+        self._words = _repeat_rows(torch.arange(len(words), device=device), prefixes)
+        self._distances = _flat_ids([range(len(prefix), 0, -1) for prefix in prefixes], device)
+        self._tokens = _flat_ids(prefixes, device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.outputs is not None
-        places = histories.outputs.lengths[self._token_rows] - self._distances
-        differs = (places < 0) | (histories.outputs.ids[self._token_rows, places.clamp(min=0)] != self._tokens)
+        slots, starts, ends = histories.rows[:, self._token_rows]
+        columns = ends - self._distances
+        differs = (columns < starts) | (histories.ids[slots, columns.clamp(min=0)] != self._tokens)
         num_different = torch.zeros_like(self._last).index_add_(0, self._words, differs.long())
         if histories.only_eos is not None:  # these rows must be able to end
             num_different += to_device(histories.only_eos[self._in_batch], torch.int64, scores.device)
@@ -85,9 +85,10 @@ class _MinLength:
         stops = [row.stop_token_ids for row in params]
         self._rows = torch.cat([rows.expand(-1, len(eos)).flatten(), _repeat_rows(rows[:, 0], stops)])
         self._ids = torch.cat([eos.repeat(len(params)), _flat_ids(stops, eos.device)])
-        own = [*np.repeat(range(len(params)), len(eos)), *np.repeat(range(len(params)), [len(each) for each in stops])]
-        self._in_batch = np.array(in_batch)[own]
-        self._minimum = np.array([row.min_new_tokens for row in params])[own]
+        indices = range(len(params))
+        entries = [*np.repeat(indices, len(eos)), *np.repeat(indices, list(map(len, stops)))]  # as in `self._ids`
+        self._in_batch = np.array(in_batch)[entries]
+        self._minimum = np.array([row.min_new_tokens for row in params])[entries]
         self._below = np.zeros(0, np.bool_)  # in the last step
         self._changes = eos[:0]
 
@@ -110,9 +111,9 @@ class _MinP:
         self._below_best = column(below_best, torch.float64, rows.device)
 
     def apply(self, scores: Tensor, _histories: Histories) -> None:
-        own = scores[self._rows]
-        lowest = own.amax(-1, keepdim=True) + self._below_best.to(own.dtype)
-        scores[self._rows] = own.masked_fill_(own < lowest, -torch.inf)
+        values = scores[self._rows]
+        lowest = values.amax(-1, keepdim=True) + self._below_best.to(values.dtype)
+        scores[self._rows] = values.masked_fill_(values < lowest, -torch.inf)
 
 
 class _Watermark:
@@ -124,8 +125,8 @@ class _Watermark:
         self._rows, self._in_batch = rows[:, 0], to_device(in_batch, torch.int64, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.tokens is not None
-        last = histories.tokens.ids.gather(1, histories.tokens.lengths[:, None] - 1)[self._in_batch, 0]
+        slots, _, ends = histories.rows[:, self._in_batch]
+        last = histories.ids[slots, ends - 1]
         vocab_size = scores.shape[1]
         packed = [_green_list(token, vocab_size) for token in last.tolist()]
         is_green = np.unpackbits(np.stack(packed), axis=1, count=vocab_size)
@@ -147,7 +148,7 @@ class _LogitBias:
     def __init__(self, params: list[SamplingParams], rows: Tensor, _in_batch: list[int], _eos: Tensor) -> None:
         biases = [row.logit_bias or {} for row in params]
         self._rows, self._ids = _repeat_rows(rows[:, 0], biases), _flat_ids(biases, rows.device)
-        self._values = to_device([value for own in biases for value in own.values()], torch.float32, rows.device)
+        self._values = to_device([value for bias in biases for value in bias.values()], torch.float32, rows.device)
 
     def apply(self, scores: Tensor, _histories: Histories) -> None:
         scores[self._rows, self._ids] += self._values.to(scores.dtype)
@@ -178,8 +179,8 @@ class _RepetitionPenalty:
         self._penalties = column(penalties, torch.float32, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.tokens is not None
-        ids = histories.tokens.ids[self._in_batch]
+        ids, _, ends = histories.of(self._in_batch)
+        ids = torch.where(torch.arange(ids.shape[1], device=ids.device) < ends, ids, ids[:, :1])
         old = scores[self._rows, ids]  # [r, W]; duplicate ids read and write the same value
         new = torch.where(old < 0, old * self._penalties, old / self._penalties).clamp(-_MAX_SCORE, _MAX_SCORE)
         scores[self._rows, ids] = torch.where(old.isfinite(), new, old)  # tokens that are excluded stay so
@@ -194,22 +195,22 @@ class _OutputPenalty:
         self._presence = column([row.presence_penalty for row in params], torch.float32, rows.device)
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
-        assert histories.outputs is not None
-        ids = histories.outputs.ids[self._in_batch]
-        used = torch.arange(ids.shape[1], device=ids.device) < histories.outputs.lengths[self._in_batch, None]
+        ids, starts, ends = histories.of(self._in_batch)
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        used = (columns >= starts) & (columns < ends)
         counts = scores.new_zeros(len(ids), scores.shape[1]).scatter_add_(1, ids, used.to(scores.dtype))
         scores[self._rows] -= self._presence * (counts > 0) + self._frequency * counts
 
 
 def _repeat_rows(rows: Tensor, lists: Sequence[Collection[object]]) -> Tensor:
     """Each row [r] once for every entry of its list."""
-    counts = to_device([len(own) for own in lists], torch.int64, rows.device)
+    counts = to_device(list(map(len, lists)), torch.int64, rows.device)
     return rows.repeat_interleave(counts, output_size=sum(map(len, lists)))
 
 
 def _flat_ids(lists: Sequence[Collection[int]], device: torch.device) -> Tensor:
     """All entries of the lists, one list after another."""
-    return to_device([entry for own in lists for entry in own], torch.int64, device)
+    return to_device([entry for entries in lists for entry in entries], torch.int64, device)
 
 
 # Whether a row has a penalty of a kind, in the order in which they apply; none brings a token back that is excluded.
@@ -234,9 +235,9 @@ class Penalties:
         """`indices` are the places of the rows in the whole batch; `eos` [ids] int64."""
         self._penalties = []
         for kind, is_used_by in _USED_BY.items():
-            if rows := [row for row, own in enumerate(params) if is_used_by(own)]:
-                in_batch, own = [indices[row] for row in rows], [params[row] for row in rows]
-                self._penalties.append(kind(own, column(rows, torch.int64, eos.device), in_batch, eos))
+            if rows := [row for row, row_params in enumerate(params) if is_used_by(row_params)]:
+                in_batch, users = [indices[row] for row in rows], [params[row] for row in rows]
+                self._penalties.append(kind(users, column(rows, torch.int64, eos.device), in_batch, eos))
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:
@@ -244,14 +245,15 @@ class Penalties:
         return any(is_used_by(params) for is_used_by in _USED_BY.values())
 
     @staticmethod
-    def need_tokens(params: SamplingParams) -> bool:
-        """Whether a penalty of the row depends on the tokens so far."""
+    def need_prompt(params: SamplingParams) -> bool:
+        """Whether a penalty of the row depends on the prompt too."""
         return _USED_BY[_RepetitionPenalty](params) or _USED_BY[_Watermark](params)
 
     @staticmethod
-    def need_outputs(params: SamplingParams) -> bool:
-        """Whether a penalty of the row depends on the generated tokens."""
-        return _USED_BY[_OutputPenalty](params) or _USED_BY[_BadWords](params)
+    def need_history(params: SamplingParams) -> bool:
+        """Whether a penalty of the row depends on the tokens so far."""
+        kinds = _RepetitionPenalty, _Watermark, _OutputPenalty, _BadWords
+        return any(_USED_BY[kind](params) for kind in kinds)
 
     def __bool__(self) -> bool:
         """Whether any row has a penalty."""
@@ -259,7 +261,7 @@ class Penalties:
 
     def apply(self, scores: Tensor, histories: Histories) -> Tensor:
         """Change `scores` [b, V], or a copy in float32 where numbers change."""
-        if scores.dtype != torch.float64 and not all(isinstance(each, _IN_ANY_DTYPE) for each in self._penalties):
+        if scores.dtype != torch.float64 and not all(isinstance(penalty, _IN_ANY_DTYPE) for penalty in self._penalties):
             scores = scores.float()
         for penalty in self._penalties:
             penalty.apply(scores, histories)

@@ -13,27 +13,24 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
-from tgis.engines.host_memory import to_device
-from tgis.engines.sampling.draws import FilteredRows, SamplingOps, draw_filtered, noise_keys
-from tgis.engines.sampling.grammar_masks import GrammarMasks
-from tgis.engines.sampling.histories import Histories, TokenHistory
-from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats
+from tgis.engines.host_memory import to_device, upload
+from tgis.engines.sampling.draws import FilteredRows, SamplingOps, noise_keys
+from tgis.engines.sampling.grammar_masks import NO_GRAMMARS, apply_grammars
+from tgis.engines.sampling.histories import Histories, HistorySlots
+from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, list_length
 from tgis.engines.sampling.logprobs import (
     LogprobRequest,
-    LogprobTable,
     PendingCopy,
-    RowState,
-    initial_num_candidates,
+    Row,
     logprob_table,
     token_logprobs,
     token_ranks,
 )
 from tgis.engines.sampling.penalties import Penalties
 from tgis.ipc.messages import FailureKind
+from tgis.ipc.request import TokenLogprobs
 
 _TOP_P_CANDIDATES = 116  # usually enough for top_p or typical_p without top_k
-
-_Lengths = list[tuple[int, int]]  # request id and number of tokens of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +41,33 @@ class StepInputs:
     histories: Histories
     noise_keys: Tensor  # [B, 1] int64
     ops: SamplingOps
-    masks: GrammarMasks | None = None
 
 
-Method = Callable[["SamplingGroup", StepInputs], LogprobTable]
+Method = Callable[["SamplingGroup", StepInputs], Tensor]  # the table of the rows
 
 
 class SamplingGroup:
     """The rows of a batch that are sampled by the same method, and their parameters."""
 
     def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor) -> None:
-        """The rows are those at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos`
-        [ids].
-        """
+        """The rows at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos` [ids]."""
         params = [seqs[index].request.sampling_params for index in indices]
         options = [seqs[index].request.output_details for index in indices]
-        needed = max(max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True))
+        needed = [max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True)]
         is_whole_batch = len(indices) == len(seqs)
         self.method = method
         self.indices = indices
         self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)
         self.penalties = Penalties(params, indices, eos)
-        self.constrained = any(seqs[index].grammar is not None for index in indices)
         self.filters = Filters.of(params, vocab_size, eos.device)
         self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
         self.needs_stats = any(not 0 < row.top_k < vocab_size for row in params)
-        self.num_candidates = initial_num_candidates(needed, vocab_size)
+        self.num_candidates = list_length(needed, vocab_size)
 
     def values(self, step: StepInputs) -> Tensor:
         """The rows' scores after the penalties, [b, V]; the logits may be changed in place."""
         values = step.logits[self.selector]
-        if self.constrained and step.masks:
-            values.masked_fill_(step.masks.forbidden[self.selector], -torch.inf)
         if self.penalties:
             values = self.penalties.apply(values, step.histories)
         return values
@@ -97,24 +88,22 @@ def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[
     for index, seq in enumerate(seqs):
         method = _method(seq, vocab_size)
         indices.setdefault(method, []).append(index)
-    return [SamplingGroup(method, seqs, own, vocab_size, eos) for method, own in indices.items()]
+    return [SamplingGroup(method, seqs, rows, vocab_size, eos) for method, rows in indices.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of one step on the device, and the step's result once their tables are on the host."""
+    """The tokens of one step on the device."""
 
     seqs: list[Sequence]
     groups: list[SamplingGroup]
-    tables: list[LogprobTable]  # by group
+    tables: list[Tensor]  # by group
     vocab_size: int
     problems: dict[int, str] = field(default_factory=dict)  # of grammars, by request id
 
     def token_ids(self) -> Tensor:
-        """The tokens of the sequences, int64 [B]. Invalid rows have some valid id; the token of an inexact row may
-        change.
-        """
-        columns = [each.table[:, 0].long().clamp(0, self.vocab_size - 1) for each in self.tables]
+        """The tokens of the sequences, int64 [B]. Invalid rows have some valid id."""
+        columns = [table[:, 0].long().clamp(0, self.vocab_size - 1) for table in self.tables]
         if len(columns) == 1:
             return columns[0]
         token_ids = columns[0].new_empty(len(self.seqs))
@@ -122,53 +111,60 @@ class SampledTokens:
             token_ids[group.selector] = column
         return token_ids
 
-    def result(self) -> StepResult:
-        """The result of the step, once the tables are on the host."""
-        rows: dict[int, list[float]] = {}
-        for group, table in zip(self.groups, self.tables, strict=True):
-            rows.update(zip(group.indices, table.rows, strict=True))
-        options = [seq.request.output_details for seq in self.seqs]
-        asked = any(own.wants_details for own in options)
-        result = StepResult([], [])
-        for index, (seq, own) in enumerate(zip(self.seqs, options, strict=True)):
-            row = rows[index]
-            valid = row[1] != RowState.INVALID
-            result.tokens.append([int(row[0])] if valid else [])
-            if asked:
-                told = valid and own.wants_details
-                result.logprobs.append([token_logprobs(row, own)] if told else [])
-            if not valid:
-                field = seq.request.sampling_params.excluding_field
-                failure = FailureKind.ERROR, "the model's scores are not finite"
-                result.failed[seq.id] = (FailureKind.NOTHING_LEFT, field) if field else failure
-        result.failed |= {seq_id: (FailureKind.GRAMMAR, problem) for seq_id, problem in self.problems.items()}
-        return result
-
-    def changed(self) -> list[Sequence]:
-        """The sequences whose token is not the one of `token_ids`."""
-        pairs = zip(self.groups, self.tables, strict=True)
-        return [self.seqs[group.indices[row]] for group, table in pairs for row in table.changed]
+    def rows(self, tables: Iterable[list[Row]]) -> dict[int, Row]:
+        """The rows of the tables, once they are on the host, by request id."""
+        groups = zip(self.groups, tables, strict=True)
+        return {
+            self.seqs[index].id: row for group, table in groups for index, row in zip(group.indices, table, strict=True)
+        }
 
 
-def _argmax(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+def step_result(
+    seqs: list[Sequence],
+    rows: dict[int, Row],
+    problems: dict[int, str],
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None,
+) -> StepResult:
+    """The result of a step for these sequences; rows, and problems of grammars, by request id."""
+    result = StepResult([], [], prompt_logprobs or {})
+    has_details = any(seq.request.output_details.wants_details for seq in seqs)
+    for seq in seqs:
+        token, is_invalid, *_ = row = rows[seq.id]
+        result.tokens.append([] if is_invalid else [int(token)])
+        if has_details:
+            details = seq.request.output_details
+            reported = details.wants_details and not is_invalid
+            result.logprobs.append([token_logprobs(row, details)] if reported else [])
+        if seq.id in problems:
+            result.failed[seq.id] = FailureKind.GRAMMAR, problems[seq.id]
+        elif is_invalid:
+            excluding = seq.request.sampling_params.excluding_field
+            failure = FailureKind.ERROR, "the model's scores are not finite"
+            result.failed[seq.id] = (FailureKind.NOTHING_LEFT, excluding) if excluding else failure
+    return result
+
+
+def _greedy(group: SamplingGroup, step: StepInputs) -> Tensor:
     """The best token in the logits' own dtype, of equal ones the lowest id."""
-    return LogprobTable(step.ops.best_tokens(step.logits[group.selector], details=False))
+    if 2 * len(group.indices) > len(step.logits):  # a copy of most rows would take longer than a look at all
+        return step.ops.best_tokens(step.logits, details=False)[group.selector]
+    return step.ops.best_tokens(step.logits[group.selector], details=False)
 
 
-def _sample_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+def _greedy_penalized(group: SamplingGroup, step: StepInputs) -> Tensor:
     """The best token after the penalties."""
     request = group.logprob_request
-    return LogprobTable(step.ops.best_tokens(group.values(step), details=request.logprobs or request.ranks))
+    return step.ops.best_tokens(group.values(step), details=request.logprobs or request.ranks)
 
 
-def _list_greedy(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+def _greedy_with_top_n(group: SamplingGroup, step: StepInputs) -> Tensor:
     """The best token after the penalties, and a list of the next best: its sums differ from those above by rounding."""
     scores = group.scores(step)
     token_ids = step.ops.best_tokens(scores.values, details=False)[:, :1].long()
     return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
 
 
-def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+def _sample_full(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the whole vocabulary."""
     scores = group.scores(step)
     token_ids = step.ops.draw(scores, step.noise_keys[group.selector])
@@ -176,16 +172,12 @@ def _sample_full(group: SamplingGroup, step: StepInputs) -> LogprobTable:
     return logprob_table(scores, group.stats(scores), token_ids, rank, group.logprob_request)
 
 
-def _sample_filtered(group: SamplingGroup, step: StepInputs) -> LogprobTable:
+def _sample_filtered(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the tokens that the filters keep."""
     scores, keys = group.scores(step), step.noise_keys[group.selector]
     stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
-    rows, count = FilteredRows(scores, stats, group.filters, keys, group.logprob_request), group.num_candidates
-
-    def retry(some: Tensor, num_candidates: int) -> Tensor:
-        return draw_filtered(rows.take(some), num_candidates)
-
-    return LogprobTable(step.ops.draw_filtered(rows, count), count, scores.map_row_blocks(retry))
+    rows = FilteredRows(scores, stats, group.filters, keys, group.logprob_request)
+    return step.ops.draw_filtered(rows, group.num_candidates)
 
 
 def _method(seq: Sequence, vocab_size: int) -> Method:
@@ -195,14 +187,14 @@ def _method(seq: Sequence, vocab_size: int) -> Method:
         return _sample_filtered if filtered else _sample_full
     details = seq.request.output_details
     if details.top_n_tokens:
-        return _list_greedy
-    changed = Penalties.used_by(params) or seq.grammar is not None
-    return _sample_greedy if changed or details.wants_details else _argmax
+        return _greedy_with_top_n
+    penalized = Penalties.used_by(params) or seq.grammar is not None
+    return _greedy_penalized if penalized or details.wants_details else _greedy
 
 
 class BatchSampler:
-    """The sampler of an engine. A step is `prepare`, then `sample`. Consecutive steps of the same sequences reuse what
-    is on the device: the parameters, and the token histories, to which the newest tokens are appended.
+    """The sampler of an engine. A step is `prepare`, then `sample`. What is on the device stays there: the parameters
+    as long as the batch has the same sequences, and token histories, to which new tokens are appended.
     """
 
     def __init__(
@@ -214,73 +206,72 @@ class BatchSampler:
         ops: SamplingOps,
     ) -> None:
         """`vocab_size` is the width of the logits. Penalties on the end of a sequence apply to all of `eos_ids`; a
-        repetition penalty and a watermark apply to the tokens that `history_of` returns, the newest last.
+        repetition penalty and a watermark apply to the tokens that `history_of` returns, those of the output last.
         """
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
         self._ops = ops
         self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
-        self._sampled_lengths: _Lengths | None = None  # in the last step; None if the next one must not reuse it
-        self._next_lengths: _Lengths = []  # in the step that is prepared
-        self._num_generated = np.empty(0, np.int64)  # tokens of each sequence of that step
-        self._append_newest = False
+        self._slots = HistorySlots(device)
+        self._num_generated = np.empty(0, np.int64)  # tokens of each sequence in the step that is prepared
         self._set_batch([])
 
     def prepare(self, seqs: list[Sequence], lookahead: int = 0) -> NDArray[np.int64]:
-        """The step metadata [B] that `sample` takes on the device: the noise key of each sequence, which is read only
-        where tokens are drawn. The newest `lookahead` tokens, at most one, are on the device only.
+        """The step metadata [rows, B] that `sample` takes on the device: the noise key of each sequence, which is read
+        only where tokens are drawn, and `Histories.rows` if there are any. The newest `lookahead` tokens, at most one,
+        are on the device only.
         """
-        self._next_lengths = [(seq.id, len(seq.tokens) + lookahead) for seq in seqs]
-        advanced = self._is_next(self._next_lengths)
-        self._sampled_lengths = None  # this step may fail before it is sampled
-        if not advanced:
+        if seqs != self._seqs:
             self._set_batch(seqs)
-        self._append_newest = advanced or lookahead > 0
         self._num_generated = np.array([seq.num_generated_tokens + lookahead for seq in seqs], dtype=np.int64)
-        return noise_keys(self._seeds, self._num_generated) if self._any_drawn else self._num_generated
+        keys = noise_keys(self._seeds, self._num_generated) if self._any_drawn else self._num_generated
+        if not self._history_rows:
+            return keys[None]
+        slots, starts, ends = np.zeros_like(keys), np.zeros_like(keys), np.ones_like(keys)
+        with_history = [seqs[row] for row in self._history_rows]
+        slots[self._history_rows], ends[self._history_rows] = self._slots.update(with_history, self._history, lookahead)
+        starts[self._history_rows] = (ends - self._num_generated)[self._history_rows]
+        return np.stack([keys, slots, starts, ends])
 
-    def sample(self, logits: Tensor, newest: Tensor, step_metadata: Tensor) -> SampledTokens:
+    def sample(self, logits: Tensor, step_metadata: Tensor, newest: Tensor | None = None) -> SampledTokens:
         """Sample a token for each sequence from `logits` [B, V], which may be overwritten. `newest` [B] are the last
-        tokens.
+        tokens if they are on the device only.
 
         Nothing here waits for the device. The tokens of sequences with a grammar must all be on the host.
         """
         assert logits.shape == (len(self._seqs), self._vocab_size)
-        for history in (self._tokens, self._outputs) if self._append_newest else ():
-            if history is not None:
-                history.append(newest)
-        self._sampled_lengths = self._next_lengths
-        masks = GrammarMasks.of(self._seqs, self._vocab_size, self._device)
-        histories = Histories(self._tokens, self._outputs, self._num_generated, masks.only_eos if masks else None)
-        step = StepInputs(logits, histories, step_metadata[:, None], self._ops, masks)
+        keys, rows = step_metadata[0, :, None], step_metadata[1:]
+        if newest is not None and self._history_rows:
+            self._slots.append(rows, newest)
+        grammars = apply_grammars(logits, self._seqs, self._grammar_rows) if self._grammar_rows else NO_GRAMMARS
+        histories = Histories(self._num_generated, self._slots.ids, rows, grammars.only_eos)
+        step = StepInputs(logits, histories, keys, self._ops)
         tables = [group.method(group, step) for group in self._groups]
-        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, masks.problems if masks else {})
+        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, grammars.problems)
 
-    def sample_and_wait(self, seqs: list[Sequence], logits: Tensor) -> StepResult:
-        """Run a whole step for sequences whose tokens are all on the host."""
+    def sample_and_wait(self, seqs: list[Sequence], logits: Tensor, order: list[Sequence] | None = None) -> StepResult:
+        """Run a whole step for sequences whose tokens are all on the host; the result has their order, or another."""
         with torch.inference_mode():
-            step_metadata = to_device(self.prepare(seqs), torch.int64, self._device)
-            newest = to_device([seq.tokens[-1] for seq in seqs], torch.int64, self._device)
-            sampled = self.sample(logits, newest, step_metadata)
-            PendingCopy(sampled.tables).wait()
-            return sampled.result()
+            (step_metadata,) = upload([self.prepare(seqs)], self._device)
+            sampled = self.sample(logits, step_metadata)
+            rows = sampled.rows(PendingCopy(sampled.tables).wait())
+            return step_result(order or seqs, rows, sampled.problems)
 
-    def invalidate(self) -> None:
-        """Reuse nothing in the next step: a token that was on the device only was replaced on the host."""
-        self._sampled_lengths = None
+    def release(self, request_ids: Iterable[int]) -> None:
+        """Forget the tokens of these requests."""
+        self._slots.release(request_ids)
 
-    def _is_next(self, lengths: _Lengths) -> bool:
-        last = self._sampled_lengths
-        return last is not None and lengths == [(seq_id, length + 1) for seq_id, length in last]
+    def _history(self, seq: Sequence) -> list[int]:
+        """The tokens that the penalties of a sequence depend on."""
+        whole = Penalties.need_prompt(seq.request.sampling_params)
+        return self._history_of(seq) if whole else seq.tokens[seq.prompt_length :]
 
     def _set_batch(self, seqs: list[Sequence]) -> None:
         self._seqs = list(seqs)
-        self._seeds = np.array([seq.request.sampling_params.seed for seq in seqs], dtype=np.uint64)
-        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
         params = [seq.request.sampling_params for seq in seqs]
-        self._any_drawn = any(not each.greedy for each in params)
-        needs_tokens, needs_outputs = any(map(Penalties.need_tokens, params)), any(map(Penalties.need_outputs, params))
-        outputs = (seq.tokens[seq.prompt_length :] for seq in seqs)
-        self._tokens = TokenHistory(map(self._history_of, seqs), self._device) if needs_tokens else None
-        self._outputs = TokenHistory(outputs, self._device) if needs_outputs else None
+        self._seeds = np.array([row.seed for row in params], dtype=np.uint64)
+        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
+        self._any_drawn = any(not row.greedy for row in params)
+        self._grammar_rows = [index for index, seq in enumerate(seqs) if seq.grammar is not None]
+        self._history_rows = [index for index, row in enumerate(params) if Penalties.need_history(row)]

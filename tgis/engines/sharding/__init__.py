@@ -1,1 +1,1 @@
-"""Tensor parallelism as a model sees it: which layers are shared, how, and what ranks add up."""
+"""Tensor parallelism of a model: which layers are sharded, how, and their collectives."""

@@ -1,4 +1,4 @@
-"""What ranks agree on, add up and gather over torch.distributed."""
+"""Collectives of the ranks over torch.distributed."""
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,17 @@ from tgis.ipc.messages import EngineOptions
 
 
 def own_part(x: Tensor, model: PreTrainedModel) -> Tensor:
-    """The part of what is there for each head that belongs to this rank, if the model is shared."""
+    """This rank's part of a tensor by heads; all of it if the model is not sharded."""
     return x.chunk(dist.get_world_size())[dist.get_rank()] if model.sharding else x
 
 
 def least_of_ranks(value: int) -> int:
-    """The smallest value of all ranks, which must all call this."""
+    """The smallest value of all ranks; a collective."""
     return _of_ranks(value, dist.ReduceOp.MIN)
 
 
 def sum_of_ranks(value: int) -> int:
-    """The sum of the values of all ranks, which must all call this."""
+    """The sum of the values of all ranks; a collective."""
     return _of_ranks(value, dist.ReduceOp.SUM)
 
 
@@ -34,24 +34,25 @@ def _of_ranks(value: int, reduce: dist.ReduceOp.RedOpType) -> int:
 
 
 def first_of_ranks(x: Tensor) -> Tensor:
-    """The `x` of the first rank, in its place; contiguous. All ranks must call this."""
+    """Overwrite `x`, which must be contiguous, with that of the first rank; a collective."""
     if dist.is_initialized():
         dist.broadcast(x, 0)
     return x
 
 
 def reduces_in_kernels(model: PreTrainedModel) -> bool:
-    """Whether calls that reduce can be recorded, if there are any."""
+    """Whether a recorded step may have all-reduces, or has none."""
     return model.sharding is None or isinstance(model.sharding.collectives, CpuCollectives)
 
 
 def collectives_of(
     options: EngineOptions, kernels: CpuKernels | None, dtype: torch.dtype
 ) -> "TorchCollectives | CpuCollectives":
-    """How ranks communicate: on CPUs of one machine through memory that they share."""
+    """The collectives of a model: through shared memory if all ranks are on CPUs of one machine."""
     memory = options.shared_memory
     in_memory = kernels is not None and memory is not None and dtype in DTYPES
-    if not least_of_ranks(int(in_memory)):  # until all are here, so that none loads before all have seen what is free
+    # Also a barrier: no rank loads before all have measured free memory.
+    if not least_of_ranks(int(in_memory)):
         return TorchCollectives()
     assert kernels is not None
     assert memory is not None
@@ -59,10 +60,10 @@ def collectives_of(
 
 
 class TorchCollectives:
-    """What the ranks add up and gather over NCCL or gloo."""
+    """Collectives of layers over NCCL or gloo."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the `x` of all ranks, in its place; contiguous."""
+        """Overwrite `x`, which must be contiguous, with the sum of all ranks."""
         dist.all_reduce(x)
         return x
 

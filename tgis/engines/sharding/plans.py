@@ -1,7 +1,7 @@
-"""Which layers of a model are shared among the ranks, and how: plans in the words of transformers' own.
+"""Which layers of a model are sharded, and how: tensor-parallel plans with the styles of transformers and three more.
 
-Transformers has plans for most decoders. The table here has those of the others, by the last part of a layer's name;
-the vocabulary's layers are found in the model.
+Transformers has plans for most decoders. The table here has those of the others, by the last part of a layer's name.
+The layers of the vocabulary are looked up in the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ from transformers.integrations.tensor_parallel import replace_layer_number_by_wi
 from tgis.engines.quantization.weight import QuantizedWeight
 from tgis.errors import StartError
 
-Plan = dict[str, str]  # how, by the name of a layer or parameter, with * for the numbers in it
+Plan = dict[str, str]  # style by name of a layer or parameter, with * for the numbers in it
 
-BY_GROUPS = "qkv_by_groups"  # a key-value head's queries, its key, its value, and then those of the next
+BY_GROUPS = "qkv_by_groups"  # for each key-value head its queries, its key and its value
 IN_BLOCKS = "qkv_in_blocks"  # all queries, all keys, all values
-BY_HEADS = "by_heads"  # a column for each
+BY_HEADS = "by_heads"  # one column for each head
 KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
 _LIKE_BLOOM = {
     "query_key_value": BY_GROUPS,
@@ -51,7 +51,7 @@ _OURS: dict[str, Plan] = {
     **dict.fromkeys(("blenderbot", "blenderbot-small"), _LIKE_BART),
     **dict.fromkeys(("t5", "mt5", "umt5"), _LIKE_T5),
 }
-_GROUPED = frozenset({"falcon", "gpt_oss"})  # with fewer key-value heads than others
+_GROUPED = frozenset({"falcon", "gpt_oss"})  # grouped-query attention
 _HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
 
@@ -69,26 +69,28 @@ def check_plan(config: PreTrainedConfig, num_shards: int) -> None:
 
 
 def fitting_shards(config: PreTrainedConfig) -> list[int]:
-    """The numbers of ranks that can share the heads of a model."""
+    """The numbers of ranks that divide the heads of a model."""
     heads, kv_heads = _heads(config), num_kv_heads(config)
     dividing = [shards for shards in range(1, max(heads) + 1) if all(count % shards == 0 for count in heads)]
     return [shards for shards in dividing if kv_heads % shards == 0 or shards % kv_heads == 0]
 
 
 def check_groups(weights: Mapping[str, QuantizedWeight], config: PreTrainedConfig, num_shards: int) -> None:
-    """StartError if some rank's inputs of a layer would begin within a group; where inputs have an order (act-order),
-    ranks share the outputs. `weights` are those of all ranks together, by the names of layers.
+    """StartError if the inputs of a rank would begin within a group. `weights` has unsharded weights by name of layer;
+    those with act-order are sharded by outputs.
     """
-    groups = {name: (each.codes.shape[1], each.alignment) for name, each in weights.items() if each.order is None}
+    groups = {
+        name: (weight.codes.shape[1], weight.alignment) for name, weight in weights.items() if weight.order is None
+    }
 
     def cut(shards: int) -> list[str]:
         return [name for name, (inputs, size) in groups.items() if shards > 1 and -(-inputs // shards) % size]
 
     for name in cut(num_shards)[:1]:
         inputs, size = groups[name]
-        others = ", ".join(str(shards) for shards in fitting_shards(config) if not cut(shards))
+        fitting = ", ".join(str(shards) for shards in fitting_shards(config) if not cut(shards))
         raise StartError(
-            f"NUM_SHARD={num_shards} cuts groups of {size} of the {inputs} inputs of {name}; these would do: {others}"
+            f"NUM_SHARD={num_shards} cuts groups of {size} of the {inputs} inputs of {name}; these would do: {fitting}"
         )
 
 
@@ -98,29 +100,29 @@ def _heads(config: PreTrainedConfig) -> list[int]:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """The key-value heads of a layer, of all ranks together."""
+    """The key-value heads of a layer on all ranks together."""
     text = config.get_text_config(decoder=True)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return 1
-    if text.model_type in _OURS and text.model_type not in _GROUPED:  # whatever else the configuration says
+    if text.model_type in _OURS and text.model_type not in _GROUPED:  # other fields may mislead
         return int(text.num_attention_heads)
     names = "num_key_value_heads", "num_kv_heads", "num_attention_heads"
-    return int(next(found for name in names if (found := getattr(text, name, None))))
+    return int(next(heads for name in names if (heads := getattr(text, name, None))))
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
     """The plan of a model, which may be on the meta device."""
-    words = _OURS.get(model.config.get_text_config(decoder=True).model_type)
-    if words is None:
+    styles = _OURS.get(model.config.get_text_config(decoder=True).model_type)
+    if styles is None:
         return dict(model.tp_plan)
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    plan = {name: words[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in words}
+    plan = {name: styles[name.rpartition(".")[2]] for name in names if name.rpartition(".")[2] in styles}
     plan |= dict(_vocabulary(model))
-    return {replace_layer_number_by_wildcard(name): word for name, word in plan.items()}
+    return {replace_layer_number_by_wildcard(name): style for name, style in plan.items()}
 
 
 def has_own_counts(model: PreTrainedModel) -> bool:
-    """Whether attention modules of the model count heads where transformers has no plan for it."""
+    """Whether attention modules have head counts to divide: transformers has no plan for the model."""
     return model.config.get_text_config(decoder=True).model_type in _OURS
 
 

@@ -22,7 +22,7 @@ _ARITHMETIC = {  # functions of elementwise.c
 _ROUNDING = {_aten.add.Tensor, _aten.sub.Tensor}  # numbers, to the dtype of tensors
 _COPIES = {_aten.clone.default, _aten.contiguous.default, _aten.reshape.default, _aten.flatten.using_ints}
 _JOINS: dict[Any, Callable[[Tensor, list[Tensor], int], tuple[Tensor, ...]]] = {  # the places of the parts
-    _aten.cat.default: lambda y, parts, dim: y.split([each.shape[dim] for each in parts], dim),
+    _aten.cat.default: lambda y, parts, dim: y.split([part.shape[dim] for part in parts], dim),
     _aten.stack.default: lambda y, _, dim: y.unbind(dim),
 }
 _MAX_DIMS = 4  # as in elementwise.c
@@ -85,7 +85,7 @@ class AtenKernels:
     def _copies(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Copy each source to its target; False if one has too many dimensions or another dtype or shape."""
         for a, y in zip(sources, targets, strict=True):
-            strides = [[each * a.itemsize for each in x.stride()] for x in (a, y)]
+            strides = [[stride * a.itemsize for stride in x.stride()] for x in (a, y)]
             layout = _merged([*zip(a.shape, *strides, strict=True), (a.itemsize, 1, 1)])
             if len(layout) > _MAX_DIMS or a.dtype != y.dtype or a.shape != y.shape:
                 return False
@@ -98,10 +98,10 @@ class AtenKernels:
             if fits:
                 self._add_integer(a.data_ptr(), b, y.data_ptr(), y.numel())
             return fits
-        tensors = [each for each in (a, b) if isinstance(each, Tensor)]
-        if y.dtype not in DTYPES or any(each.dtype != y.dtype for each in tensors):
+        tensors = [x for x in (a, b) if isinstance(x, Tensor)]
+        if y.dtype not in DTYPES or any(x.dtype != y.dtype for x in tensors):
             return False
-        strides = [each.expand(y.shape).stride() for each in tensors]
+        strides = [x.expand(y.shape).stride() for x in tensors]
         layout = _merged([*zip(y.shape, *strides, *[(0,) * y.ndim] * (2 - len(strides)), strict=True)])
         if len(layout) > _MAX_DIMS:
             return False
@@ -119,13 +119,13 @@ def _selects_tokens(states: Tensor, indices: list[Tensor | None]) -> bool:
 
 
 def _merged(layout: _Layout) -> _Layout:
-    """The layout with fewer dimensions: what lies one after the other in all tensors is one."""
-    found: _Layout = []
+    """The layout with fewer dimensions: those that are contiguous in all tensors are one."""
+    merged: _Layout = []
     for size, *strides in layout:
-        if found and found[-1][1:] == tuple(size * stride for stride in strides):
-            found[-1] = (found[-1][0] * size, *strides)
-        elif found and found[-1][0] == 1:
-            found[-1] = (size, *strides)
+        if merged and merged[-1][1:] == tuple(size * stride for stride in strides):
+            merged[-1] = (merged[-1][0] * size, *strides)
+        elif merged and merged[-1][0] == 1:
+            merged[-1] = (size, *strides)
         else:
-            found.append((size, *strides))
-    return found
+            merged.append((size, *strides))
+    return merged

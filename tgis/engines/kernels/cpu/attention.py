@@ -7,14 +7,13 @@ from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.kv_codes import CODES, head_size, is_coded
+from tgis.engines.kernels.kv_codes import head_size, is_coded
 
 _SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
 _MAX_SIZE, _MAX_CODED_SIZE = 512, 256  # of heads, and
 _MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
 _PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
 _NO_WINDOW = 2**62
-_CODES = {dtype: number for number, dtype in enumerate(CODES.values(), 1)}  # as in attention_codes.h; 0: none
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -26,7 +25,7 @@ class _AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window", "bias_row", "bias_origin")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int64) for name in ("codes", "causal", "threads")),
+        *((name, ctypes.c_int64) for name in ("is_coded", "causal", "threads")),
     )
 
 
@@ -37,14 +36,14 @@ class _WriteArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping", "key_scales")),
         *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "block_size", "k_size", "v_size")),
         *((name, ctypes.c_int64) for name in ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
-        *((name, ctypes.c_int64) for name in ("codes", "threads")),
+        *((name, ctypes.c_int64) for name in ("is_coded", "threads")),
     )
 
 
 class CpuAttention:
     """The kernels for caches `k_cache` [blocks, block size, K, D] and `v_cache` [blocks, block size, K, E], which are
-    contiguous and have the dtype of the queries, keys and values, or that of codes, with their scales behind them. The
-    order of the numbers within a block is that of attention_tile.h.
+    contiguous and have the dtype of the queries, keys and values, or are int8 codes with their scales behind them. The
+    order of the values within a block is that of attention_tile.h.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -75,11 +74,11 @@ class CpuAttention:
         assert v_cache.is_contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         args = _WriteArgs(
-            *(each.data_ptr() for each in (k, v, k_cache, v_cache, slot_mapping)),
+            *(tensor.data_ptr() for tensor in (k, v, k_cache, v_cache, slot_mapping)),
             None if key_scales is None else key_scales.data_ptr(),
             *(len(k), k.shape[1], k_cache.shape[1], k.shape[2], v.shape[2]),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(_CODES.get(k_cache.dtype, 0), torch.get_num_threads()),
+            *(is_coded(k_cache), torch.get_num_threads()),
         )
         self._write[k.dtype](args)
 
@@ -94,15 +93,16 @@ class CpuAttention:
         bias = params.bias
         v_size = head_size(v_cache)
         output = q.new_empty(*q.shape[:2], v_size)
-        pointers = q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), output.data_ptr(), sequences.data_ptr()
+        pointers = (x.data_ptr() for x in (q, k_cache, v_cache, output, sequences))
+        optional = (None if x is None else x.data_ptr() for x in (sinks, bias, params.key_scales))
         _, block_size, kv_heads, _ = k_cache.shape
         args = _AttentionArgs(
-            *(*pointers, *(None if each is None else each.data_ptr() for each in (sinks, bias, params.key_scales))),
+            *(*pointers, *optional),
             *(len(sequences), q.stride(0), q.stride(1), q.shape[2], v_size),
             *(kv_heads, q.shape[1] // kv_heads, block_size, params.window or _NO_WINDOW),
             *(0 if bias is None else bias.stride(0), -1 if params.bias_origin is None else params.bias_origin),
             *(params.scale, params.softcap or 0.0),
-            *(_CODES.get(k_cache.dtype, 0), params.causal, torch.get_num_threads()),
+            *(is_coded(k_cache), params.causal, torch.get_num_threads()),
         )
         if self._attend[q.dtype](args):
             raise MemoryError(f"no memory for attention of {len(q)} tokens")

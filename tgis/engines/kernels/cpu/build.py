@@ -19,6 +19,7 @@ _SOURCES = (
     "gemm.c",
     "gemm_amx.c",
     "gumbel_max.c",
+    "kv_cache.c",
     "quantized_gemm.c",
     "replay.c",
 )

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from tgis.engines.host_memory import HugePages
+from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
 
 _TILE_N = 32  # as in gemm.h
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}  # inputs side by side in the packed weight, as there
 _AMX_TILE_K = 32  # as in gemm_amx.c
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative to the largest number
 
 Gemm = Callable[[Tensor, Tensor | None], Tensor]  # x [..., in] and a bias [out] -> [..., out]
 MakeGemm = Callable[[Tensor], Gemm]  # of a weight [out, in]
@@ -76,17 +76,15 @@ def is_right(
     gemm: Gemm,
     weight: Tensor,
     dtype: torch.dtype,
-    effective: Callable[[Tensor], Tensor] = lambda x: x,
-    tolerance: float = 0,
+    fake_quantized: Callable[[Tensor], Tensor] | None = None,
 ) -> bool:
     """Whether a GEMM with a weight [out, in] gives the result of float64 within rounding, and the same bits for each
-    row alone; `effective` tells what it multiplies in place of its input.
+    row alone. A GEMM may round its input first, as `fake_quantized` does up to ties: as coarse as half precision.
     """
-    generator, (outputs, inputs) = torch.Generator().manual_seed(1), weight.shape
-    bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((outputs,), (40, inputs)))
+    generator, (outputs, size) = torch.Generator().manual_seed(1), weight.shape
+    bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((outputs,), (40, size)))
     y = gemm(x, bias)
-    expected = linear(effective(x).double(), weight.double(), bias.double())
+    inputs = fake_quantized(x) if fake_quantized else x
+    expected = linear(inputs.double(), weight.double(), bias.double())
     alone = torch.cat([gemm(row[None], bias) for row in x])
-    return torch.equal(y, alone) and bool(
-        (y - expected).abs().max() < max(_TOLERANCE[dtype], tolerance) * expected.abs().max()
-    )
+    return torch.equal(y, alone) and agrees(y, expected, torch.bfloat16 if fake_quantized else dtype)

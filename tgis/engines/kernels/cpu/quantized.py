@@ -1,6 +1,4 @@
-"""Linear layers with quantized weights on CPUs, by kernels in C. The weights multiply numbers that are quantized to 8
-bits themselves, or are as they were.
-"""
+"""Linear layers with quantized weights on CPUs, by kernels in C, for activations in 8 bits or as they are."""
 
 import ctypes
 from dataclasses import replace
@@ -12,30 +10,32 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.quantization.weight import E4M3, FP4, GROUP, INT4, INT8, NF4, ActivationCodes, QuantizedWeight
+from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
-_UNIT = 16  # inputs, as there: a group has a multiple of them
-_ROUNDING = 2e-3  # relative to the largest number: a code of a number that is halfway between two may be the other
-_MAX_INPUTS = 1 << 16  # whose products have a sum in 32 bits
-_NAMES = {id(INT4): "int4", id(INT8): "int8", id(NF4): "nf4", id(FP4): "fp4", id(E4M3): "fp8"}
+_HALF_BLOCK = 16  # inputs, as there: the size of a group is a multiple
+_MAX_INPUTS = 1 << 16  # the sum of their products fits in 32 bits
+_KINDS = {id(INT4): (0, "int4"), id(INT8): (1, "int8"), id(E4M3): (2, "fp8")}  # as in codes.h, and for the log
 
 
 class _CodesParams(ctypes.Structure):
     """`packed_codes` of codes.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "ranges", "table")),
-        *((name, ctypes.c_int64) for name in ("kind", "range", "num_ranges", "has_offset", "in_bf16", "per_group")),
+        *((name, ctypes.c_void_p) for name in ("codes", "groups")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "group_size", "num_groups", "has_offset", "in_bf16", "per_block")
+        ),
         ("steps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
 
 
 class QuantizedGemm:
-    """A GEMM with a weight as `stored` has it. By quantized_gemm.c where it multiplies numbers in 8 bits: the bits of a
-    row depend neither on the rows beside it nor on the instruction set. Else by gemm.c, which widens the weight to the
-    dtype of the activations a block at a time.
+    """A GEMM with a weight as `stored` has it. By quantized_gemm.c for activations in 8 bits: the bits of a row depend
+    neither on the rows beside it nor on the instruction set. Else by gemm.c, which dequantizes parts of the weight to
+    the dtype of the activations.
     """
 
     def __init__(
@@ -48,29 +48,28 @@ class QuantizedGemm:
         quads = codes.unflatten(0, (-1, _TILE_N)).unflatten(-1, (-1, 4)).transpose(1, 2)[..., _ORDER]
         packed = quads if weight.bits == 8 else quads[:, 0::2] | quads[:, 1::2] << 4
         size = weight.group_size or inputs
-        ranges = torch.stack([each for each in (weight.scale, weight.offset) if each is not None], 1)
-        unused = -(-inputs // size) - ranges.shape[2]
-        tiles = pad(ranges, (0, unused, 0, 0, 0, missing)).unflatten(0, (-1, _TILE_N))
-        tiles = tiles.permute(0, 3, 2, 1)  # [tiles, ranges, 1 or 2, tile]
-        self._codes, self._ranges = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
-        self._table, self._order = weight.table, weight.order
+        groups = torch.stack([x for x in (weight.scale, weight.offset) if x is not None], 1)
+        unused = -(-inputs // size) - groups.shape[2]
+        tiles = pad(groups, (0, unused, 0, 0, 0, missing)).unflatten(0, (-1, _TILE_N))
+        tiles = tiles.permute(0, 3, 2, 1)  # [tiles, groups, 1 or 2, tile]
+        self._codes, self._groups = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
+        self._order = weight.order
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
             codes=self._codes.data_ptr(),
-            ranges=self._ranges.data_ptr(),
-            table=weight.table.data_ptr(),
-            kind=0 if weight.bits == 4 else 1 if weight.table is INT8 else 2,
-            range=size,
-            num_ranges=tiles.shape[1],
+            groups=self._groups.data_ptr(),
+            kind=_KINDS[id(weight.table)][0],
+            group_size=size,
+            num_groups=tiles.shape[1],
             has_offset=weight.offset is not None,
             in_bf16=weight.scale.dtype == torch.bfloat16,
-            per_group=how.per_group and how.scale is None,
+            per_block=how.per_block and how.scale is None,
             steps=how.steps,
             scale=how.scale or 0,
         )
         self._address = ctypes.addressof(self._params)
         argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
-        name, restype = ("quantized_gemm", ctypes.c_int) if self.rounds_inputs else ("widened_gemm", None)
+        name, restype = ("quantized_gemm", ctypes.c_int) if self.rounds_inputs else ("dequantizing_gemm", None)
         self._function = kernels.function(name, dtype, argtypes, restype)
         self._take_columns = kernels.function("take_columns", dtype, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3)
 
@@ -86,7 +85,7 @@ class QuantizedGemm:
         return y
 
     def _columns(self, x: Tensor) -> Tensor:
-        """What the columns of the weight multiply, contiguous."""
+        """x in the order of the columns of the weight, contiguous."""
         assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
         x = x.contiguous()
         if self._order is None:
@@ -98,49 +97,46 @@ class QuantizedGemm:
 
 
 class PlainGemm:
-    """A GEMM with a quantized weight by PyTorch, which widens the weight anew for each product."""
+    """A GEMM with a quantized weight by PyTorch, which dequantizes the weight for each product."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight, self.rounds_inputs = weight, weight.activations is not None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        numbers = self._weight.numbers(x).float()
-        return linear(numbers, self._weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
+        rounded = self._weight.fake_quantized(x).float()
+        return linear(rounded, self._weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def describe_kind(weight: QuantizedWeight) -> str:
-    codes = _NAMES.get(id(weight.table), f"{weight.bits}-bit")
-    return f"{codes} weights and {'plain' if weight.activations is None else 'int8'} activations"
+    _, name = _KINDS[id(weight.table)]
+    return f"{name} weights and {'plain' if weight.activations is None else 'int8'} activations"
 
 
 def has_kernel(weight: QuantizedWeight) -> bool:
     """Whether quantized_gemm.c or gemm.c multiplies by such codes."""
-    if weight.bits == 8 and weight.table is not INT8 and weight.table is not E4M3:
-        return False
     inputs, group = weight.codes.shape[1], weight.group_size
-    fits = group is None or group >= inputs or group % _UNIT == 0
+    fits = group is None or group >= inputs or group % _HALF_BLOCK == 0
     return fits and (weight.activations is None or (weight.has_integers and inputs <= _MAX_INPUTS))
 
 
 def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype) -> bool:
     """Whether the kernel is right for weights like this one."""
-    gemm, tolerance = QuantizedGemm(sample, kernels, dtype), _ROUNDING if sample.activations else 0
-    return is_right(gemm, sample.dequantized(), dtype, sample.numbers, tolerance)
+    fake_quantized = sample.fake_quantized if sample.activations else None
+    return is_right(QuantizedGemm(sample, kernels, dtype), sample.dequantized(), dtype, fake_quantized)
 
 
 def stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """A weight with groups that C has, and their numbers in the smallest dtype that keeps them as they are."""
+    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets."""
     inputs, size = weight.codes.shape[1], weight.group_size
-    numbers = [each for each in (weight.scale, weight.offset) if each is not None]
-    is_short = all(torch.equal(each.bfloat16().float(), each.float()) for each in numbers)
-    scale, *offset = [each.to(torch.bfloat16 if is_short else torch.float32) for each in numbers]
+    groups = [x for x in (weight.scale, weight.offset) if x is not None]
+    is_short = all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
+    scale, *offset = [x.to(torch.bfloat16 if is_short else torch.float32) for x in groups]
     if size is None or size >= inputs:
         size = inputs + -inputs % GROUP
-    elif size % GROUP and size != _UNIT:  # groups of activations have one or two groups of the weight
-        scale, *offset = [
-            each.repeat_interleave(size // _UNIT, 1)[:, : -(-inputs // _UNIT)] for each in (scale, *offset)
-        ]
-        size = _UNIT
+    elif size % GROUP and size != _HALF_BLOCK:  # a block of activations has one or two groups of the weight
+        repeats, count = size // _HALF_BLOCK, -(-inputs // _HALF_BLOCK)
+        scale, *offset = [x.repeat_interleave(repeats, 1)[:, :count] for x in (scale, *offset)]
+        size = _HALF_BLOCK
     return replace(weight, scale=scale, offset=offset[0] if offset else None, group_size=size)
 
 

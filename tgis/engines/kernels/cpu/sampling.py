@@ -25,8 +25,8 @@ class CpuArgmax:
         scores = _with_adjacent_columns(scores)
         rows, vocab_size = scores.shape
         table = torch.empty(rows, _COLUMNS, dtype=torch.float64)
-        numbers = rows, vocab_size, details, torch.get_num_threads()
-        self.functions[scores.dtype](scores.data_ptr(), scores.stride(0), table.data_ptr(), *numbers)
+        sizes = rows, vocab_size, details, torch.get_num_threads()
+        self.functions[scores.dtype](scores.data_ptr(), scores.stride(0), table.data_ptr(), *sizes)
         return table
 
 
@@ -50,8 +50,8 @@ class CpuGumbelMax:
         assert all(column.shape == (rows, 1) for column in columns)
         token_ids = torch.empty_like(columns[-1])
         addresses = [column.data_ptr() for column in (*columns, token_ids)]
-        numbers = rows, vocab_size, torch.get_num_threads()
-        self.functions[scores.dtype](scores.data_ptr(), scores.stride(0), *addresses, *numbers)
+        sizes = rows, vocab_size, torch.get_num_threads()
+        self.functions[scores.dtype](scores.data_ptr(), scores.stride(0), *addresses, *sizes)
         return token_ids
 
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Linear layers with quantized weights in Triton: one kernel for all codes, groups and numbers of rows.
+"""Linear layers with quantized weights in Triton: one kernel for all codes, groups and batch sizes.
 
 A program computes a tile of outputs for a tile of rows. It widens codes to the dtype of the activations in registers,
 and accumulates in float32. Numbers that a weight wants in 8 bits are rounded to these before, and stay in their dtype.
@@ -23,7 +23,7 @@ from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight
 
 _WIDTH = 256  # bytes: rows of codes have a multiple of them
-_ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): 256}  # as the kernel explains
+_ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): None}  # the code of 0; None: codes are E4M3
 _ALL = 1 << 30  # columns
 _TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added to a small number, it leaves no place for a fraction
@@ -58,15 +58,14 @@ class TritonGemm:
 
     def __init__(self, weight: QuantizedWeight, device: torch.device) -> None:
         self.outputs, self._inputs = weight.codes.shape
-        self.rounds_inputs, self._zero = weight.activations is not None, _ZEROS.get(id(weight.table), -1)
+        self.rounds_inputs, self._zero = weight.activations is not None, _ZEROS[id(weight.table)]
         per_byte, self._group = 8 // weight.bits, weight.group_size or _ALL
         codes = pad(weight.codes.to(device), (0, -self._inputs % (per_byte * _WIDTH)))
         low, *high = codes.chunk(per_byte, 1)  # high halves of bytes are the last columns
         packed = low | high[0] << 4 if high else low.contiguous()
         unused = -(-codes.shape[1] // self._group) - weight.scale.shape[1]
-        on_device = [None if each is None else each.to(device) for each in (weight.scale, weight.offset, weight.order)]
-        scale, offset = (None if each is None else pad(each, (0, unused)) for each in on_device[:2])
-        table, order = weight.table.to(device), on_device[2]
+        scale, offset = (None if x is None else pad(x.to(device), (0, unused)) for x in (weight.scale, weight.offset))
+        table, order = weight.table.to(device), None if weight.order is None else weight.order.to(device)
         self._weight = replace(weight, codes=packed, table=table, scale=scale, offset=offset, order=order)
         self._id = torch.tensor([id(self)])
         _gemms[id(self)] = self
@@ -90,19 +89,19 @@ class TritonGemm:
         y = x.new_empty(*x.shape[:-1], self.outputs)
         sizes = rows, self.outputs, self._inputs, weight.codes.shape[1] // block_k, weight.scale.shape[1]
         _product[triton.cdiv(self.outputs, block_n), triton.cdiv(rows, block_m)](
-            *(y, self._numbers(x), weight.codes, weight.scale, weight.offset, weight.table, bias, *sizes),
+            *(y, self._fake_quantized(x), weight.codes, weight.scale, weight.offset, bias, *sizes),
             *(weight.bits, self._zero, self._group, math.gcd(self._group, block_k), block_m, block_n, block_k),
         )
         return y
 
-    def _numbers(self, x: Tensor) -> Tensor:
-        """What the columns of the weight multiply."""
+    def _fake_quantized(self, x: Tensor) -> Tensor:
+        """x in the order of the columns, rounded as the weight asks."""
         how, order = self._weight.activations, self._weight.order
         x = x.contiguous() if order is None else x.index_select(-1, order)
         if how is None:
             return x
         y, block = torch.empty_like(x), max(triton.next_power_of_2(self._inputs), GROUP)
-        largest, span = None if how.scale is None else how.scale * how.steps, GROUP if how.per_group else block
+        largest, span = None if how.scale is None else how.scale * how.steps, GROUP if how.per_block else block
         _round[x.numel() // self._inputs,](y, x, self._inputs, largest, how.steps, span, block, num_warps=8)
         return y
 
@@ -130,7 +129,6 @@ def _product(
     codes: tl.tensor,
     scale: tl.tensor,
     offset: tl.tensor,
-    table: tl.tensor,
     bias: tl.tensor,
     rows: tl.tensor,
     outputs: tl.tensor,
@@ -147,7 +145,7 @@ def _product(
 ) -> None:
     """Compute a tile of y [rows, outputs].
 
-    `zero` is the code that stands for 0 where codes are integers, 256 for E4M3, -1 for what only the table tells.
+    `zero` is the code of 0 where codes are integers, None for E4M3.
     `span` columns of a tile of codes have the same scale.
     """
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)[:, None]
@@ -162,18 +160,16 @@ def _product(
             code = (packed >> 4 * part) & 15 if bits == 4 else packed
             nth = part * tiles + tile
             of_group = output * groups + (nth * (block_k // span) + nth_span[None, :]) // (group // span)
-            if zero < 0:
-                numbers = tl.load(table + code.to(tl.int32))
-            elif zero < 256:
-                numbers = code.to(tl.float32) - zero
+            if zero is not None:
+                value = code.to(tl.float32) - zero
             else:  # a float16 without the lowest bits, and one bit fewer of the exponent
                 half = ((code & 128).to(tl.int16) << 8) | ((code & 127).to(tl.int16) << 7)
-                numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
-            numbers = tl.reshape(numbers, [block_n, block_k // span, span])
-            numbers *= tl.load(scale + of_group, mask=is_output, other=0.0).to(tl.float32)[:, :, None]
+                value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
+            value = tl.reshape(value, [block_n, block_k // span, span])
+            value *= tl.load(scale + of_group, mask=is_output, other=0.0).to(tl.float32)[:, :, None]
             if offset is not None:
-                numbers += tl.load(offset + of_group, mask=is_output, other=0.0).to(tl.float32)[:, :, None]
-            weight = tl.reshape(numbers, [block_n, block_k]).to(x.dtype.element_ty)
+                value += tl.load(offset + of_group, mask=is_output, other=0.0).to(tl.float32)[:, :, None]
+            weight = tl.reshape(value, [block_n, block_k]).to(x.dtype.element_ty)
             of_row = nth * block_k + column[:, None]
             other = tl.load(own_x + of_row, mask=is_row & (of_row < inputs), other=0.0)
             acc = tl.dot(weight, other, acc, input_precision="ieee")
@@ -186,7 +182,7 @@ def _product(
 def _round(
     y: tl.tensor, x: tl.tensor, k: tl.tensor, most: tl.tensor, steps: tl.tensor, span: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Round a row of k numbers as ActivationCodes do; `most` takes the place of the largest of `span` numbers."""
+    """Round a row of k values as ActivationCodes do; `most` takes the place of the largest of `span` values."""
     column = tl.arange(0, block)
     place = tl.program_id(0).to(tl.int64) * k + column
     number = tl.reshape(tl.load(x + place, mask=column < k, other=0.0).to(tl.float32), [block // span, span])

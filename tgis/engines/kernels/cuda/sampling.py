@@ -15,7 +15,8 @@ from torch import Tensor
 _BLOCK = 4096  # tokens per loop iteration, or of a program
 _MIN_CANDIDATES = 128  # kernels are compiled per power of two of candidates: fewer variants
 _COLUMNS = tl.constexpr(5)  # of a table, before the best tokens
-_INEXACT, _INVALID = tl.constexpr(1.0), tl.constexpr(2.0)  # states of a row
+_INVALID, _INEXACT = tl.constexpr(1.0), tl.constexpr(2.0)  # states of a row; inexact ones are searched
+_STEPS = tl.constexpr(33)  # of a bisection of 32-bit integers
 _LOWEST_BITS = tl.constexpr(0x7FFFFFFF)  # of a float32, but the sign
 _LAST_KEY = tl.constexpr(2**63 - 1)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -55,8 +56,8 @@ def _best_token(
     token_id = tl.min(tl.where(highest == maximum, first, vocab_size - 1), 0)
     is_invalid = (tl.max(is_nan, 0) > 0) | (tl.abs(maximum) == float("inf"))
     column = tl.arange(0, 8)
-    numbers = tl.where(column == 0, token_id, tl.where((column == 1) & is_invalid, _INVALID, 0.0)).to(tl.float64)
-    tl.store(table + row * _COLUMNS + column, numbers, mask=column < _COLUMNS)
+    line = tl.where(column == 0, token_id, tl.where((column == 1) & is_invalid, _INVALID, 0.0)).to(tl.float64)
+    tl.store(table + row * _COLUMNS + column, line, mask=column < _COLUMNS)
 
 
 def gumbel_max(scores: Tensor, max_scores: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
@@ -114,15 +115,15 @@ def exponential_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 def filtered_draw_table(
+    scores: Tensor,
     best: tuple[Tensor, Tensor],
-    vocab_size: int,
     columns: tuple[Tensor, ...],
     top_k: Tensor | None,
     top_p: Tensor | None,
     max_top: int,
 ) -> Tensor:
-    """The table [b, 5 + 2 max_top], in the layout of engines/sampling/logprobs.py, of draws from the `best` tokens of
-    rows: float32 values [b, C] and ids, in any order.
+    """The table [b, 5 + 2 max_top], in the layout of engines/sampling/logprobs.py, of draws from `scores` [b, V]. Rows
+    for which the `best` tokens, float32 values [b, C] and ids in any order, are not enough are searched.
 
     It computes what `Candidates` of engines/sampling/logits_processors.py does, in double precision but for the noise.
 
@@ -132,12 +133,22 @@ def filtered_draw_table(
     values, ids = best
     (rows, count), device = values.shape, values.device
     assert max_top <= count
+    assert scores.stride(1) == 1
     assert values.is_contiguous()
     assert ids.is_contiguous()
     table = torch.empty(rows, _COLUMNS.value + 2 * max_top, dtype=torch.float64, device=device)
+    max_scores, temperatures, masses, keys, top_n = (column.contiguous() for column in columns)
     _filtered_draw[rows,](
-        *(table, values, ids, vocab_size, count, max_top, *(column.contiguous() for column in columns), top_k, top_p),
+        *(table, values, ids, scores.shape[1], count, max_top),
+        *(max_scores, temperatures, masses, keys, top_n, top_k, top_p),
         block_size=max(triton.next_power_of_2(count), _MIN_CANDIDATES),
+    )
+    _searched_draw[rows,](
+        *(table, scores, scores.stride(0), scores.shape[1], max_top),
+        *(max_scores, temperatures, keys, top_n, top_k, top_p),
+        top_size=triton.next_power_of_2(max(max_top, 1)),
+        block_size=_BLOCK,
+        num_warps=8,
     )
     return table
 
@@ -192,18 +203,126 @@ def _filtered_draw(
     rank = 1 + tl.sum((kept & (logit > drawn_logit)).to(tl.int32), 0)
     top_n = tl.load(top_ns + row)
     nth = _element(logit, tl.minimum(tl.maximum(top_n - 1, 0), count - 1), index)
-    num_top = tl.sum((kept & (logit >= nth)).to(tl.int32), 0)
+    num_top = tl.minimum(tl.sum((kept & (logit >= nth)).to(tl.int32), 0), max_top)
     is_exact &= is_complete | (tl.sum(kept.to(tl.int64), 0) >= top_n)
     is_valid = tl.abs(max_score) < float("inf")
     state = tl.where(is_valid, tl.where(is_exact, 0.0, _INEXACT), _INVALID)
-    own = table + row * (_COLUMNS + 2 * max_top)
-    tl.store(own, _element(token, at, index).to(tl.float64))
-    tl.store(own + 1, state.to(tl.float64))
-    tl.store(own + 2, drawn_logit - log_total)
-    tl.store(own + 3, rank.to(tl.float64))
-    tl.store(own + 4, num_top.to(tl.float64))
-    tl.store(own + _COLUMNS + index, token.to(tl.float64), mask=index < max_top)
-    tl.store(own + _COLUMNS + max_top + index, logit - log_total, mask=index < max_top)
+    line = table + row * (_COLUMNS + 2 * max_top)
+    tl.store(line, _element(token, at, index).to(tl.float64))
+    tl.store(line + 1, state.to(tl.float64))
+    tl.store(line + 2, drawn_logit - log_total)
+    tl.store(line + 3, rank.to(tl.float64))
+    tl.store(line + 4, num_top.to(tl.float64))
+    tl.store(line + _COLUMNS + index, token.to(tl.float64), mask=index < max_top)
+    tl.store(line + _COLUMNS + max_top + index, logit - log_total, mask=index < max_top)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "max_top"])
+def _searched_draw(
+    table: tl.tensor,
+    scores: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    max_top: tl.tensor,
+    max_scores: tl.tensor,
+    temperatures: tl.tensor,
+    noise_keys: tl.tensor,
+    top_ns: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    top_size: tl.constexpr,
+    block_size: tl.constexpr,
+) -> None:
+    """Draw from the whole row where the list was too short. The kept tokens are those above a level and the first ones
+    at it, which bisections find; the table has the ids of the best tokens already.
+    """
+    row = tl.program_id(0)
+    line = table + row * (_COLUMNS + 2 * max_top)
+    if tl.load(line + 1) == _INEXACT:
+        scores += row.to(tl.int64) * stride
+        max_score, temperature = tl.load(max_scores + row), tl.load(temperatures + row)
+        key = tl.load(noise_keys + row)
+        level, last_id = tl.full([], -(2**31), tl.int64), tl.zeros([], tl.int64) + vocab_size - 1
+        if top_ks is not None:
+            k = tl.load(top_ks + row)
+            k = tl.where(k > 0, k, _LAST_KEY)
+            above = _order(max_score) + 1
+            for _ in range(_STEPS):
+                middle = (level + above) >> 1
+                count, _mass = _kept(scores, vocab_size, max_score, temperature, middle, last_id, block_size)
+                level, above = tl.where(count >= k, middle, level), tl.where(count >= k, above, middle)
+        if top_ps is not None:
+            p = tl.load(top_ps + row)
+            _count, total = _kept(scores, vocab_size, max_score, temperature, level, last_id, block_size)
+            threshold = tl.where(p < 1, tl.maximum(p * total, 1e-300), float("inf"))
+            below, level = level - 1, _order(max_score)
+            for _ in range(_STEPS):  # the lowest level above which there is less than the threshold
+                middle = (below + level) >> 1
+                _count, mass = _kept(scores, vocab_size, max_score, temperature, middle, below * 0 - 1, block_size)
+                below, level = tl.where(mass < threshold, below, middle), tl.where(mass < threshold, middle, level)
+            after, last_id = last_id + 1, last_id * 0
+            for _ in range(_STEPS):  # the last token before which there is less than the threshold
+                middle = (last_id + after) >> 1
+                _count, mass = _kept(scores, vocab_size, max_score, temperature, level, middle - 1, block_size)
+                last_id, after = tl.where(mass < threshold, middle, last_id), tl.where(mass < threshold, after, middle)
+        num_kept, total = _kept(scores, vocab_size, max_score, temperature, level, last_id, block_size)
+        least, first = tl.full([block_size], float("inf"), tl.float64), tl.zeros([block_size], tl.int64)
+        for start in range(0, vocab_size, block_size):
+            ids = start + tl.arange(0, block_size)
+            value = tl.load(scores + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+            logit = (value.to(tl.float64) - max_score) / temperature
+            ratio = exponential_noise(key, ids) * tl.exp(-logit)  # E / p
+            is_less = _is_kept(value, ids, level, last_id) & (ratio < least)
+            least, first = tl.where(is_less, ratio, least), tl.where(is_less, ids, first)
+        token = _element(first, tl.argmin(least, 0), tl.arange(0, block_size))
+        drawn = tl.load(scores + token).to(tl.float32)
+        higher, _mass = _kept(scores, vocab_size, max_score, temperature, _order(drawn), last_id * 0 - 1, block_size)
+        index = tl.arange(0, top_size)
+        top_ids = tl.load(line + _COLUMNS + index, mask=index < max_top, other=0.0).to(tl.int64)
+        logit = (tl.load(scores + top_ids).to(tl.float64) - max_score) / temperature
+        nth = _element(logit, tl.maximum(tl.load(top_ns + row) - 1, 0), index)
+        num_top = tl.sum(((index < max_top) & (index < num_kept) & (logit >= nth)).to(tl.int32), 0)
+        tl.store(line, token.to(tl.float64))
+        tl.store(line + 1, tl.zeros([], tl.float64))
+        tl.store(line + 2, (drawn.to(tl.float64) - max_score) / temperature - tl.log(total))
+        tl.store(line + 3, (higher + 1).to(tl.float64))
+        tl.store(line + 4, num_top.to(tl.float64))
+        tl.store(line + _COLUMNS + max_top + index, logit - tl.log(total), mask=index < max_top)
+
+
+@triton.jit
+def _kept(
+    scores: tl.tensor,
+    vocab_size: tl.tensor,
+    max_score: tl.tensor,
+    temperature: tl.tensor,
+    level: tl.tensor,
+    last_id: tl.tensor,
+    block_size: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The number of tokens that are kept, and their mass."""
+    count, mass = tl.zeros([block_size], tl.int64), tl.zeros([block_size], tl.float64)
+    for start in range(0, vocab_size, block_size):
+        ids = start + tl.arange(0, block_size)
+        value = tl.load(scores + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        kept = _is_kept(value, ids, level, last_id)
+        count += kept.to(tl.int64)
+        mass += tl.where(kept, tl.exp((value.to(tl.float64) - max_score) / temperature), 0.0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _is_kept(value: tl.tensor, ids: tl.tensor, level: tl.tensor, last_id: tl.tensor) -> tl.tensor:
+    """Whether tokens are above a level, or at it and not after the last one."""
+    order = _order(value)
+    return (value > -float("inf")) & ((order > level) | ((order == level) & (ids <= last_id)))
+
+
+@triton.jit
+def _order(value: tl.tensor) -> tl.tensor:
+    """Integers in the order of float32 numbers; -0.0 and 0.0 are equal."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & _LOWEST_BITS)).to(tl.int64)
 
 
 @triton.jit

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from tgis.engines.kernels.agreement import agrees, relative_error
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative
-_HALF_TOLERANCE = 0.02
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -77,17 +76,13 @@ class KernelSelfTest:
             return " ".join(repr(error).split())[:300]
 
 
-def _difference(found: Tensor, expected: Tensor, max_other_integers: float) -> str | None:
+def _difference(computed: Tensor, expected: Tensor, max_other_integers: float) -> str | None:
     """A description of the difference, if it is more than rounding explains."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    if not found.is_floating_point():
-        share = (found != expected).double().mean().item()
+    if computed.shape != expected.shape or computed.dtype != expected.dtype:
+        return f"{computed.dtype} {tuple(computed.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    if not computed.is_floating_point():
+        share = (computed != expected).double().mean().item()
         return None if share <= max_other_integers else f"{share:.0%} of the numbers differ"
-    tolerance = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
-    found, expected = found.double(), expected.double()
-    if not torch.allclose(*(x.where(~x.isfinite(), 0.0) for x in (found, expected)), equal_nan=True):
-        return "other numbers are not finite"
-    found, expected = (x.where(x.isfinite(), 0.0) for x in (found, expected))
-    off = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-    return None if off <= tolerance else f"off by {off:.1e}"
+    if agrees(computed, expected, expected.dtype):
+        return None
+    return f"off by {relative_error(computed, expected):.1e}"

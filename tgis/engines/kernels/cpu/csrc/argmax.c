@@ -12,7 +12,7 @@ typedef struct {
     double token, state, logprob, rank, num_candidates;
 } table_row;
 
-enum { EXACT = 0, INVALID = 2 }; /* RowState */
+enum { VALID = 0, INVALID = 1 };
 
 /* The scores from `start` on; beyond the last one, copies of it. */
 static inline f32_vec load_scores(const scalar_t *scores, int64_t start, int64_t size) {
@@ -69,7 +69,7 @@ void EXPORT(argmax)(
     for (int64_t row = 0; row < rows; row++) {
         const scalar_t *own = scores + row * stride;
         const float highest = highest_score(own, size);
-        table[row] = (table_row){first_with(own, size, highest), isfinite(highest) ? EXACT : INVALID, 0, 0, 0};
+        table[row] = (table_row){first_with(own, size, highest), isfinite(highest) ? VALID : INVALID, 0, 0, 0};
         if (!details) continue;
         table[row].logprob = -log(softmax_mass(own, size, highest));
         table[row].rank = 1;

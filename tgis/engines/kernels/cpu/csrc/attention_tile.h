@@ -3,7 +3,11 @@
 
    The cache of a layer is made of panels of PANEL tokens, which are multiplied as they are: keys
    [blocks, kv_heads, block_size / PANEL, k_size / PAIR, PANEL, PAIR] and values
-   [blocks, kv_heads, block_size / PANEL, PANEL / PAIR, v_size, PAIR]. */
+   [blocks, kv_heads, block_size / PANEL, PANEL / PAIR, v_size, PAIR].
+
+   A panel of int8 codes has keys [k_size / QUAD, PANEL, QUAD] or values [PANEL / QUAD, v_size, QUAD], then the float32
+   scales of its tokens. The values of a token and head are code * scale, the largest of them has the largest code. Codes
+   are exact in bfloat16. */
 
 #ifndef ATTENTION_TILE_H
 #define ATTENTION_TILE_H
@@ -12,6 +16,8 @@
 
 #define PANEL 16 /* tokens; a multiple of LANES and PAIR */
 #define TILE 128 /* tokens; a multiple of PANEL */
+#define QUAD 4   /* codes in a lane */
+#define SCALE_BYTES ((int64_t)sizeof(float)) /* as in kv_codes.py */
 #define TILE_PANELS (TILE / PANEL)
 #define TILE_VECS (TILE / LANES)
 
@@ -23,7 +29,20 @@
 #define GEMM_COLUMNS 2
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+/* Where the panel of a token is in a cache, counted in tokens of one head. */
+static inline int64_t panel_slot(
+    int64_t kv_heads, int64_t block_size, int64_t block, int64_t kv_head, int64_t token_in_block
+) {
+    return (block * kv_heads + kv_head) * block_size + token_in_block / PANEL * PANEL;
+}
+
+/* The panel at a place in a cache. */
+static inline const char *panel_of(const void *cache, int64_t is_coded, int64_t size, int64_t slot) {
+    return (const char *)cache + slot * (is_coded ? size + SCALE_BYTES : size * (int64_t)sizeof(scalar_t));
+}
+
+/* The scale of one of its tokens. */
+static inline float *scale_of(char *panel, int64_t size, int64_t token) { return (float *)(panel + PANEL * size) + token; }
 
 /* Panels of one KV head. Unseen values are 0, unseen keys anything. */
 typedef struct {
@@ -100,22 +119,6 @@ INLINE void weigh_rows(
         weigh_columns(rows, GEMM_COLUMNS, tile, count, v_size, first, weights, shrink, sums, sums_row);
     for (; first < v_size / LANES; first++)
         weigh_columns(rows, 1, tile, count, v_size, first, weights, shrink, sums, sums_row);
-}
-
-/* Copies the values of a panel; zeros for those outside of [begin, end). */
-static inline void copy_seen(const scalar_t *values, int64_t v_size, int64_t begin, int64_t end, scalar_t *to) {
-    const uint32_t one = PAIR == 2 ? 0xffff : 0xffffffff;
-    for (int64_t token = 0; token < PANEL; token += PAIR) {
-        uint32_t seen = 0;
-        for (int i = 0; i < PAIR; i++)
-            if (token + i >= begin && token + i < end) seen |= one << (16 * i);
-        for (int64_t i = 0; i < v_size; i += LANES) {
-            u32_vec part;
-            memcpy(&part, values + token * v_size + i * PAIR, sizeof part);
-            part &= seen;
-            memcpy(to + token * v_size + i * PAIR, &part, sizeof part);
-        }
-    }
 }
 
 #endif

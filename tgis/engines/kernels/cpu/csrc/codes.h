@@ -1,6 +1,6 @@
-/* Weights in codes of 4 or 8 bits: table[code] * scale + offset of the output and range of inputs.
+/* Weights in codes of 4 or 8 bits: the value of the code * scale + offset of the output and group of inputs.
 
-   Packed codes are [n / TILE_N, k / 4, TILE_N, 4] bytes, n filled up and k to a multiple of GROUP. The two in the middle of
+   Packed codes are [n / TILE_N, k / 4, TILE_N, 4] bytes, n filled up and k to a multiple of BLOCK. The two in the middle of
    four are exchanged. With 4 bits a byte has the codes of the next four inputs, too, in its upper half. */
 
 #ifndef CODES_H
@@ -14,26 +14,25 @@
 #include <immintrin.h>
 #endif
 
-#define GROUP 32         /* as in quantized.py */
-#define UNIT 16          /* inputs: a range is some of them */
+#define BLOCK 32         /* inputs with one scale in activations: GROUP of weight.py */
+#define HALF_BLOCK 16    /* inputs: the size of a group of the weight is a multiple */
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
-#define RANGES_AHEAD 32  /* the same */
+#define GROUPS_AHEAD 32  /* the same */
 
 typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
 
-enum { TABLE, INT8, E4M3 }; /* what codes are: 4 bits, those of a table; 8 bits, less 128; 8 bits, a number each */
+enum { INT4, INT8, E4M3 }; /* values of codes: the code; the code less 128; the float of these bits */
 
 typedef struct {
     const uint8_t *codes;
-    const void *ranges;     /* [n / TILE_N, ranges, 1 or 2, TILE_N]: scales and, if there are any, offsets */
-    const float *table;     /* of codes of 4 bits */
-    int64_t kind, range;    /* inputs of a range */
-    int64_t num_ranges, has_offset, in_bf16;
-    int64_t per_group;      /* whether x has a scale for each row and GROUP inputs, or for each row */
-    float steps, scale;     /* of x, see weight.py; 0: none */
+    const void *groups;       /* [n / TILE_N, groups, 1 or 2, TILE_N]: scales and, if there are any, offsets */
+    int64_t kind, group_size; /* the latter in inputs */
+    int64_t num_groups, has_offset, in_bf16;
+    int64_t per_block;        /* whether x has a scale for each row and BLOCK inputs, or for each row */
+    float steps, scale;       /* of x, see weight.py; 0: none */
 } packed_codes;
 
-static inline int64_t padded_inputs(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
+static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
 static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
 
@@ -56,21 +55,21 @@ static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
 #endif
 }
 
-/* Fetches a cache line of the scales and offsets of a range. */
-static inline __attribute__((always_inline)) void prefetch_range(const packed_codes *weight, int64_t tile, int64_t range, int64_t byte) {
-    const int64_t at = (tile * weight->num_ranges + range) * (1 + weight->has_offset) * TILE_N;
-    __builtin_prefetch((const char *)weight->ranges + at * (weight->in_bf16 ? 2 : 4) + byte);
+/* Fetches a cache line of the scales and offsets of a group. */
+INLINE void prefetch_group(const packed_codes *weight, int64_t tile, int64_t group, int64_t byte) {
+    const int64_t at = (tile * weight->num_groups + group) * (1 + weight->has_offset) * TILE_N;
+    __builtin_prefetch((const char *)weight->groups + at * (weight->in_bf16 ? 2 : 4) + byte);
 }
 
-/* LANES scales (`which` 0) or offsets (1) of a range, from output `first` of the tile on. */
-static inline __attribute__((always_inline)) f32_vec load_range(
-    const packed_codes *weight, int64_t tile, int64_t range, int which, int64_t first
+/* LANES scales (`which` 0) or offsets (1) of a group, from output `first` of the tile on. */
+INLINE f32_vec load_group(
+    const packed_codes *weight, int64_t tile, int64_t group, int which, int64_t first
 ) {
-    const int64_t at = ((tile * weight->num_ranges + range) * (1 + weight->has_offset) + which) * TILE_N + first;
-    return weight->in_bf16 ? load_bf16((const uint16_t *)weight->ranges + at) : load_f32((const float *)weight->ranges + at);
+    const int64_t at = ((tile * weight->num_groups + group) * (1 + weight->has_offset) + which) * TILE_N + first;
+    return weight->in_bf16 ? load_bf16((const uint16_t *)weight->groups + at) : load_f32((const float *)weight->groups + at);
 }
 
-/* Whether a scale is all there is beside the table, so that sums can be multiplied by it. */
-static inline int has_one_scale(const packed_codes *weight) { return weight->num_ranges == 1 && !weight->has_offset; }
+/* Whether each output has one scale and nothing else, by which its sum can be multiplied. */
+static inline int has_one_scale(const packed_codes *weight) { return weight->num_groups == 1 && !weight->has_offset; }
 
 #endif

@@ -121,7 +121,7 @@ static inline f32_vec tanh_precise(f32_vec x) {
     return (f32_vec)((is_small & (u32_vec)(x + x * s * sum)) | (~is_small & (u32_vec)tanh_f32(x)));
 }
 
-static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of fused_ops.py */
+static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of activations.py */
     switch (kind) {
     case 0: return silu(x);
     case 1: return gelu_tanh(x);

@@ -43,7 +43,7 @@ static void configure_tiles(int64_t rows) {
 }
 
 /* sums [rows, TILE_N] += x [rows, k] * one tile of the packed weight, for rows in one or two row tiles. */
-static inline __attribute__((always_inline)) void multiply_rows(
+INLINE void multiply_rows(
     const int row_tiles, const scalar_t *x, const scalar_t *weights, int64_t k, float *sums
 ) {
     float *second = sums + TILE_M * TILE_N;

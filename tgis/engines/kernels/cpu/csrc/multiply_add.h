@@ -18,7 +18,7 @@ typedef scalar_t operand_t;
 #endif
 
 /* sums += x (PAIR elements, the same for all lanes) * packed (PAIR elements for each lane), the second product first */
-static inline __attribute__((always_inline)) f32_vec multiply_add(
+INLINE f32_vec multiply_add(
     f32_vec sums, const operand_t *x, const scalar_t *packed
 ) {
 #if BF16 && defined(__AVX512BF16__)

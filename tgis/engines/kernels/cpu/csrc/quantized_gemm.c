@@ -1,16 +1,16 @@
 /* Linear layers with a weight in codes: y [m, n] = x [m, k] times a weight [n, k], plus a bias.
 
-   Numbers of x become codes of 8 bits times a scale of their row and group, or of their row: amax / steps, codes rounded
-   to nearest even. The sum of products over a segment, the inputs with the same scales, is an integer, and exact. Segments
-   times their scale of x are added in float32 in the order of k, then ranges times their scale of the weight, likewise,
-   each product in one rounding. So a row of x gives the same bits whatever is beside it and under every instruction set. */
+   Values of x become codes of 8 bits times a scale of their row and block, or of their row: amax / steps, codes rounded
+   to nearest even. The sum of products over a span, the inputs with one scale in x and one in the weight, is an integer,
+   and exact. Spans times their scale of x are added in float32 in the order of k, then groups times their scale of the
+   weight, likewise, each product in one rounding. So a row of x gives the same bits whatever is beside it and under every
+   instruction set. */
 
 #include "codes.h"
 
 #include <stdlib.h>
 
-#define TINY 0x1p-100f /* a group without larger numbers is zero */
-
+#define TINY 0x1p-100f /* a block without larger values is zero */
 typedef int8_t i8_vec __attribute__((vector_size(LANES)));
 typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __attribute__((vector_size(4 * LANES)));
 
@@ -33,27 +33,27 @@ typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __att
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */
 
-/* UNIT inputs of TILE_M rows of x; a segment and a range are described where they begin. */
+/* HALF_BLOCK inputs of TILE_M rows of x; a span and a group are described where they begin. */
 typedef struct {
     float scale[TILE_M];
-    int32_t minus_128[TILE_M]; /* times the sum of the codes of the segment */
-    float sum[TILE_M];         /* of the range: of codes times their scale */
-} x_unit;
+    int32_t minus_128[TILE_M]; /* times the sum of the codes of the span */
+    float sum[TILE_M];         /* of the codes of the group times their scale */
+} half_block;
 
 typedef struct {
     const packed_codes *weight;
     const scalar_t *x, *bias; /* [m, k]; [n] or NULL */
     scalar_t *y;              /* [m, n] */
-    x_unit *units;            /* [m / TILE_M, inputs / UNIT] */
+    half_block *halves;       /* [m / TILE_M, inputs / HALF_BLOCK] */
     char *codes;              /* [m / TILE_M, inputs / 4, TILE_M, 4, CODE_SIZE] */
-    int64_t k, n, inputs, segment;
+    int64_t k, n, inputs, span;
 } quantized_args;
 
 static inline f32_vec load_x(const quantized_args *args, int64_t row, int64_t at) {
     return at < args->k ? load_partial(args->x + row * args->k + at, args->k - at) : (f32_vec){0};
 }
 
-/* How LANES groups of x are rounded: to multiples of the scale. */
+/* How LANES blocks of x are rounded: to multiples of the scale. */
 typedef struct {
     f32_vec scale, factor;
 } x_rounding;
@@ -68,7 +68,7 @@ static inline u32_vec max_u32(u32_vec a, u32_vec b) {
 }
 
 /* The maximum, or the sum, of all lanes. */
-static inline __attribute__((always_inline)) uint32_t reduce_u32(const int adds, u32_vec x) {
+INLINE uint32_t reduce_u32(const int adds, u32_vec x) {
     const u32_vec lane = LANE_INDEX;
 #pragma GCC unroll 4
     for (uint32_t n = LANES / 2; n; n /= 2) {
@@ -92,11 +92,11 @@ static inline x_rounding rounding_of(const packed_codes *weight, u32_vec largest
     return (x_rounding){(f32_vec)((u32_vec)(amax / steps) & ~is_zero), (f32_vec)(rounded_up & ~is_zero & is_finite)};
 }
 
-/* Absolute values of inputs from `at` on, as bits, at the most GROUP. */
-static inline __attribute__((always_inline)) u32_vec largest_of_group(const quantized_args *args, int64_t row, int64_t at) {
-    u32_vec found = {0};
-    for (int64_t i = at; i < at + GROUP; i += LANES) found = max_u32(found, (u32_vec)load_x(args, row, i) & 0x7fffffff);
-    return found;
+/* The largest absolute values of the block from input `at` on, by lane, as bits. */
+INLINE u32_vec largest_of_block(const quantized_args *args, int64_t row, int64_t at) {
+    u32_vec largest = {0};
+    for (int64_t i = at; i < at + BLOCK; i += LANES) largest = max_u32(largest, (u32_vec)load_x(args, row, i) & 0x7fffffff);
+    return largest;
 }
 
 /* With CODE_SIZE 1. */
@@ -112,14 +112,14 @@ static inline i8_vec narrow_codes(i32_vec codes) {
 #endif
 }
 
-/* Codes of a group of x; `totals` gets the sum of those of each unit. */
-static inline __attribute__((always_inline)) void quantize_group(
+/* Quantizes a block of x; `totals` gets the sum of the codes of each half, or of both if they belong to one span. */
+INLINE void quantize_block(
     const int size, const quantized_args *args, int64_t row, int64_t at, float scale, float factor, int32_t totals[2]
 ) {
-    char codes[GROUP * 2], *to = args->codes + ((row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4) * size;
+    char codes[BLOCK * 2], *to = args->codes + ((row / TILE_M * args->inputs + at) * TILE_M + row % TILE_M * 4) * size;
     u32_vec sums[2] = {{0}};
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < GROUP; i += LANES) {
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
         f32_vec x = load_x(args, row, at + i);
         if (args->weight->scale != 0 || args->weight->steps > 127) {
             x = -max_vec(-x, broadcast(-127 * scale));
@@ -127,47 +127,47 @@ static inline __attribute__((always_inline)) void quantize_group(
         }
         /* 1.5 * 2^23: the rounded number moves to the lowest bits */
         const i32_vec code = (i32_vec)fma_vec(x, broadcast(factor), broadcast(12582912.0f)) - 0x4b400000;
-        sums[i / UNIT] += (u32_vec)code;
+        sums[i / HALF_BLOCK] += (u32_vec)code;
         const i8_vec narrow = narrow_codes(code);
         const i16_vec wide = __builtin_convertvector(code, i16_vec);
         if (size == 1) memcpy(codes + i, &narrow, sizeof narrow);
         else memcpy(codes + i * 2, &wide, sizeof wide);
     }
-    for (int i = 0; i < GROUP; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
-    if (args->segment == UNIT) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
+    for (int i = 0; i < BLOCK; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
+    if (args->span == HALF_BLOCK) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
     else totals[0] = reduce_u32(1, sums[0] + sums[1]), totals[1] = 0;
 }
 
 static void quantize_row(const quantized_args *args, int64_t row) {
     const packed_codes *weight = args->weight;
     const int64_t r = row % TILE_M;
-    x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *segment = units, *range = units;
-    u32_vec whole = {0};
-    for (int64_t at = 0; !weight->per_group && at < args->inputs; at += GROUP)
-        whole = max_u32(whole, largest_of_group(args, row, at));
-    whole = (u32_vec){0} + reduce_u32(0, whole);
-    for (int64_t first = 0, segment_end = 0, range_end = 0; first < args->inputs; first += LANES * GROUP) {
-        const int64_t groups = min_i64(LANES, (args->inputs - first) / GROUP);
+    half_block *halves = args->halves + row / TILE_M * (args->inputs / HALF_BLOCK), *span = halves, *group = halves;
+    u32_vec amax = {0};
+    for (int64_t at = 0; !weight->per_block && at < args->inputs; at += BLOCK)
+        amax = max_u32(amax, largest_of_block(args, row, at));
+    amax = (u32_vec){0} + reduce_u32(0, amax);
+    for (int64_t first = 0, span_end = 0, group_end = 0; first < args->inputs; first += LANES * BLOCK) {
+        const int64_t blocks = min_i64(LANES, (args->inputs - first) / BLOCK);
         uint32_t largest[LANES] = {0};
         float scales[LANES], factors[LANES];
-        for (int64_t i = 0; weight->per_group && i < groups; i++)
-            largest[i] = reduce_u32(0, largest_of_group(args, row, first + i * GROUP));
-        if (weight->per_group) memcpy(&whole, largest, sizeof whole);
-        const x_rounding how = rounding_of(weight, whole);
+        for (int64_t i = 0; weight->per_block && i < blocks; i++)
+            largest[i] = reduce_u32(0, largest_of_block(args, row, first + i * BLOCK));
+        if (weight->per_block) memcpy(&amax, largest, sizeof amax);
+        const x_rounding how = rounding_of(weight, amax);
         memcpy(scales, &how.scale, sizeof scales), memcpy(factors, &how.factor, sizeof factors);
-        for (int64_t i = 0; i < groups; i++) {
+        for (int64_t i = 0; i < blocks; i++) {
             int32_t totals[2];
             if (CODE_SIZE(8) != 1 && weight->kind == INT8)
-                quantize_group(CODE_SIZE(8), args, row, first + i * GROUP, scales[i], factors[i], totals);
-            else quantize_group(CODE_SIZE(4), args, row, first + i * GROUP, scales[i], factors[i], totals);
-            for (int64_t at = first + i * GROUP, half = 0; half < 1 + (args->segment == UNIT); half++, at += UNIT) {
-                if (at == segment_end) {
-                    segment_end += args->segment, segment = units + at / UNIT;
-                    segment->scale[r] = scales[i], segment->minus_128[r] = 0;
+                quantize_block(CODE_SIZE(8), args, row, first + i * BLOCK, scales[i], factors[i], totals);
+            else quantize_block(CODE_SIZE(4), args, row, first + i * BLOCK, scales[i], factors[i], totals);
+            for (int64_t at = first + i * BLOCK, half = 0; half < 1 + (args->span == HALF_BLOCK); half++, at += HALF_BLOCK) {
+                if (at == span_end) {
+                    span_end += args->span, span = halves + at / HALF_BLOCK;
+                    span->scale[r] = scales[i], span->minus_128[r] = 0;
                 }
-                if (at == range_end) range_end += weight->range, range = units + at / UNIT, range->sum[r] = 0;
-                segment->minus_128[r] = (int32_t)((uint32_t)segment->minus_128[r] - 128u * (uint32_t)totals[half]);
-                if (weight->has_offset) range->sum[r] = fmaf(totals[half], weight->per_group ? scales[i] : 1, range->sum[r]);
+                if (at == group_end) group_end += weight->group_size, group = halves + at / HALF_BLOCK, group->sum[r] = 0;
+                span->minus_128[r] = (int32_t)((uint32_t)span->minus_128[r] - 128u * (uint32_t)totals[half]);
+                if (weight->has_offset) group->sum[r] = fmaf(totals[half], weight->per_block ? scales[i] : 1, group->sum[r]);
             }
         }
     }
@@ -206,7 +206,7 @@ static inline i32_vec keep(i32_vec sum) {
 }
 
 /* sums += the products of four codes of x, the same for all lanes, with four of each lane's */
-static inline __attribute__((always_inline)) i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights) {
+INLINE i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights) {
     const i32_vec first = broadcast_bytes(x);
 #if defined(__AVX512VNNI__)
     return (i32_vec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)first);
@@ -219,114 +219,145 @@ static inline __attribute__((always_inline)) i32_vec dot(const int bits, i32_vec
     return keep(sums + (multiply_words(even, first) + multiply_words(odd, broadcast_bytes(x + 4))));
 }
 
-enum { ANY, RANGES_ARE_GROUPS, ONE_RANGE }; /* the last two with segments of GROUP */
+enum { ANY_GROUPS, GROUPS_ARE_BLOCKS, ONE_GROUP }; /* of the weight; with the last two a span is a block */
 
-/* VECTORS of outputs of a tile, from `first` on, for some rows from `row` on. */
-static inline __attribute__((always_inline)) void multiply_rows(
-    const int bits, const int ranges, const int rows, int64_t stored, const quantized_args *args, int64_t row, int64_t tile,
-    int64_t first, const uint8_t *next, int64_t next_step
+/* dots += the products of `inputs` codes of rows of x with those of VECTORS of outputs; fetches `next`. */
+INLINE void add_products(
+    const int bits, const int rows, const int inputs, const char *x, const uint8_t *codes, const uint8_t *next,
+    int64_t next_step, i32_vec (*dots)[VECTORS]
 ) {
-    const packed_codes *weight = args->weight;
-    const int step = ranges == ANY ? UNIT : GROUP;
-    const x_unit *units = args->units + row / TILE_M * (args->inputs / UNIT), *unit = units, *begin = units;
-    const char *x = args->codes + row * args->inputs * CODE_SIZE(bits);
-    const i32_vec ones = (i32_vec){0} + 0x10001;
-    const uint8_t *codes = weight->codes + (tile * args->inputs * bits / 8 * TILE_N + first * 4);
-    f32_vec sums[TILE_M][VECTORS], unfinished[TILE_M][VECTORS]; /* the latter of a range */
+    i32_vec part[TILE_M][VECTORS]; /* of these inputs alone with SHORT_SUMS */
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < VECTORS; i++) sums[r][i] = unfinished[r][i] = (f32_vec){0};
-    for (int64_t range = 0, at = 0, range_end = weight->range; at < args->inputs;) {
-        i32_vec dots[TILE_M][VECTORS];
+        for (int i = 0; i < VECTORS; i++) part[r][i] = SHORT_SUMS(bits) ? (i32_vec){0} : dots[r][i];
+#pragma GCC unroll 8
+    for (int quad = 0; quad < inputs / 4; quad++) {
+        u32_vec four[VECTORS];
+        for (int i = 0; i < VECTORS; i++) {
+            const uint8_t *from = codes + ((bits == 8 ? quad : quad / 2) * TILE_N + i * LANES) * 4;
+            if (bits == 8 || i == 0) __builtin_prefetch(next + quad * next_step + i * CACHE_LINE);
+            four[i] = bits == 8 ? load_u32(from) : load_u32(from) >> 4 * (quad % 2) & 0x0f0f0f0f;
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? unit->minus_128[r] : 0);
-        const int64_t end = ranges == ANY ? min_i64(at + args->segment, args->inputs) : at + GROUP;
-        do {
-            i32_vec part[TILE_M][VECTORS]; /* of a step, with SHORT_SUMS */
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < VECTORS; i++) part[r][i] = SHORT_SUMS(bits) ? (i32_vec){0} : dots[r][i];
-#pragma GCC unroll 8
-            for (int quad = 0; quad < step / 4; quad++) {
-                u32_vec four[VECTORS];
-                for (int i = 0; i < VECTORS; i++) {
-                    const uint8_t *from = codes + ((bits == 8 ? quad : quad / 2) * TILE_N + i * LANES) * 4;
-                    if (bits == 8 || i == 0) __builtin_prefetch(next + quad * next_step + i * CACHE_LINE);
-                    four[i] = bits == 8 ? load_u32(from) : load_u32(from) >> 4 * (quad % 2) & 0x0f0f0f0f;
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    for (int i = 0; i < VECTORS; i++)
-                        part[r][i] = dot(bits, part[r][i], x + (quad * TILE_M + r) * 4 * CODE_SIZE(bits), four[i]);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-                for (int i = 0; i < VECTORS; i++)
-                    dots[r][i] = SHORT_SUMS(bits) ? dots[r][i] + multiply_words(ones, part[r][i]) : part[r][i];
-            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M * CODE_SIZE(bits), next += step / 4 * next_step;
-        } while (ranges == ANY && at < end);
-        const int ends = ranges == RANGES_ARE_GROUPS || (ranges == ANY && (at >= range_end || at == args->inputs));
-        for (int i = 0; i < VECTORS; i++) {
-            f32_vec scale = {0}, offset = {0};
-            if (ends) scale = load_range(weight, tile, range, 0, first + i * LANES);
-            if (ends && weight->has_offset) offset = load_range(weight, tile, range, 1, first + i * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const f32_vec x_scale = broadcast(ranges == ANY && !weight->per_group ? 1.0f : unit->scale[r]);
-                const f32_vec product = __builtin_convertvector(dots[r][i], f32_vec);
-                if (ranges == RANGES_ARE_GROUPS) {
-                    sums[r][i] = fma_vec(product * x_scale, scale, sums[r][i]);
-                    continue;
-                }
-                unfinished[r][i] = fma_vec(product, x_scale, unfinished[r][i]);
-                if (ends) sums[r][i] = fma_vec(unfinished[r][i], scale, sums[r][i]), unfinished[r][i] = (f32_vec){0};
-            }
-            if (!ends || !weight->has_offset) continue;
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) sums[r][i] = fma_vec(offset, broadcast(begin->sum[r]), sums[r][i]);
-        }
-        unit = units + at / UNIT;
-        if (ends) range++, range_end += weight->range, begin = unit;
+            for (int i = 0; i < VECTORS; i++)
+                part[r][i] = dot(bits, part[r][i], x + (quad * TILE_M + r) * 4 * CODE_SIZE(bits), four[i]);
     }
+    const i32_vec ones = (i32_vec){0} + 0x10001;
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < VECTORS; i++)
+            dots[r][i] = SHORT_SUMS(bits) ? dots[r][i] + multiply_words(ones, part[r][i]) : part[r][i];
+}
+
+/* Adds the dots of a span, times its scale of x, to the sums of its group, and those of a group that ends here, times its
+   scale of the weight, to the sums of outputs. */
+INLINE void add_span(
+    const int groups, const int rows, const packed_codes *weight, int64_t tile, int64_t first, int64_t group, const int ends,
+    const half_block *span, const half_block *group_begin, i32_vec (*dots)[VECTORS], f32_vec (*of_group)[VECTORS],
+    f32_vec (*sums)[VECTORS]
+) {
+    for (int i = 0; i < VECTORS; i++) {
+        f32_vec scale = {0}, offset = {0};
+        if (ends) scale = load_group(weight, tile, group, 0, first + i * LANES);
+        if (ends && weight->has_offset) offset = load_group(weight, tile, group, 1, first + i * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const f32_vec x_scale = broadcast(groups == ANY_GROUPS && !weight->per_block ? 1.0f : span->scale[r]);
+            const f32_vec product = __builtin_convertvector(dots[r][i], f32_vec);
+            if (groups == GROUPS_ARE_BLOCKS) {
+                sums[r][i] = fma_vec(product * x_scale, scale, sums[r][i]);
+                continue;
+            }
+            of_group[r][i] = fma_vec(product, x_scale, of_group[r][i]);
+            if (ends) sums[r][i] = fma_vec(of_group[r][i], scale, sums[r][i]), of_group[r][i] = (f32_vec){0};
+        }
+        if (!ends || !weight->has_offset) continue;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sums[r][i] = fma_vec(offset, broadcast(group_begin->sum[r]), sums[r][i]);
+    }
+}
+
+/* Stores outputs of the first `stored` rows; with ONE_GROUP its scale of the weight is still to be multiplied. */
+INLINE void store_outputs(
+    const int groups, const int rows, int64_t stored, const quantized_args *args, int64_t row, int64_t tile, int64_t first,
+    const half_block *halves, f32_vec (*sums)[VECTORS]
+) {
+    const packed_codes *weight = args->weight;
     for (int i = 0; i < VECTORS; i++) {
         const int64_t column = tile * TILE_N + first + i * LANES;
         if (column >= args->n) return;
         const f32_vec bias = args->bias ? load_partial(args->bias + column, args->n - column) : (f32_vec){0};
         f32_vec scale = broadcast(1.0f), offset = {0};
-        if (ranges == ONE_RANGE) scale = load_range(weight, tile, 0, 0, first + i * LANES);
-        if (ranges == ONE_RANGE && weight->has_offset) offset = load_range(weight, tile, 0, 1, first + i * LANES);
+        if (groups == ONE_GROUP) scale = load_group(weight, tile, 0, 0, first + i * LANES);
+        if (groups == ONE_GROUP && weight->has_offset) offset = load_group(weight, tile, 0, 1, first + i * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            f32_vec y = ranges == ONE_RANGE ? unfinished[r][i] * scale : sums[r][i];
-            if (ranges == ONE_RANGE && weight->has_offset) y = fma_vec(offset, broadcast(units->sum[r]), y);
-            y = fma_vec(y, broadcast(weight->per_group ? 1.0f : units->scale[r]), bias);
+            f32_vec y = groups == ONE_GROUP ? sums[r][i] * scale : sums[r][i];
+            if (groups == ONE_GROUP && weight->has_offset) y = fma_vec(offset, broadcast(halves->sum[r]), y);
+            y = fma_vec(y, broadcast(weight->per_block ? 1.0f : halves->scale[r]), bias);
             if (r < stored) store_partial(args->y + (row + r) * args->n + column, y, args->n - column);
         }
     }
+}
+
+/* VECTORS of outputs of a tile, from `first` on, for some rows from `row` on. */
+INLINE void multiply_rows(
+    const int bits, const int groups, const int rows, int64_t stored, const quantized_args *args, int64_t row, int64_t tile,
+    int64_t first, const uint8_t *next, int64_t next_step
+) {
+    const packed_codes *weight = args->weight;
+    const int step = groups == ANY_GROUPS ? HALF_BLOCK : BLOCK;
+    const half_block *halves = args->halves + row / TILE_M * (args->inputs / HALF_BLOCK), *span = halves, *group_begin = halves;
+    const char *x = args->codes + row * args->inputs * CODE_SIZE(bits);
+    const uint8_t *codes = weight->codes + (tile * args->inputs * bits / 8 * TILE_N + first * 4);
+    f32_vec sums[TILE_M][VECTORS], of_group[TILE_M][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < VECTORS; i++) sums[r][i] = of_group[r][i] = (f32_vec){0};
+    for (int64_t group = 0, at = 0, group_end = weight->group_size; at < args->inputs;) {
+        i32_vec dots[TILE_M][VECTORS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? span->minus_128[r] : 0);
+        const int64_t end = groups == ANY_GROUPS ? min_i64(at + args->span, args->inputs) : at + BLOCK;
+        do {
+            add_products(bits, rows, step, x, codes, next, next_step, dots);
+            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M * CODE_SIZE(bits), next += step / 4 * next_step;
+        } while (groups == ANY_GROUPS && at < end);
+        const int ends = groups == GROUPS_ARE_BLOCKS || (groups == ANY_GROUPS && (at >= group_end || at == args->inputs));
+        add_span(groups, rows, weight, tile, first, group, ends, span, group_begin, dots, of_group, sums);
+        span = halves + at / HALF_BLOCK;
+        if (ends) group++, group_end += weight->group_size, group_begin = span;
+    }
+    store_outputs(groups, rows, stored, args, row, tile, first, halves, groups == ONE_GROUP ? of_group : sums);
 }
 
 /* Rows that are missing in a tile are computed as well, but not stored. */
 static void multiply_tile(
     const quantized_args *args, int64_t row, int64_t rows, int64_t tile, const uint8_t *next, int64_t next_step
 ) {
-    const int64_t range = args->weight->range, has_groups = args->weight->per_group && args->segment == GROUP, is_8_bit = args->weight->kind == INT8;
+    const packed_codes *weight = args->weight;
+    const int64_t spans_are_blocks = weight->per_block && args->span == BLOCK, is_8_bit = weight->kind == INT8;
     for (int64_t first = 0; first < TILE_N; first += VECTORS * LANES) {
-#define MULTIPLY(bits, ranges, count) \
+#define MULTIPLY(bits, groups, count) \
     if (rows <= count) { \
-        multiply_rows(bits, ranges, count, rows, args, row, tile, first, next, next_step); \
+        multiply_rows(bits, groups, count, rows, args, row, tile, first, next, next_step); \
         continue; \
     }
-        if (is_8_bit && has_groups && range >= args->inputs) {
-            MULTIPLY(8, ONE_RANGE, 1) MULTIPLY(8, ONE_RANGE, 2) MULTIPLY(8, ONE_RANGE, TILE_M / 2)
-            MULTIPLY(8, ONE_RANGE, 3 * TILE_M / 4) MULTIPLY(8, ONE_RANGE, TILE_M)
+#define MULTIPLY_FAST(bits, groups) \
+    MULTIPLY(bits, groups, 1) MULTIPLY(bits, groups, 2) MULTIPLY(bits, groups, TILE_M / 2) \
+    MULTIPLY(bits, groups, 3 * TILE_M / 4) MULTIPLY(bits, groups, TILE_M)
+#define MULTIPLY_ANY(bits) \
+    MULTIPLY(bits, ANY_GROUPS, 1) MULTIPLY(bits, ANY_GROUPS, TILE_M / 2) MULTIPLY(bits, ANY_GROUPS, TILE_M)
+        if (is_8_bit && spans_are_blocks && weight->group_size >= args->inputs) {
+            MULTIPLY_FAST(8, ONE_GROUP)
         } else if (is_8_bit) {
-            MULTIPLY(8, ANY, 1) MULTIPLY(8, ANY, TILE_M / 2) MULTIPLY(8, ANY, TILE_M)
-        } else if (has_groups && range == GROUP) {
-            MULTIPLY(4, RANGES_ARE_GROUPS, 1) MULTIPLY(4, RANGES_ARE_GROUPS, 2) MULTIPLY(4, RANGES_ARE_GROUPS, TILE_M / 2)
-            MULTIPLY(4, RANGES_ARE_GROUPS, 3 * TILE_M / 4) MULTIPLY(4, RANGES_ARE_GROUPS, TILE_M)
+            MULTIPLY_ANY(8)
+        } else if (spans_are_blocks && weight->group_size == BLOCK) {
+            MULTIPLY_FAST(4, GROUPS_ARE_BLOCKS)
         } else {
-            MULTIPLY(4, ANY, 1) MULTIPLY(4, ANY, TILE_M / 2) MULTIPLY(4, ANY, TILE_M)
+            MULTIPLY_ANY(4)
         }
     }
 }
@@ -338,21 +369,21 @@ int EXPORT(quantized_gemm)(
 ) {
     const int64_t inputs = padded_inputs(k), tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
     const int64_t bits = weight->kind == INT8 ? 8 : 4, row_tiles = (m + TILE_M - 1) / TILE_M;
-    const size_t units_size = row_tiles * (inputs / UNIT) * sizeof(x_unit);
-    const size_t size = units_size + row_tiles * TILE_M * inputs * (bits == 8 ? CODE_SIZE(8) : CODE_SIZE(4));
+    const size_t halves_size = row_tiles * (inputs / HALF_BLOCK) * sizeof(half_block);
+    const size_t size = halves_size + row_tiles * TILE_M * inputs * (bits == 8 ? CODE_SIZE(8) : CODE_SIZE(4));
     char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
     if (!scratch) return 1;
     const quantized_args args = {
-        weight, x, bias, y, (x_unit *)scratch, scratch + units_size, k, n, inputs,
-        weight->per_group ? min_i64(weight->range, GROUP) : weight->range
+        weight, x, bias, y, (half_block *)scratch, scratch + halves_size, k, n, inputs,
+        weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size
     };
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < m; row++) quantize_row(&args, row);
 #pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < tiles * chunks; unit++) {
-            const int64_t first = unit % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = unit / chunks;
+        for (int64_t i = 0; i < tiles * chunks; i++) {
+            const int64_t first = i % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = i / chunks;
             const int64_t count = (last - first + TILE_M - 1) / TILE_M, size = inputs * TILE_N * bits / 8;
             /* One tile of rows fetches codes a little ahead; several share the codes of the next outputs. */
             const uint8_t *next = weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);

@@ -2,7 +2,7 @@
 
 #include "simd.h"
 
-#define MAX_ARGUMENTS 14 /* as in recording.py */
+#define MAX_ARGUMENTS 14 /* as in replay.py */
 
 typedef struct {
     void *function;

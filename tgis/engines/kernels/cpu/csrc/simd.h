@@ -34,6 +34,7 @@ typedef float scalar_t;
 #endif
 
 #define CACHE_LINE 64 /* bytes */
+#define INLINE static inline __attribute__((always_inline))
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }

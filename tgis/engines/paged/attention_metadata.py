@@ -1,0 +1,47 @@
+"""The inputs of one attention over the paged KV cache, for all sequences of a step."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
+from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
+
+
+@dataclass
+class AttentionMetadata:
+    """Where new keys and values go, and which ones each query sees: first the decodes, then the prefill chunks."""
+
+    slot_mapping: Tensor  # int64 [tokens]: block * size + offset
+    block_tables: Tensor  # int64 [decodes, max blocks], padded with 0
+    seq_lens: Tensor  # int64 [decodes], the new token included
+    chunks: list[PrefillChunk]
+    decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
+    varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
+    paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
+
+    @classmethod
+    def decodes(cls, block_tables: Tensor, seq_lens: Tensor) -> "AttentionMetadata":
+        """One query for each sequence, whose keys and values are in the cache."""
+        return cls(seq_lens[:0], block_tables, seq_lens, [])
+
+    @property
+    def num_decodes(self) -> int:
+        """Number of sequences with one token."""
+        return len(self.seq_lens)
+
+    @cached_property
+    def cpu_sequences(self) -> Tensor:
+        """The sequences for the CPU kernel, int64 [sequences, 4]: first token, number of tokens, sequence length, and
+        the address of the block table, which is valid as long as this object exists.
+        """
+        tables, indices = self.block_tables, torch.arange(self.num_decodes)
+        assert tables.is_contiguous()
+        assert tables.dtype == torch.int64
+        addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
+        decodes = torch.stack([indices, torch.ones_like(indices), self.seq_lens, addresses], 1)
+        chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in self.chunks]
+        return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
