@@ -46,14 +46,14 @@ class BlockManager:
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks that a waiting sequence begins with; at least one token is left to compute."""
-        found: list[int] = []
+        cached: list[int] = []
         most, looked = self._max_cached_blocks(seq), len(seq.block_hashes)
-        while len(found) < most:
-            looked = min(max(looked, 2 * len(found) + 1), most)  # hash no more blocks than are likely to be found
-            found = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
-            if len(found) < looked:
+        while len(cached) < most:
+            looked = min(max(looked, 2 * len(cached) + 1), most)  # hash no more blocks than are likely to be found
+            cached = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
+            if len(cached) < looked:
                 break
-        return found if len(found) == most or not self.encoder_decoder else []
+        return cached if len(cached) == most or not self.encoder_decoder else []
 
     def shares_inflight_prefix(self, seq: Sequence, other: Sequence) -> bool:
         """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached."""

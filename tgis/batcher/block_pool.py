@@ -43,8 +43,8 @@ class BlockPool:
 
     def find_cached(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks with these hashes, up to the first that is not cached."""
-        found = [*map(self._cached_blocks.get, hashes, repeat(_NOT_CACHED))]
-        return found[: found.index(_NOT_CACHED)] if _NOT_CACHED in found else found
+        blocks = [*map(self._cached_blocks.get, hashes, repeat(_NOT_CACHED))]
+        return blocks[: blocks.index(_NOT_CACHED)] if _NOT_CACHED in blocks else blocks
 
     def allocate(self, count: int) -> list[int]:
         """Take blocks to write to; `count` of them must be available."""

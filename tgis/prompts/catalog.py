@@ -31,13 +31,13 @@ class AdapterCatalog:
 
     def ids(self) -> list[str]:
         """The first MAX_LISTED of them, sorted."""
-        found = set(self._lora_modules)
+        ids = set(self._lora_modules)
         for adapter_id in stored_ids(self._path, _MAX_DEPTH) if self._path else ():
-            if len(found) >= MAX_LISTED:
+            if len(ids) >= MAX_LISTED:
                 break
             if self.has(adapter_id):
-                found.add(adapter_id)
-        return sorted(found)
+                ids.add(adapter_id)
+        return sorted(ids)
 
 
 def stored_ids(root: str, max_depth: float = math.inf) -> Iterator[str]:

@@ -147,19 +147,19 @@ def _check_config(config: _LoraConfig) -> None:
 def _check_ranks(label: str, pair: Mapping[str, torch.Tensor], rank: int) -> None:
     if len(pair) < 2:
         raise AdapterError(f"{label} has lora_{min(pair)} alone")
-    found = (pair["A"].shape[0], pair["B"].shape[1])
-    if found != (rank, rank):
-        raise AdapterError(f"{label} has matrices of rank {found[0]} and {found[1]}, {CONFIG} says {rank}")
+    ranks = (pair["A"].shape[0], pair["B"].shape[1])
+    if ranks != (rank, rank):
+        raise AdapterError(f"{label} has matrices of rank {ranks[0]} and {ranks[1]}, {CONFIG} says {rank}")
     if not 1 <= rank <= MAX_RANK:
         raise AdapterError(f"{label} has rank {rank}, from 1 to {MAX_RANK} are allowed")
 
 
 def _check_shape(label: str, pair: Mapping[str, torch.Tensor], expected: tuple[int, int] | None) -> None:
-    found = (pair["A"].shape[1], pair["B"].shape[0])
+    shape = (pair["A"].shape[1], pair["B"].shape[0])
     if expected is None:
         raise AdapterError(f"{label} is no linear layer of this model that can be adapted")
-    if found != expected:
-        text = f"{label} is for {found[0]} inputs and {found[1]} outputs"
+    if shape != expected:
+        text = f"{label} is for {shape[0]} inputs and {shape[1]} outputs"
         raise AdapterError(f"{text}, the model's layer has {expected[0]} and {expected[1]}")
 
 

@@ -206,8 +206,8 @@ def _optimize(
 def _convert_buffers(model: PreTrainedModel, like: PreTrainedModel) -> None:
     """Give buffers the dtypes that they have in the other model."""
     for name, other in like.named_buffers():
-        own = model.get_buffer(name)
-        own.data = own.data.to(other.dtype)
+        buffer = model.get_buffer(name)
+        buffer.data = buffer.data.to(other.dtype)
 
 
 def _convert_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -251,8 +251,8 @@ def _from_pretrained(
         **source,
     )
     kind = type(model).__name__
-    for name, found, wanted in sorted(loading["mismatched_keys"])[:1]:
-        raise StartError(f"{path}: {name} has the shape {[*found]} in the files, {[*wanted]} in {kind}")
+    for name, shape, expected in sorted(loading["mismatched_keys"])[:1]:
+        raise StartError(f"{path}: {name} has the shape {[*shape]} in the files, {[*expected]} in {kind}")
     if missing := sorted(loading["missing_keys"]):  # transformers would fill them with random numbers
         raise StartError(f"{path}: {len(missing)} weights of {kind} are missing, {missing[0]} for one")
     if unused := sorted(loading["unexpected_keys"]):

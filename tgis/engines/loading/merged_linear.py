@@ -94,14 +94,14 @@ def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list
     calls = _record_calls(model, inputs)
     seen = [linear for linear, _ in calls]
     groups = [[linear for linear, _ in group] for _, group in groupby(calls, lambda call: id(call[1]))]
-    found = []
+    mergeable = []
     for path, parent in model.named_modules():
         names = {child: name for name, child in parent.named_children() if type(child) is nn.Linear}
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
             if len(mine) > 1 and _same_kind(mine) and all(map(_mergeable, mine)):
-                found.append((path, parent, [names[linear] for linear in mine]))
-    return found
+                mergeable.append((path, parent, [names[linear] for linear in mine]))
+    return mergeable
 
 
 def _record_calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tuple[nn.Linear, Tensor]]:

@@ -26,8 +26,8 @@ def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:
 
 
 def _rope_types(module: Any) -> set[str]:
-    found = getattr(module, "rope_type", None)
-    return set(found.values()) if isinstance(found, dict) else {found} if isinstance(found, str) else set()
+    kind = getattr(module, "rope_type", None)
+    return set(kind.values()) if isinstance(kind, dict) else {kind} if isinstance(kind, str) else set()
 
 
 def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
@@ -44,10 +44,11 @@ def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
 
 def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
     """Look up cosines and sines of positions below `max_length` in tables; returns the number of embeddings changed."""
-    found = [(module, tables) for module in model.modules() if (tables := _tables(module, max_length, model.dtype))]
-    for module, (cos, sin) in found:
+    modules = model.modules()
+    embeddings = [(module, tables) for module in modules if (tables := _tables(module, max_length, model.dtype))]
+    for module, (cos, sin) in embeddings:
         module.forward = partial(_look_up, cos, sin, module.forward)
-    return len(found)
+    return len(embeddings)
 
 
 def compute_angles(model: PreTrainedModel) -> None:
@@ -65,12 +66,12 @@ def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, T
     if list(signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
     try:
-        found = module(torch.empty(1, 1, 1, dtype=dtype), torch.arange(max_length)[None])
+        angles = module(torch.empty(1, 1, 1, dtype=dtype), torch.arange(max_length)[None])
     except (RuntimeError, IndexError):  # positions of several dimensions
         return None
-    if not isinstance(found, tuple) or len(found) != 2:  # one complex tensor
+    if not isinstance(angles, tuple) or len(angles) != 2:  # one complex tensor
         return None
-    cos, sin = found
+    cos, sin = angles
     return (cos[0], sin[0]) if cos.dtype == dtype and cos.shape[:2] == (1, max_length) else None
 
 

@@ -36,10 +36,10 @@ class _Hook(NamedTuple):
 def cross_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder's modules that attend to the encoded input; Unsupported if they have no hook."""
     modules = model.get_decoder().named_modules()
-    found = [module for name, module in modules if name.rpartition(".")[2] in _CROSS_ATTENTION]
-    if not found or type(found[0]).__name__ not in _HOOKS:
+    attentions = [module for name, module in modules if name.rpartition(".")[2] in _CROSS_ATTENTION]
+    if not attentions or type(attentions[0]).__name__ not in _HOOKS:
         raise Unsupported(f"the cross-attention of {type(model).__name__} has no hook")
-    return found
+    return attentions
 
 
 def hooked_modules(model: nn.Module) -> list[nn.Module]:

@@ -93,14 +93,14 @@ class BatchBuilder:
         scheduled = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
         work = [(seq, self._positions(seq, seq.num_computed_tokens, count)) for seq, count in scheduled]
         work.sort(key=lambda item: len(item[1]) > 1)
-        ends = dict(zip((seq.id for seq, _ in work), accumulate(len(own) for _, own in work), strict=True))
+        ends = dict(zip((seq.id for seq, _ in work), accumulate(len(positions) for _, positions in work), strict=True))
         logits_indices = [ends[seq.id] - 1 for seq in plan.sampled]
         prompt_slices = {}
-        for seq, own in work if self._has_prompt_logprobs else ():
+        for seq, positions in work if self._has_prompt_logprobs else ():
             if seq.wants_prompt_logprobs:
-                prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + len(own))
-                logits_indices += range(ends[seq.id] - len(own), ends[seq.id])
-        input_ids = [token for seq, own in work for token in self._tokens(seq, own)]
+                prompt_slices[seq.id] = slice(len(logits_indices), len(logits_indices) + len(positions))
+                logits_indices += range(ends[seq.id] - len(positions), ends[seq.id])
+        input_ids = [token for seq, positions in work for token in self._tokens(seq, positions)]
         batch = self._build(work, input_ids, logits_indices, step_metadata)
         batch.spans = list(flat_spans(work))
         return batch, prompt_slices
@@ -150,9 +150,9 @@ class BatchBuilder:
         on_device = upload(parts, self._device)
         tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, adapters, *chunk_tables = on_device
         chunks, start = [], len(decodes)
-        for (_, own), block_table in zip(prefills, chunk_tables, strict=True):
-            chunks.append(PrefillChunk(slice(start, start + len(own)), own.start, block_table))
-            start += len(own)
+        for (_, computed), block_table in zip(prefills, chunk_tables, strict=True):
+            chunks.append(PrefillChunk(slice(start, start + len(computed)), computed.start, block_table))
+            start += len(computed)
         return FlatBatch(
             *(tokens, positions, AttentionMetadata(slot_mapping, tables, seq_lens, chunks), indices),
             spans=[],
@@ -172,7 +172,7 @@ def adapters_of(work: Work) -> list[LoraAdapter | None]:
     adapters = [lora_of(seq) for seq, _ in work]
     if not any(adapters):
         return []
-    return [adapter for adapter, (_, own) in zip(adapters, work, strict=True) for _ in own]
+    return [adapter for adapter, (_, positions) in zip(adapters, work, strict=True) for _ in positions]
 
 
 class StaticInputs:

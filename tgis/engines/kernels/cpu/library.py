@@ -124,8 +124,8 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return frozenset()
-    found = (line.partition(":")[2] for line in lines if line.partition("\t")[0].strip() in ("flags", "Features"))
-    return frozenset(next(found, "").split())
+    flags = (line.partition(":")[2] for line in lines if line.partition("\t")[0].strip() in ("flags", "Features"))
+    return frozenset(next(flags, "").split())
 
 
 def _compiled(isa: str, cache_dir: str) -> Path:

@@ -159,14 +159,14 @@ def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:
     A weight that is also an embedding stays where the embedding needs it.
     """
     head = model.get_output_embeddings()
-    found = [
+    linears = [
         (f"{path}.{name}".lstrip("."), parent, name, child)
         for path, parent in model.named_modules()
         for name, child in parent.named_children()
         if type(child) in (nn.Linear, Conv1D) and _is_packable(child)
     ]
-    while found:  # frees each layer as soon as it is packed
-        path, parent, name, child = found.pop()
+    while linears:  # frees each layer as soon as it is packed
+        path, parent, name, child = linears.pop()
         is_head = child is head
         child = _transposed(child) if isinstance(child, Conv1D) else child
         packed = gemms.pack(child, path, is_head=is_head)

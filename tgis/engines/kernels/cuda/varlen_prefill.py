@@ -99,4 +99,4 @@ def _context_slots(chunks: list[PrefillChunk], block_size: int) -> Tensor:
     blocks = torch.cat([chunk.block_table for chunk in chunks])
     slots = (blocks[:, None] * block_size + torch.arange(block_size, device=blocks.device)).flatten()
     by_seq = slots.split([len(chunk.block_table) * block_size for chunk in chunks])
-    return torch.cat([own[: chunk.seq_len] for own, chunk in zip(by_seq, chunks, strict=True)])
+    return torch.cat([states[: chunk.seq_len] for states, chunk in zip(by_seq, chunks, strict=True)])
