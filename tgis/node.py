@@ -39,7 +39,7 @@ class Node:
 
     async def serve(self) -> int:
         started = time.monotonic()
-        stop, hurry = stop_signals.futures()
+        stop, second_signal = stop_signals.futures()
         probes = Probes(lambda: self._unhealthy_reason, _no_metrics)
         http = HttpServer(self._config, self._config.port, probes.health_routes(), admission(self._config))
         try:
@@ -53,7 +53,7 @@ class Node:
             if ready.done() and not stop.done():
                 log.info("serving rank %s after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - started)
                 await self._monitor(died, stop)
-                await self._wait_for_node_0(died, hurry)
+                await self._wait_for_node_0(died, second_signal)
             if failures := self._failures():
                 raise StartError(failures[0])
             return 0
@@ -73,12 +73,12 @@ class Node:
                     self._unhealthy_reason = f"rank {number}: {reason}"
             await wait_first([*died, stop], timeout=TICK_SECONDS)
 
-    async def _wait_for_node_0(self, died: list[asyncio.Future[str]], hurry: asyncio.Future[None]) -> None:
+    async def _wait_for_node_0(self, died: list[asyncio.Future[str]], second_signal: asyncio.Future[None]) -> None:
         """After a signal, which all nodes get together, node 0 needs the ranks until it has drained."""
         self._unhealthy_reason = SHUTTING_DOWN
         if not any(each.done() for each in died):
             log.info("waiting for node 0 to drain")
-            await wait_first([*died, hurry], timeout=self._config.shutdown_grace_seconds + _EXIT_SECONDS)
+            await wait_first([*died, second_signal], timeout=self._config.shutdown_grace_seconds + _EXIT_SECONDS)
         if not self._failures():
             await asyncio.wait(died, timeout=_EXIT_SECONDS)
 

@@ -80,7 +80,7 @@ class Server:
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
-        stop, hurry = stop_signals.futures()
+        stop, second_signal = stop_signals.futures()
         background = [
             asyncio.create_task(self._service_metrics.watch_event_loop()),
             asyncio.create_task(trim_regularly()),
@@ -92,7 +92,7 @@ class Server:
             if await self._until_ready(stop):
                 self._start_serving(ports)
                 await self._monitor(stop)
-            await self._drain(hurry)
+            await self._drain(second_signal)
             if self._process.died.done() or not stop.done():
                 raise StartError(self._process.died.result())
             return 0
@@ -204,7 +204,7 @@ class Server:
             self._service_metrics.engine_up.set(healthy)
         self._unhealthy_reason = unhealthy_reason
 
-    async def _drain(self, hurry: asyncio.Future[None]) -> None:
+    async def _drain(self, second_signal: asyncio.Future[None]) -> None:
         """Refuse new calls; give those in flight the grace period to finish, unless a second signal comes."""
         died = self._process.died
         self._unhealthy_reason = died.result() if died.done() else SHUTTING_DOWN
@@ -218,7 +218,7 @@ class Server:
         num_inputs = self._admission.inputs.total
         log.info("draining: %d inputs in flight have %g s to finish", num_inputs, grace)
         stopped = asyncio.create_task(self._grpc.refuse_calls())
-        await wait_first([asyncio.create_task(self._admission.wait_until_idle()), hurry], timeout=grace)
+        await wait_first([asyncio.create_task(self._admission.wait_until_idle()), second_signal], timeout=grace)
         num_cancelled = self._admission.inputs.total
         await self._admission.end_calls()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)

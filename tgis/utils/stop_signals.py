@@ -29,16 +29,16 @@ def futures() -> "tuple[asyncio.Future[None], asyncio.Future[None]]":
 
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
-    hurry: asyncio.Future[None] = loop.create_future()
-    handle(lambda number, _frame: loop.call_soon_threadsafe(_signalled, number, stop, hurry))
-    return stop, hurry
+    second_signal: asyncio.Future[None] = loop.create_future()
+    handle(lambda number, _frame: loop.call_soon_threadsafe(_signalled, number, stop, second_signal))
+    return stop, second_signal
 
 
-def _signalled(number: int, stop: "asyncio.Future[None]", hurry: "asyncio.Future[None]") -> None:
+def _signalled(number: int, stop: "asyncio.Future[None]", second_signal: "asyncio.Future[None]") -> None:
     if not stop.done():
         stop.set_result(None)
-    elif number == signal.SIGINT and not hurry.done():
-        hurry.set_result(None)
+    elif number == signal.SIGINT and not second_signal.done():
+        second_signal.set_result(None)
 
 
 def ignore() -> None:
