@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 from aiohttp import web
 
+from tgis.api.http import app
 from tgis.api.http.app import HttpServer
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.operations import HttpApi
@@ -32,7 +34,8 @@ async def serving(
     try:
         yield port
     finally:
-        await server.stop()
+        with mock.patch.object(app, "_LAST_REQUESTS_SECONDS", 0):
+            await server.stop()
 
 
 @asynccontextmanager
