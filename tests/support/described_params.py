@@ -1,20 +1,32 @@
-"""What differs from the defaults in the parameters that an API makes."""
+"""What differs from the defaults in the parameters that an API makes, as tables write it."""
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from tgis.frontend.params import Params
-from tgis.ipc.request import SamplingParams
+from tgis.ipc.lookups import GrammarSpec
+from tgis.ipc.request import LogprobOptions, SamplingParams
 
 
 def described(params: Params, *ignored: str) -> dict[str, Any]:
     """The parameters that are not at their defaults, without those that an API always sets."""
     given = _differences(params, Params()) | _differences(params.sampling, SamplingParams())
     kept = {name: value for name, value in given.items() if name not in ("sampling", "constraints", *ignored)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items() if value != []}
+    return {name: plain(value) for name, value in kept.items() if value != []}
+
+
+def plain(value: Any) -> Any:
+    """As YAML has it."""
+    if isinstance(value, GrammarSpec | LogprobOptions):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return {name: plain(field) for name, field in fields.items() if field not in ("", (), False, 0)}
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, StrEnum) else value
 
 
 def _differences(struct: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:
-    values, defaults = map(msgspec.structs.asdict, (struct, default))
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    values = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}

@@ -30,14 +30,14 @@ from tgis.frontend.engine_process import EngineProcess
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineOptions, Shutdown, ToEngine
 from tgis.prepare import prepare
-from tgis.utils import logs
+from tgis.utils import logs, stop_signals
 
 
 class EngineThread(EngineProcess):
     """The engine process as a thread, without heartbeats."""
 
     async def start(self, options: EngineOptions) -> int:
-        self.watchdog.silence = lambda _now: None  # type: ignore[method-assign]
+        self.watchdog.silence = lambda now: None  # type: ignore[method-assign]
         ours, theirs = socket.socketpair()
         channel = Channel(theirs, ToEngine, lambda _reason: None)
         self._thread = threading.Thread(target=serve_engine, args=(channel, options, []))
@@ -67,7 +67,12 @@ class LocalServer(harness.Server):
 
     def begin_stop(self) -> None:
         """What SIGTERM does."""
-        self.loop.call_soon_threadsafe(lambda: self.stop_signal.done() or self.stop_signal.set_result(None))
+
+        def signal() -> None:
+            if not self.stop_signal.done():
+                self.stop_signal.set_result(None)
+
+        self.loop.call_soon_threadsafe(signal)
 
 
 def local_server(
@@ -103,8 +108,8 @@ async def _serve(config: Config, log: Path, started: "Future[LocalServer]") -> N
     stop_signal, second_signal = loop.create_future(), loop.create_future()
     with (
         mock.patch.object(server_module, "EngineProcess", EngineThread),
-        mock.patch.object(server_module.stop_signals, "futures", return_value=(stop_signal, second_signal)),
-        mock.patch.object(server_module.stop_signals, "ignore"),
+        mock.patch.object(stop_signals, "futures", return_value=(stop_signal, second_signal)),
+        mock.patch.object(stop_signals, "ignore"),
     ):
         server = server_module.Server(prepare(config))
         start_serving = server._start_serving

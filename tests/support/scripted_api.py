@@ -117,17 +117,17 @@ async def ask(path: str, body: Any, *outputs: RequestOutput | Exception, **optio
         )
 
 
-def whole(text: str = "", count: int = 1, reason: StopReason = StopReason.MAX_TOKENS, **fields: Any) -> RequestOutput:
-    """A complete output of an input of five tokens; a stream may get it as its last message."""
+def output(
+    text: str = "", reason: str = "NOT_FINISHED", tokens: Any = (), input_tokens: Any = (), **fields: Any
+) -> RequestOutput:
+    """An output as tables write it; tokens have one byte: text, logprob, rank, then text and logprob of candidates."""
     times = RequestTimings(arrived=0.0, submitted=0.0, scheduled=0.0)
-    given = {"input_token_count": 5, "timings": times} | fields
-    return RequestOutput(text=text, generated_token_count=count, stop_reason=reason, **given)
+    made = RequestOutput(text=text, timings=times, stop_reason=StopReason[fields.pop("stop_reason", reason)], **fields)
+    made.tokens, made.input_tokens = [token(*each) for each in tokens], [token(*each) for each in input_tokens]
+    return made
 
 
 def token(text: str, logprob: float = -0.5, rank: int = 1, *tops: tuple[str, float]) -> TokenInfo:
-    """A token of one byte, and candidates for it."""
-    (token_id,), *others = (
-        byte_tokenizer().encode_without_special_tokens(each) for each in (text, *(t for t, _ in tops))
-    )
-    ids = [ids[0] for ids in others]
-    return TokenInfo(token_id, text, logprob, rank, [(i, t, p) for i, (t, p) in zip(ids, tops, strict=True)])
+    ids = [byte_tokenizer().encode_without_special_tokens(each)[0] for each in (text, *(top for top, _ in tops))]
+    candidates = [(token_id, *top) for token_id, top in zip(ids[1:], tops, strict=True)]
+    return TokenInfo(ids[0], text, logprob, rank, candidates)

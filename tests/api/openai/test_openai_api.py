@@ -108,8 +108,8 @@ def test_calls_that_match_their_schema(client: openai.OpenAI, choice: Any, conte
     calls = [call.function for call in said.message.tool_calls or ()]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": c}) for c in cities]
     chunks = streamed(client, content, **params)
-    pieces = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert "".join(piece.arguments for piece in pieces if piece) == "".join(call.arguments for call in calls)
+    pieces: Any = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.arguments for piece in pieces) == "".join(call.arguments for call in calls)
     assert text_of(chunks) == (said.message.content or "")
     assert chunks[-1].choices[0].finish_reason == said.finish_reason == ("tool_calls" if cities else "stop")
 
@@ -138,7 +138,8 @@ def test_several_prompts_of_token_ids(client: openai.OpenAI) -> None:
     ],
 )
 def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_tokens: int) -> None:
-    for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+    ways: list[dict[str, Any]] = [{}, {"stream": True, "stream_options": {"include_usage": True}}]
+    for options in ways:
         answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=fields, **options)
         chunks = list(answer) if options else [answer]
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]

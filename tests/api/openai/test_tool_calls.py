@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
@@ -43,91 +44,7 @@ def call(name: str, arguments: Any, key: str = "arguments") -> str:
     return json.dumps({"name": name, key: arguments})
 
 
-# format, output, text, calls
-OUTPUTS: dict[str, tuple[ToolFormat, str, str, list[tuple[str, Any]]]] = {
-    "hermes": (HERMES, f"<tool_call>\n{call('w', PARIS)}\n</tool_call>", "", [("w", PARIS)]),
-    "hermes-two": (
-        HERMES,
-        f"Let me see.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>\n<tool_call>\n{call('x', ROME)}\n</tool_call>",
-        "Let me see.",
-        [("w", PARIS), ("x", ROME)],
-    ),
-    "hermes-reordered": (
-        HERMES,
-        '<tool_call>{"arguments": {"city": "Paris", "unit": "c"}, "name": "w"}</tool_call>',
-        "",
-        [("w", PARIS)],
-    ),
-    "hermes-no-arguments": (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
-    "hermes-more-keys": (
-        HERMES,
-        '<tool_call>{"name": "w", "arguments": {"city": "Paris", "unit": "c"}, "id": "}"}</tool_call> Done.',
-        " Done.",
-        [("w", PARIS)],
-    ),
-    "hermes-text": (HERMES, "a < b, <tool_cal and <tool", "a < b, <tool_cal and <tool", []),
-    "hermes-space": (HERMES, "two lines\n\nand space \n", "two lines\n\nand space \n", []),
-    "hermes-cut": (HERMES, 'So: <tool_call>\n{"name": "w', 'So: <tool_call>\n{"name": "w', []),
-    "hermes-no-json": (HERMES, "<tool_call>now</tool_call>", "<tool_call>now</tool_call>", []),
-    "hermes-empty": (HERMES, "<tool_call></tool_call>hello", "<tool_call></tool_call>hello", []),
-    "hermes-mark": (HERMES, "use <tool_call> tags", "use <tool_call> tags", []),
-    "hermes-mark-then-call": (
-        HERMES,
-        f"a <tool_call> b <tool_call>{call('w', PARIS)}",
-        "a <tool_call> b",
-        [("w", PARIS)],
-    ),
-    "hermes-bad-then-call": (
-        HERMES,
-        f"<tool_call>{{'name'}}</tool_call>\n<tool_call>\n{call('w', PARIS)}\n</tool_call>",
-        "<tool_call>{'name'}</tool_call>",
-        [("w", PARIS)],
-    ),
-    "hermes-null": (HERMES, '<tool_call>{"name": "w", "arguments": null}</tool_call>', "", [("w", {})]),
-    "hermes-surrogate": (
-        HERMES,
-        '<tool_call>{"arguments": {"city": "\\ud800"}, "name": "w"}</tool_call>',
-        "",
-        [("w", {"city": "\ud800"})],
-    ),
-    **{
-        f"hermes-{name}": (HERMES, output, output, [])
-        for name, output in {
-            "bad-escape": '<tool_call>{"name": "w\\q", "arguments": {}}</tool_call>',
-            "control-character": '<tool_call>{"name": "w\n", "arguments": {}}</tool_call>',
-            "surrogate-name": '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
-            "not-offered": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-            "list": '<tool_call>{"name": "w", "arguments": [1]}</tool_call>',
-        }.items()
-    },
-    "llama-answer": (LLAMA3, '{"name": "Alice", "age": 30}', '{"name": "Alice", "age": 30}', []),
-    "mistral-call-id": (MISTRAL, f"[TOOL_CALLS]w[CALL_ID]a1B2c3D4e[ARGS]{json.dumps(PARIS)}", "", [("w", PARIS)]),
-    "llama": (LLAMA3, call("w", PARIS, "parameters"), "", [("w", PARIS)]),
-    "llama-tag": (LLAMA3, f"<|python_tag|>{call('w', PARIS, 'parameters')}", "", [("w", PARIS)]),
-    "llama-two": (
-        LLAMA3,
-        f"{call('w', PARIS, 'parameters')}; {call('x', ROME, 'parameters')}",
-        "",
-        [("w", PARIS), ("x", ROME)],
-    ),
-    "llama-type": (
-        LLAMA3,
-        '{"type": "function", "name": "w", "parameters": {"city": "Paris", "unit": "c"}}',
-        "",
-        [("w", PARIS)],
-    ),
-    "llama-json": (LLAMA3, '{"answer": {"city": "Paris"}} is it', '{"answer": {"city": "Paris"}} is it', []),
-    "llama-text": (LLAMA3, " The weather {in} Paris", " The weather {in} Paris", []),
-    "mistral": (MISTRAL, f"[TOOL_CALLS] [{call('w', PARIS)}, {call('x', ROME)}]", "", [("w", PARIS), ("x", ROME)]),
-    "mistral-named": (MISTRAL, f"[TOOL_CALLS]w{json.dumps(PARIS)}", "", [("w", PARIS)]),
-    "mistral-args": (
-        MISTRAL,
-        f"I look.[TOOL_CALLS]get-w[ARGS]{json.dumps(PARIS)}[TOOL_CALLS]x[ARGS]{json.dumps(ROME)}",
-        "I look.",
-        [("get-w", PARIS), ("x", ROME)],
-    ),
-    "mistral-text": (MISTRAL, "[TOOLS] are [1, 2]", "[TOOLS] are [1, 2]", []),
-}
+FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS}
 
 
 def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
@@ -135,30 +52,24 @@ def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
     return [piece for part in parts for piece in parser.add(part)] + parser.finish()
 
 
-def check(name: str, parts: list[str]) -> None:
-    tool_format, output, text, calls = OUTPUTS[name]
-    assert "".join(parts) == output
-    pieces = parse(tool_format, parts)
-    found, named = complete_calls(pieces)
-    assert (found, [(name, json.loads(arguments)) for name, arguments in named]) == (text, calls)
-    names = [piece for piece in pieces if not isinstance(piece, str) and piece.name is not None]
-    assert [piece.index for piece in names] == list(range(len(calls)))
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_as_a_whole_and_character_by_character(name: str) -> None:
-    check(name, [OUTPUTS[name][1]])
-    check(name, list(OUTPUTS[name][1]))
-
-
-@given(st.sampled_from(sorted(OUTPUTS)), st.data())
-def test_outputs_in_any_parts(name: str, data: st.DataObject) -> None:
-    output = OUTPUTS[name][1]
+@table("tool_calls", "outputs")
+@settings(max_examples=10)
+@given(data=st.data())
+def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
+    output = row["output"]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
-    check(name, [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)])
+    parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    for each in ([output], list(output), parts):
+        pieces = parse(FORMATS[row["format"]], each)
+        text, calls = complete_calls(pieces)
+        assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == (
+            row["text"],
+            [(name, json.loads(arguments)) for name, arguments in row["calls"]],
+        )
+        named = [piece for piece in pieces if not isinstance(piece, str) and piece.name is not None]
+        assert [piece.index for piece in named] == list(range(len(calls)))
 
 
-FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS}
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
 JSON = [
     '{"name": "w", "arguments": ',

@@ -99,7 +99,12 @@ def test_a_model_without_a_chat_template_is_422(server: LocalServer) -> None:
 
 def test_info(server: LocalServer) -> None:
     info = json.loads(server.get("/info")[1])
-    expected = {"max_input_tokens": 160, "max_input_length": 160, "max_total_tokens": MAX_LENGTH, "max_best_of": 2}
+    expected: dict[str, Any] = {
+        "max_input_tokens": 160,
+        "max_input_length": 160,
+        "max_total_tokens": MAX_LENGTH,
+        "max_best_of": 2,
+    }
     expected |= {
         "max_concurrent_requests": 8,
         "max_stop_sequences": 4,
