@@ -1,19 +1,16 @@
 """tgis.frontend.lookups: what a call that names an adapter or a grammar gets, without an engine."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
-from tgis import config, limits
-from tgis.errors import InvalidRequest, OptionError, Overloaded, RequestError, StartError
+from tgis.errors import InvalidRequest, Overloaded, RequestError
 from tgis.frontend.lookups import Lookups
 from tgis.frontend.metrics import Metrics
-from tgis.frontend.validation import RequestLimits
-from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, AdapterStoreOptions, GrammarKind, GrammarSpec
+from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarKind, GrammarSpec
 
 Answer = Acquired | None
 
@@ -56,27 +53,34 @@ async def test_an_adapter_is_kept_until_the_call_ends() -> None:
 
 
 NO_STORE = "FakeEngine takes no soft prompts"
-CASES: dict[str, tuple[str, Acquired | None, str]] = {  # the others are golden cases
-    "no store": ("prefix_id", None, f"prefix_id supplied but {NO_STORE}"),
-    "unsupported prefix": (
-        "prefix_id",
-        Acquired(1, problem=AdapterProblem.UNSUPPORTED, reason="LORA"),
-        "adapter type LORA is not currently supported",
-    ),
-    "broken adapter": (
-        "adapter_id",
-        Acquired(1, problem=AdapterProblem.BROKEN, reason="decoder.pt is damaged"),
-        "can't retrieve adapter with id 'x': decoder.pt is damaged",
-    ),
-    "slow": ("prefix_id", None, "can't retrieve prompt prefix with id 'x': it could not be loaded in time"),
-}
+P = AdapterProblem
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("field", "answer", "reason", "text"),
+    [
+        ("prefix_id", None, NO_STORE, f"prefix_id supplied but {NO_STORE}"),
+        ("prefix_id", None, None, "can't retrieve prompt prefix with id 'x': it could not be loaded in time"),
+        (
+            "prefix_id",
+            Acquired(1, "-", P.NOT_FOUND),
+            None,
+            "can't retrieve prompt prefix with id 'x': prefix id \"x\" not found",
+        ),
+        ("adapter_id", Acquired(1, "gone", P.NOT_FOUND), None, "can't retrieve adapter with id 'x': gone"),
+        (
+            "adapter_id",
+            Acquired(1, "-", P.BAD_ID),
+            None,
+            "Invalid adapter id 'x', must contain only alphanumeric, _ and - and /",
+        ),
+        ("prefix_id", Acquired(1, "LORA", P.UNSUPPORTED), None, "adapter type LORA is not currently supported"),
+        ("adapter_id", Acquired(1, "damaged", P.BROKEN), None, "can't retrieve adapter with id 'x': damaged"),
+    ],
+)
 @run_async
-async def test_errors_use_the_words_of_tgis(case: str) -> None:
-    field, answer, text = CASES[case]
-    adapters, engine, metrics = make_client(answer, NO_STORE if case == "no store" else None)
+async def test_errors_use_the_words_of_tgis(field: str, answer: Answer, reason: str | None, text: str) -> None:
+    adapters, engine, metrics = make_client(answer, reason)
     with pytest.raises(InvalidRequest) as caught, ExitStack() as resources:
         await adapters.adapter((field, "x"), resources)
     assert (str(caught.value), caught.value.field) == (text, field)
@@ -110,37 +114,3 @@ async def test_a_grammar_is_kept_until_the_call_ends() -> None:
         assert await lookups.grammar(SCHEMA, resources) == 7
         assert engine.open == [SCHEMA]
     assert engine.open == []
-
-
-def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
-    """What the engine process gets, for sequences of up to `length` tokens."""
-    path = {"PREFIX_STORE_PATH": str(store)} if store else {}
-    parsed = config.parse([], {"MODEL_NAME": "m", **path, **environ}, "tgis serve")
-    return limits.adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
-
-
-def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -> None:
-    assert options(None, 101, MAX_PROMPT_PREFIX_LENGTH="200") is None
-    assert options(tmp_path, 101) == AdapterStoreOptions(str(tmp_path), 512 << 20, 51)
-    assert options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="100", PROMPT_CACHE_SIZE_MB="3") == AdapterStoreOptions(
-        str(tmp_path), 3 << 20, 100
-    )
-    with pytest.raises(OptionError, match="MAX_PROMPT_PREFIX_LENGTH=101 must be at most 100"):
-        options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="101")
-
-
-def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> None:
-    commit = "0123456789" * 4
-    refs, cached = (tmp_path / "models--org--sql" / name for name in ("refs", f"snapshots/{commit}"))
-    refs.mkdir(parents=True)
-    (refs / "main").write_text(commit)
-    for directory in (cached, tmp_path / "here"):
-        directory.mkdir(parents=True)
-        (directory / "adapter_config.json").write_text("{}")
-    found = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
-    modules = {"a": str(tmp_path / "here"), "b": str(cached)}
-    assert found == AdapterStoreOptions(None, 512 << 20, 51, modules)
-    with pytest.raises(StartError, match=r"LORA_MODULES: a: .* has no adapter_config\.json"):
-        options(None, 101, LORA_MODULES=f"a={tmp_path}")
-    with pytest.raises(StartError, match="LORA_MODULES: a: model 'org/none' not found"):
-        options(None, 101, LORA_MODULES="a=org/none", HF_HUB_CACHE=str(tmp_path))

@@ -1,0 +1,204 @@
+"""tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+from engine_clients import connected_client
+from harness import run_async
+from scraped_metrics import make_metrics
+from scripted_api import LIMITS, byte_tokenizer
+
+from tgis.config import Config
+from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable
+from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.generation import Generator, ServerInfo, loaded
+from tgis.frontend.lookups import Lookups
+from tgis.frontend.output import RequestOutput
+from tgis.frontend.params import Params
+from tgis.ipc.lookups import Acquired, AdapterRef
+from tgis.ipc.messages import Cancel, EngineInfo, Failed, FailureKind, Step, Submit
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason
+from tgis.limits import admission
+
+INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
+A, B, C = 64, 65, 66  # tokens
+
+
+class Front:
+    """A generator whose engine the test plays."""
+
+    def __init__(self, max_queued_tokens: int = 0, **options: Any) -> None:
+        metrics, self.admission = make_metrics(), admission(Config(model_name="m", **options))
+        self.client, self.transport = connected_client(metrics)
+        decoder = TokenDecoder(byte_tokenizer(), (256,), encoder_decoder=False, output_special_tokens=False)
+        lookups = Lookups(self.client, metrics, why_no_adapters=None, why_no_grammars="none here")
+        info = ServerInfo(INFO, LIMITS, max_queued_tokens, random_seed=7, log_text=False)
+        self.generator = Generator(info, self.client, decoder, lookups, metrics, self.admission)
+
+    async def submitted(self, work: Coroutine[Any, Any, Any]) -> "tuple[asyncio.Task[Any], list[Request]]":
+        """The running call, and the requests that it has sent."""
+        task = asyncio.create_task(work)
+        while not task.done() and not any(isinstance(message, Submit) for message in self.transport.sent):
+            await asyncio.sleep(0)
+        (submit,) = [message for message in self.transport.sent if isinstance(message, Submit)] or [Submit([], 0.0)]
+        self.transport.sent.clear()
+        return task, submit.requests
+
+    def step(self, requests: list[Request], *tokens: int, end: StopReason = StopReason.NOT_FINISHED) -> None:
+        count = len(requests)
+        self.client.handle(Step([each.id for each in requests], [[*tokens]] * count, [end] * count, [], None))
+
+
+def call(*texts: str, kind: CallKind = CallKind.BATCH, n: int = 1, fields: Any = None, **params: Any) -> GenerateCall:
+    fields = [f"requests[{i}].text" for i in range(len(texts))] if fields is None else fields
+    return GenerateCall(kind, [*texts], fields, Params(**params), b"me", identity=b"i", n=n, answer_deadline=9.0)
+
+
+SAMPLED = SamplingParams(temperature=1.0, min_new_tokens=1)
+
+
+@run_async
+async def test_every_output_of_every_input_is_a_request() -> None:
+    front = Front()
+    options = LogprobOptions(generated_tokens=True)
+    work = call("abc", "é", n=2, sampling=SAMPLED, seed=5, max_new_tokens=7, bad_words=("b",), logprob_options=options)
+    task, requests = await front.submitted(front.generator.generate(work))
+    assert [request.tokens for request in requests] == [[A, B, C]] * 2 + [
+        byte_tokenizer().encode_without_special_tokens("é")
+    ] * 2
+    for number, request in enumerate(requests):
+        sampling = msgspec.structs.replace(SAMPLED, seed=5 + number % 2, bad_words=request.sampling_params.bad_words)
+        assert {*sampling.bad_words} == {(B,), (*byte_tokenizer().encode_without_special_tokens(" b"),)}
+        assert request == Request(
+            request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", answer_deadline=9.0, client=b"me"
+        )
+    front.step(requests, A, B)
+    front.step(requests, C, end=StopReason.MAX_TOKENS)
+    outputs: list[RequestOutput] = await task
+    assert [(each.index, each.text, each.input_token_count, each.seed) for each in outputs] == [
+        (0, "abc", 3, 5),
+        (1, "abc", 3, 6),
+        (2, "abc", 2, 5),
+        (3, "abc", 2, 6),
+    ]
+    assert (front.admission.inputs.total, front.transport.sent) == (0, [])
+
+
+@run_async
+async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each_step_adds() -> None:
+    front, chunks = Front(), list[RequestOutput]()
+
+    async def read() -> None:
+        async for chunk in front.generator.stream(call("abc", kind=CallKind.STREAM, input_text=True, max_new_tokens=5)):
+            chunks.append(chunk)
+
+    task, requests = await front.submitted(read())
+    front.step(requests, A)
+    front.step(requests, B, end=StopReason.MAX_TOKENS)
+    await task
+    assert [(each.text, each.input_token_count, each.generated_token_count) for each in chunks] == [
+        ("abc", 3, 0),
+        ("ab", 0, 2),  # in one message, since the reader came late
+    ]
+
+
+@run_async
+async def test_the_first_output_that_fails_fails_the_call_and_cancels_the_others() -> None:
+    front = Front()
+    task, requests = await front.submitted(front.generator.generate(call("a", "b", "c")))
+    front.client.handle(Failed([requests[1].id], FailureKind.ERROR, "it broke"))
+    with pytest.raises(EngineFailure, match="Request failed during generation: it broke"):
+        await task
+    await asyncio.sleep(0)
+    assert front.transport.sent == [Cancel([requests[0].id, requests[2].id])]
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (call(*"abcde"), InvalidRequest("requests", "requests has 5 inputs, at most 4 allowed")),
+        (call("a", n=5), InvalidRequest("requests", "requests has 5 inputs, at most 4 allowed")),
+        (call(fields=["request.text"]), None),  # there is nothing to do
+        (call("a", fields=["x", "y"]), InvalidRequest("request", "missing request")),
+        (call("a", max_new_tokens=101), InvalidRequest("max_new_tokens", "max_new_tokens must be <= 100")),
+        (
+            call("a" * 801),
+            InvalidRequest("requests[0].text", "requests[0].text has 801 bytes, at most 800 fit into any input"),
+        ),
+        (
+            call("a", "b" * 200),
+            InvalidRequest("requests[1].text", "input tokens (200) plus prefix length (0) must be < 200"),
+        ),
+        (call(""), InvalidRequest("requests[0].text", "requests[0].text gives no token")),
+    ],
+)
+@run_async
+async def test_calls_that_never_reach_the_engine(work: GenerateCall, error: RequestError | None) -> None:
+    front = Front(max_concurrent_requests=4)
+    task, requests = await front.submitted(front.generator.generate(work))
+    assert requests == []
+    if error is None:
+        assert await task == []
+        return
+    with pytest.raises(type(error)) as caught:
+        await task
+    assert (str(caught.value), getattr(caught.value, "field", None)) == (str(error), getattr(error, "field", None))
+
+
+@run_async
+async def test_truncation_keeps_the_last_tokens_of_any_text() -> None:
+    front = Front()
+    task, (request,) = await front.submitted(front.generator.generate(call("a" * 900 + "bc", truncate_input_tokens=2)))
+    assert request.tokens == [B, C]
+    task.cancel()
+
+
+@run_async
+async def test_overload_comes_before_validation_and_the_queue_is_limited_in_tokens() -> None:
+    front = Front(max_queued_tokens=4, max_concurrent_requests=2)
+    with front.admission.inputs.hold(b"other", 2), pytest.raises(Overloaded, match="Model is overloaded"):
+        await front.generator.generate(call("a", max_new_tokens=9999))
+    task, _ = await front.submitted(front.generator.generate(call("abc")))
+    with pytest.raises(QueueFull) as caught:
+        await front.generator.generate(call("ab"))
+    assert caught.value.reason == "3 input tokens are waiting, at most 4 may"
+    task.cancel()
+
+
+@run_async
+async def test_an_adapter_comes_before_the_input() -> None:
+    front = Front()
+    work = GenerateCall(CallKind.SINGLE, ["ab"], ["x"], Params(), adapter=("prefix_id", "p"))
+    task = asyncio.create_task(front.generator.generate(work))
+    await asyncio.sleep(0)
+    front.client.handle(Acquired(1, adapter=AdapterRef("p", 3, 0, 1, 9)))
+    _, (request,) = await front.submitted(asyncio.sleep(9))
+    assert (request.tokens, request.adapter and request.adapter.id) == ([0, 0, 0, A, B], "p")
+    assert request.cache_salt == (9).to_bytes(8)
+    task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("truncate", "tokens", "offsets", "counts", "ids"),
+    [
+        (0, False, False, [3, 2], [[], []]),
+        (2, True, True, [2, 2], [[B, C], [A, B]]),
+        (0, True, False, [3, 2], [[A, B, C], [A, B]]),
+    ],
+)
+@run_async
+async def test_tokenize(truncate: int, tokens: bool, offsets: bool, counts: list[int], ids: list[list[int]]) -> None:
+    found = await Front().generator.tokenize(TokenizeCall(["abc", "ab"], truncate, tokens, offsets))
+    assert [each.num_tokens for each in found] == counts
+    assert [each.ids for each in found] == ids
+    assert [*found[0].offsets] == ([(1, 2), (2, 3)] if offsets else [])
+
+
+@run_async
+async def test_a_server_that_loads_has_no_generator() -> None:
+    with pytest.raises(Unavailable, match="the model is still loading"):
+        loaded(asyncio.get_running_loop().create_future())
