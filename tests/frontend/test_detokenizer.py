@@ -65,7 +65,7 @@ def some_ids(backend: Backend, tokenizer: Tokenizer) -> st.SearchStrategy[list[i
 
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-@settings(max_examples=40)  # for each of many families
+@settings(max_examples=20)  # for each of many families
 @given(data=st.data())
 def test_incremental_text_of_any_ids_equals_whole_decoding(
     families: Families, family: str, encoder_decoder: bool, data: st.DataObject
@@ -98,11 +98,9 @@ def test_invalid_bytes_in_the_middle_are_text(families: Families) -> None:
     assert pieces(decoder(tokenizer), ids) == ["na", "", "\ufffd\ufffdT"]
 
 
-@pytest.mark.parametrize("family", ["byte_fallback", "mistral"])
-@given(data=st.data())
-def test_invalid_bytes_are_replaced_one_by_one(families: Families, family: str, data: st.DataObject) -> None:
-    backend, tokenizer = families(family)
-    values = data.draw(st.binary(max_size=30))
+@given(values=st.binary(max_size=30))
+def test_invalid_bytes_are_replaced_one_by_one(families: Families, values: bytes) -> None:
+    backend, tokenizer = families("byte_fallback")
     escaped = values.decode("utf-8", "surrogateescape")
     expected = "".join("\ufffd" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in escaped)
     text = "".join(pieces(decoder(tokenizer), byte_ids(backend, values)))
