@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from engine_clients import connected_client
 from harness import run_async
-from scraped_metrics import make_metrics
+from scraped_metrics import make_metrics, value
 from scripted_api import LIMITS, byte_tokenizer
 
 from tgis.config import Config
-from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, RequestError, Unavailable
+from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.generation import Generator, ServerInfo, loaded
@@ -42,11 +42,10 @@ class Front:
     async def submitted(self, work: Coroutine[Any, Any, Any]) -> "tuple[asyncio.Task[Any], list[Request]]":
         """The running call, and the requests that it has sent."""
         task = asyncio.create_task(work)
-        while not task.done() and not any(isinstance(message, Submit) for message in self.transport.sent):
+        while not (found := [message for message in self.transport.sent if isinstance(message, Submit)]):
             await asyncio.sleep(0)
-        (submit,) = [message for message in self.transport.sent if isinstance(message, Submit)] or [Submit([], 0.0)]
         self.transport.sent.clear()
-        return task, submit.requests
+        return task, found[0].requests
 
     def step(self, requests: list[Request], *tokens: int, end: StopReason = StopReason.NOT_FINISHED) -> None:
         count = len(requests)
@@ -79,12 +78,8 @@ async def test_every_output_of_every_input_is_a_request() -> None:
     front.step(requests, A, B)
     front.step(requests, C, end=StopReason.MAX_TOKENS)
     outputs: list[RequestOutput] = await task
-    assert [(each.index, each.text, each.input_token_count, each.seed) for each in outputs] == [
-        (0, "abc", 3, 5),
-        (1, "abc", 3, 6),
-        (2, "abc", 2, 5),
-        (3, "abc", 2, 6),
-    ]
+    found = [(each.index, each.text, each.input_token_count, each.seed) for each in outputs]
+    assert found == [(0, "abc", 3, 5), (1, "abc", 3, 6), (2, "abc", 2, 5), (3, "abc", 2, 6)]
     assert (front.admission.inputs.total, front.transport.sent) == (0, [])
 
 
@@ -100,10 +95,8 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front.step(requests, A)
     front.step(requests, B, end=StopReason.MAX_TOKENS)
     await task
-    assert [(each.text, each.input_token_count, each.generated_token_count) for each in chunks] == [
-        ("abc", 3, 0),
-        ("ab", 0, 2),  # in one message, since the reader came late
-    ]
+    found = [(each.text, each.input_token_count, each.generated_token_count) for each in chunks]
+    assert found == [("abc", 3, 0), ("ab", 0, 2)]  # in one message, since the reader came late
 
 
 @run_async
@@ -117,36 +110,28 @@ async def test_the_first_output_that_fails_fails_the_call_and_cancels_the_others
     assert front.transport.sent == [Cancel([requests[0].id, requests[2].id])]
 
 
+TOO_MANY = "requests has 5 inputs, at most 4 allowed"
+
+
 @pytest.mark.parametrize(
-    ("work", "error"),
+    ("work", "field", "text"),
     [
-        (call(*"abcde"), InvalidRequest("requests", "requests has 5 inputs, at most 4 allowed")),
-        (call("a", n=5), InvalidRequest("requests", "requests has 5 inputs, at most 4 allowed")),
-        (call(fields=["request.text"]), None),  # there is nothing to do
-        (call("a", fields=["x", "y"]), InvalidRequest("request", "missing request")),
-        (call("a", max_new_tokens=101), InvalidRequest("max_new_tokens", "max_new_tokens must be <= 100")),
-        (
-            call("a" * 801),
-            InvalidRequest("requests[0].text", "requests[0].text has 801 bytes, at most 800 fit into any input"),
-        ),
-        (
-            call("a", "b" * 200),
-            InvalidRequest("requests[1].text", "input tokens (200) plus prefix length (0) must be < 200"),
-        ),
-        (call(""), InvalidRequest("requests[0].text", "requests[0].text gives no token")),
+        (call(*"abcde"), "requests", TOO_MANY),
+        (call("a", n=5), "requests", TOO_MANY),
+        (call("a", fields=["x", "y"]), "request", "missing request"),
+        (call("a", max_new_tokens=101), "max_new_tokens", "max_new_tokens must be <= 100"),
+        (call("a" * 801), "requests[0].text", "requests[0].text has 801 bytes, at most 800 fit into any input"),
+        (call("a", "b" * 200), "requests[1].text", "input tokens (200) plus prefix length (0) must be < 200"),
+        (call("a", ""), "requests[1].text", "requests[1].text gives no token"),
     ],
 )
 @run_async
-async def test_calls_that_never_reach_the_engine(work: GenerateCall, error: RequestError | None) -> None:
+async def test_calls_that_never_reach_the_engine(work: GenerateCall, field: str, text: str) -> None:
     front = Front(max_concurrent_requests=4)
-    task, requests = await front.submitted(front.generator.generate(work))
-    assert requests == []
-    if error is None:
-        assert await task == []
-        return
-    with pytest.raises(type(error)) as caught:
-        await task
-    assert (str(caught.value), getattr(caught.value, "field", None)) == (str(error), getattr(error, "field", None))
+    with pytest.raises(InvalidRequest) as caught:
+        await front.generator.generate(work)
+    assert (caught.value.field, str(caught.value)) == (field, text)
+    assert (front.transport.sent, await front.generator.generate(call())) == ([], [])
 
 
 @run_async
@@ -182,20 +167,17 @@ async def test_an_adapter_comes_before_the_input() -> None:
     task.cancel()
 
 
-@pytest.mark.parametrize(
-    ("truncate", "tokens", "offsets", "counts", "ids"),
-    [
-        (0, False, False, [3, 2], [[], []]),
-        (2, True, True, [2, 2], [[B, C], [A, B]]),
-        (0, True, False, [3, 2], [[A, B, C], [A, B]]),
-    ],
-)
 @run_async
-async def test_tokenize(truncate: int, tokens: bool, offsets: bool, counts: list[int], ids: list[list[int]]) -> None:
-    found = await Front().generator.tokenize(TokenizeCall(["abc", "ab"], truncate, tokens, offsets))
-    assert [each.num_tokens for each in found] == counts
-    assert [each.ids for each in found] == ids
-    assert [*found[0].offsets] == ([(1, 2), (2, 3)] if offsets else [])
+async def test_tokenize() -> None:
+    texts, front = ["abc", "ab"], Front()
+    (whole, _) = await front.generator.tokenize(TokenizeCall(texts, 0, return_tokens=True, return_offsets=False))
+    assert (whole.ids, whole.num_tokens, [*whole.offsets]) == ([A, B, C], 3, [])
+    (counted, _) = await front.generator.tokenize(TokenizeCall(texts, 0, return_tokens=False, return_offsets=False))
+    assert (counted.ids, counted.num_tokens) == ([], 3)
+    (cut, short) = await front.generator.tokenize(TokenizeCall(texts, 2, return_tokens=False, return_offsets=True))
+    assert (cut.num_tokens, [*cut.offsets], short.num_tokens) == (2, [(1, 2), (2, 3)], 2)
+    counts = [value(front.generator.metrics, f"tgi_tokenize_request_{name}") for name in ("count", "input_count")]
+    assert (counts, value(front.generator.metrics, "tgi_tokenize_request_tokens_sum")) == ([3, 6], 5 + 5 + 4)
 
 
 @run_async

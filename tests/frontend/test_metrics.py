@@ -44,7 +44,7 @@ def changed(metrics: Metrics) -> dict[str, float]:
 
 def expected(name: str) -> dict[str, float]:
     """Samples of the table, with those of histograms under their own names."""
-    found = {}
+    found = dict[str, float]()
     for key, values in EXPECTED[name].items():
         family, _, labels = key.partition(" ")
         kinds = {"_count": values[0], "_sum": values[1]} if isinstance(values, list) else {"": values}

@@ -44,10 +44,6 @@ def metadata(correlation_id: str) -> list[tuple[str, str]]:
     return [("x-correlation-id", correlation_id), ("authorization", "Bearer sesame")]
 
 
-def grown(server: LocalServer, names: list[str], before: list[float]) -> list[float]:
-    return [new - old for new, old in zip(server.metrics(*names), before, strict=True)]
-
-
 def test_each_input_has_one_line_and_is_observed(server: LocalServer, stub: Stub) -> None:
     names = [f"tgi_request_{name}" for name in ("raw_input_length", "input_length", "max_new_tokens", "total_tokens")]
     names = [f"{name}_{kind}" for name in names for kind in ("count", "sum")]
@@ -67,7 +63,8 @@ def test_each_input_has_one_line_and_is_observed(server: LocalServer, stub: Stub
         assert min(parts) >= 0
         assert 4 * 0.01 <= parts[2] <= sum(parts) <= line["total_seconds"] + 0.001
         assert line["seconds_per_token"] == pytest.approx(parts[2] / 4, abs=1e-4)
-    assert grown(server, names, before) == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
+    grown = [new - old for new, old in zip(server.metrics(*names), before, strict=True)]
+    assert grown == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
 
 
 def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stub: Stub) -> None:
@@ -78,13 +75,6 @@ def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stu
     (line,) = lines(server, "lists")
     lengths = {"stop_token_ids=2", "allowed_token_ids=245", "bad_words=4", "max_new_tokens=4"}
     assert set(line["parameters"].split()) == lengths
-
-
-def test_calls_to_tokenize_are_observed(server: LocalServer, stub: Stub) -> None:
-    names = [f"tgi_tokenize_request_{name}" for name in ("count", "input_count", "tokens_count", "tokens_sum")]
-    before = server.metrics(*names)
-    stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=text) for text in ("abc", "de")]))
-    assert grown(server, names, before) == [1, 2, 1, 5]
 
 
 def test_the_correlation_id_is_in_the_trailing_metadata(stub: Stub) -> None:

@@ -36,16 +36,6 @@ def test_any_text(families: Families, family: str, text: str) -> None:
     assert list(placed.offsets) == naive_offsets(backend, text)
 
 
-def test_many_calls_at_once(families: Families) -> None:
-    backend, tokenizer = families("gpt2")
-    texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
-
-    async def run() -> list[list[Encoding]]:
-        return await asyncio.gather(*(tokenizer.encode([text], EncodeOptions()) for text in texts))
-
-    assert [encoding.ids for (encoding,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
-
-
 @pytest.mark.parametrize("texts", [["word and word " * 1000], ["a word "] * 1000], ids=["one", "many"])
 @pytest.mark.parametrize("offsets", [False, True])
 def test_too_many_tokens_are_refused(families: Families, texts: list[str], offsets: bool) -> None:

@@ -35,8 +35,7 @@ def text(server: LocalServer, authorization: str | None, prompt: str = "abc") ->
 
 
 def test_only_valid_tokens_are_accepted(server: LocalServer) -> None:
-    for authorization in ("Bearer first-token", "bearer second-token"):
-        assert text(server, authorization) == "abc"
+    assert text(server, "Bearer first-token") == text(server, "bearer second-token") == "abc"
     refused = (None, "", "first-token", "Bearer", "Bearer ", "Bearer first", "Bearer # for tests", "Basic first-token")
     counted = 'tgi_call_count_total{api="grpc",method="Generate",status="UNAUTHENTICATED"}'
     for authorization in refused:

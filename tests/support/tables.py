@@ -11,6 +11,6 @@ def table(file: str, name: str) -> pytest.MarkDecorator:
     """A table of a file, for tests with the parameter `row`; rows without names have that of their first value."""
     tables = yaml.safe_load((REPOSITORY / "tests/golden/apis" / f"{file}.yaml").read_text())
     rows = tables[name]
-    named = rows if isinstance(rows, dict) else {json.dumps(next(iter(row.values())))[:60]: row for row in rows}
-    assert len(named) == len(rows), "two rows have the same name"
-    return pytest.mark.parametrize("row", named.values(), ids=named)
+    named = rows if isinstance(rows, dict) else {}
+    ids = [*named] or [json.dumps(next(iter(row.values())))[:60] for row in rows]
+    return pytest.mark.parametrize("row", [*named.values()] or rows, ids=ids)

@@ -189,19 +189,6 @@ async def test_a_malformed_body_is_400() -> None:
     assert b"secret" not in answer
 
 
-@run_async
-async def test_a_large_body_right_behind_its_head_is_read() -> None:
-    content = b"x" * (4 << 20)
-    async with serving(ECHO, payload_limit=len(content)) as client:
-        reader, writer = await connect(client)
-        for _ in range(2):  # the second request over the same connection
-            writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert await reader.readexactly(len(content)) == content
-        writer.close()
-
-
 # --- streams and readers ---
 
 

@@ -24,8 +24,6 @@ from tgis.errors import (
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "hello"}]}
-TOOLS = {"tools": [{"function": {"name": "weather"}}]}
-CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 FIRST = output(input_token_count=5, seed=7)  # of a stream, before any token
 
 
@@ -64,20 +62,6 @@ async def test_streamed_chat(row: dict[str, Any]) -> None:
     used = [used and usage(*used) for used in row.get("usage", ())]
     assert [event["usage"] for event in events if "usage" in event] == used
     assert [len(event["choices"]) for event in events] == [1] * len(row["choices"]) + [0] * bool(used)
-
-
-@run_async
-async def test_a_streamed_tool_call() -> None:
-    messages = [output(text, generated_token_count=n) for n, text in enumerate(CALL, 1)]
-    end = output(reason="EOS_TOKEN", generated_token_count=99)
-    answer = await ask(CHAT, USER | TOOLS | {"stream": True}, FIRST, *messages, end)
-    choices = [choice for event in answer.body[:-1] for choice in event["choices"]]
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == "I look."
-    first, *rest = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    assert (first["index"], first["type"], first["function"]["name"], len(first["id"])) == (0, "function", "weather", 9)
-    assert all(call.keys() == {"index", "function"} for call in rest)
-    assert "".join(call["function"]["arguments"] for call in (first, *rest)) == '{"city": "Oslo"}'
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
 @table("answers", "completions")

@@ -48,22 +48,11 @@ def test_sampling_fields(row: dict[str, Any]) -> None:
         assert described(chat, "logprob_options") == expected | {"add_special_tokens": False}
 
 
-@pytest.mark.parametrize(
-    ("body", "params"),
-    [
-        ({"max_tokens": 4.0}, {"max_new_tokens": 4}),  # as clients of vLLM send them
-        ({"max_tokens": "4"}, {"max_new_tokens": 4}),
-        ({"max_tokens": 4, "max_completion_tokens": 5}, {"max_new_tokens": 5}),
-        (
-            {"add_special_tokens": True, "parses_tools": True},
-            {"add_special_tokens": True, "skip_special_tokens": False},
-        ),
-    ],
-)
-def test_fields_of_chats(body: dict[str, Any], params: dict[str, Any]) -> None:
-    parses_tools = body.pop("parses_tools", False)
-    found = chat_params(chat_body(**body), CALL, parses_tools=parses_tools)
-    assert {name: getattr(found, name) for name in params} == params
+@table("parameters", "openai chats")
+def test_fields_of_chats(row: dict[str, Any]) -> None:
+    found, tools = (chat_params(chat_body(**row["body"]), CALL, parses_tools=parses) for parses in (False, True))
+    assert {name: getattr(found, name) for name in row["params"]} == row["params"]
+    assert tools.skip_special_tokens is False  # those around a call are read
 
 
 @table("parameters", "openai logprobs")

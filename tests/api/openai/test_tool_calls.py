@@ -128,7 +128,10 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
     assert json.loads("".join(each.function.arguments for each in calls)) == PARIS
-    assert [each.function.name for each in calls] == ["w"] + [None] * (len(calls) - 1)
+    assert [(each.function.name, each.type) for each in calls] == [("w", "function")] + [(None, None)] * (
+        len(calls) - 1
+    )
+    assert [len(each.id or "") for each in calls] == [9] + [0] * (len(calls) - 1)  # as Mistral's templates accept it
     assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
 

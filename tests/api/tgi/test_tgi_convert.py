@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from described_params import described
+from described_params import described, plain
 from harness import run_async
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +22,6 @@ from tgis.config import Config
 from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, Overloaded, RequestError, Unavailable
 from tgis.frontend.calls import CallKind
 from tgis.frontend.output import RequestOutput
-from tgis.ipc.request import LogprobOptions
 
 CALL: Any = SimpleNamespace(
     config=Config(model_name="m"),
@@ -43,18 +42,10 @@ def test_parameters(row: dict[str, Any]) -> None:
     assert (params.constraints.max_stop_sequences, params.constraints.max_stop_sequence_bytes) == (4, 1000)
 
 
-@pytest.mark.parametrize(
-    ("body", "details", "options"),
-    [
-        ({}, False, {}),
-        ({}, True, {"generated_tokens": True, "logprobs": True}),
-        ({"decoder_input_details": True}, False, {"input_tokens": True, "logprobs": True}),
-        ({"top_n_tokens": 2}, True, {"generated_tokens": True, "logprobs": True, "top_n_tokens": 2}),
-    ],
-)
-def test_which_details_are_asked_for(body: dict[str, Any], details: bool, options: dict[str, Any]) -> None:
-    params = convert.params(given_parameters(**body), CALL, details=details)
-    assert params.logprob_options == LogprobOptions(exact_top_n=True, **options)
+@table("parameters", "tgi details")
+def test_which_details_are_asked_for(row: dict[str, Any]) -> None:
+    params = convert.params(given_parameters(**row["body"]), CALL, details=row["details"])
+    assert plain(params.logprob_options) == row["options"] | {"exact_top_n": True}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What steps report about batch and queue, on small loads counted by hand, and what the front end makes of it."""
+"""What the engine process reports about steps, batch and queue, on small loads counted by hand."""
 
 import time
 from pathlib import Path
@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from batches import EOS, engine_options, limits, request
-from engine_clients import connected_client, engine_outputs
-from harness import run_async
-from scraped_metrics import make_metrics, value
 
 from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
@@ -16,7 +13,7 @@ from tgis.engine_core.core import EngineCore
 from tgis.engine_core.lookups import LookupTable
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
-from tgis.ipc.request import Request, StopReason
+from tgis.ipc.request import Request
 
 if TYPE_CHECKING:
     from tgis.ipc.channel import Channel
@@ -43,8 +40,9 @@ class ScriptedChannel:
 def run(directory: Path, turns: list[Turn], memory_tokens: int | None = None, **kind: Any) -> list[StepStats]:
     """The statistics of an engine core with the fake engine that gets these turns."""
     script = ScriptedChannel(turns)
-    steps = {name: kind[name] for name in ("padded", "block_size") if name in kind} | {"memory_tokens": memory_tokens}
-    engine = FakeEngine(engine_options(make_fake_model(directory, **steps, poison_token=77), 4))
+    steps = {name: kind[name] for name in ("padded", "block_size") if name in kind}
+    model = make_fake_model(directory, memory_tokens=memory_tokens, poison_token=77, **steps)
+    engine = FakeEngine(engine_options(model, 4))
     EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS}), LookupTable(script.send)).run()
     return script.stats
 
@@ -172,55 +170,3 @@ def test_admission_counters() -> None:
     # one step takes 10 prompt tokens
     assert admissions([[(9, 5)] * 4], padded=False, prefill_tokens=10) == [0, 0, 3, 0]
     assert admissions([[(20, 5), (2, 5), (19, 5)]], padded=True, max_prefill_padding=0.2) == [1, 0, 0, 1]
-
-
-def step_of(
-    tokens: dict[int, list[int]], end: StopReason = StopReason.NOT_FINISHED, *scheduled: int, back: int = 0
-) -> Step:
-    """A step that schedules some requests for the first time, and sends others back into the queue."""
-    stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, back, dict.fromkeys(scheduled, 0.1))
-    return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], stats)
-
-
-@run_async
-async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
-    metrics = make_metrics()
-    client, _ = connected_client(metrics)
-    outputs = engine_outputs([request(n, 10 + n) for n in range(5)])
-
-    def queue() -> tuple[float, list[int]]:
-        metrics.set_num_queued(len(client.queued()))
-        return value(metrics, "tgi_queue_size"), [one.id for one in client.queued()]
-
-    with client.submit(outputs):
-        assert queue() == (5, [0, 1, 2, 3, 4])
-        client.cancel(outputs[4])
-        client.handle(step_of({0: [7], 1: [7]}, StopReason.NOT_FINISHED, 0, 1))
-        assert queue() == (2, [2, 3])
-        client.handle(Step([2], [[]], [StopReason.TIME_LIMIT], [], None))
-        assert queue() == (1, [3])
-        client.handle(step_of({0: [7], 1: [7]}, back=1))
-        assert queue() == (2, [3])
-    assert queue() == (0, [])
-
-
-@run_async
-async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
-    metrics = make_metrics()
-    client, _ = connected_client(metrics)
-    names = ["tgi_batch_generated_tokens", "tgi_batch_discarded_tokens"]
-    names += [f"tgi_request_{name}_duration_count" for name in ("inter_token_latency", "time_to_first_token")]
-    outputs = engine_outputs([request(n) for n in range(3)], time.monotonic() - 500)
-
-    def counts(step: Step) -> list[float]:
-        client.handle(step)
-        return [value(metrics, name) for name in names]
-
-    with client.submit(outputs):
-        assert counts(step_of({0: [7], 1: [7]})) == [2, 0, 0, 2]
-        assert counts(step_of({0: [7, 7], 1: [7]})) == [5, 0, 2, 2]  # between two tokens of one step is no time
-        client.cancel(outputs[0])
-        assert counts(step_of({0: [7], 1: [7]})) == [7, 1, 3, 2]
-        assert counts(step_of({2: []}, StopReason.TIME_LIMIT)) == [7, 1, 3, 2]  # expired in the queue
-        assert [output.num_tokens for output in outputs] == [3, 3, 0]
-    assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)
