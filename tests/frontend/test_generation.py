@@ -1,6 +1,7 @@
 """tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -39,13 +40,20 @@ class Front:
         info = ServerInfo(INFO, LIMITS, max_queued_tokens, random_seed=7, log_text=False)
         self.generator = Generator(info, self.client, decoder, lookups, metrics, self.admission)
 
-    async def submitted(self, work: Coroutine[Any, Any, Any]) -> "tuple[asyncio.Task[Any], list[Request]]":
+    @property
+    def discarded(self) -> float:
+        return value(self.generator.metrics, "tgi_batch_discarded_tokens")
+
+    async def start(self, work: Coroutine[Any, Any, Any]) -> "tuple[asyncio.Task[Any], list[Request]]":
         """The running call, and the requests that it has sent."""
         task = asyncio.create_task(work)
+        return task, await self.submitted()
+
+    async def submitted(self) -> list[Request]:
         while not (found := [message for message in self.transport.sent if isinstance(message, Submit)]):
             await asyncio.sleep(0)
         self.transport.sent.clear()
-        return task, found[0].requests
+        return found[0].requests
 
     def step(self, requests: list[Request], *tokens: int, end: StopReason = StopReason.NOT_FINISHED) -> None:
         count = len(requests)
@@ -65,13 +73,12 @@ async def test_every_output_of_every_input_is_a_request() -> None:
     front = Front()
     options = LogprobOptions(generated_tokens=True)
     work = call("abc", "é", n=2, sampling=SAMPLED, seed=5, max_new_tokens=7, bad_words=("b",), logprob_options=options)
-    task, requests = await front.submitted(front.generator.generate(work))
-    assert [request.tokens for request in requests] == [[A, B, C]] * 2 + [
-        byte_tokenizer().encode_without_special_tokens("é")
-    ] * 2
+    task, requests = await front.start(front.generator.generate(work))
+    e_acute, space_b = map(byte_tokenizer().encode_without_special_tokens, ("é", " b"))
+    assert [request.tokens for request in requests] == [[A, B, C]] * 2 + [e_acute] * 2
     for number, request in enumerate(requests):
         sampling = msgspec.structs.replace(SAMPLED, seed=5 + number % 2, bad_words=request.sampling_params.bad_words)
-        assert {*sampling.bad_words} == {(B,), (*byte_tokenizer().encode_without_special_tokens(" b"),)}
+        assert {*sampling.bad_words} == {(B,), tuple(space_b)}
         assert request == Request(
             request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", answer_deadline=9.0, client=b"me"
         )
@@ -80,7 +87,7 @@ async def test_every_output_of_every_input_is_a_request() -> None:
     outputs: list[RequestOutput] = await task
     found = [(each.index, each.text, each.input_token_count, each.seed) for each in outputs]
     assert found == [(0, "abc", 3, 5), (1, "abc", 3, 6), (2, "abc", 2, 5), (3, "abc", 2, 6)]
-    assert (front.admission.inputs.total, front.transport.sent) == (0, [])
+    assert (front.admission.inputs.total, front.transport.sent, front.discarded) == (0, [], 0)
 
 
 @run_async
@@ -91,7 +98,7 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
         async for chunk in front.generator.stream(call("abc", kind=CallKind.STREAM, input_text=True, max_new_tokens=5)):
             chunks.append(chunk)
 
-    task, requests = await front.submitted(read())
+    task, requests = await front.start(read())
     front.step(requests, A)
     front.step(requests, B, end=StopReason.MAX_TOKENS)
     await task
@@ -102,12 +109,14 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
 @run_async
 async def test_the_first_output_that_fails_fails_the_call_and_cancels_the_others() -> None:
     front = Front()
-    task, requests = await front.submitted(front.generator.generate(call("a", "b", "c")))
+    task, requests = await front.start(front.generator.generate(call("a", "b", "c")))
+    front.step(requests, A)
     front.client.handle(Failed([requests[1].id], FailureKind.ERROR, "it broke"))
     with pytest.raises(EngineFailure, match="Request failed during generation: it broke"):
         await task
     await asyncio.sleep(0)
     assert front.transport.sent == [Cancel([requests[0].id, requests[2].id])]
+    assert front.discarded == 3
 
 
 TOO_MANY = "requests has 5 inputs, at most 4 allowed"
@@ -135,10 +144,13 @@ async def test_calls_that_never_reach_the_engine(work: GenerateCall, field: str,
 
 
 @run_async
-async def test_truncation_keeps_the_last_tokens_of_any_text() -> None:
-    front = Front()
-    task, (request,) = await front.submitted(front.generator.generate(call("a" * 900 + "bc", truncate_input_tokens=2)))
-    assert request.tokens == [B, C]
+async def test_truncation_keeps_the_last_tokens_of_any_text_and_a_time_limit_is_a_deadline() -> None:
+    front, before = Front(), time.monotonic()
+    work = call("a" * 900 + "bc", truncate_input_tokens=2, time_limit_millis=1500)
+    task, (request,) = await front.start(front.generator.generate(work))
+    assert (request.tokens, request.input_length) == ([B, C], 2)
+    assert request.deadline is not None
+    assert before + 1.5 <= request.deadline <= time.monotonic() + 1.5
     task.cancel()
 
 
@@ -147,10 +159,10 @@ async def test_overload_comes_before_validation_and_the_queue_is_limited_in_toke
     front = Front(max_queued_tokens=4, max_concurrent_requests=2)
     with front.admission.inputs.hold(b"other", 2), pytest.raises(Overloaded, match="Model is overloaded"):
         await front.generator.generate(call("a", max_new_tokens=9999))
-    task, _ = await front.submitted(front.generator.generate(call("abc")))
+    task, _ = await front.start(front.generator.generate(call("abcde")))  # any number while nothing waits
     with pytest.raises(QueueFull) as caught:
         await front.generator.generate(call("ab"))
-    assert caught.value.reason == "3 input tokens are waiting, at most 4 may"
+    assert caught.value.reason == "5 input tokens are waiting, at most 4 may"
     task.cancel()
 
 
@@ -161,7 +173,7 @@ async def test_an_adapter_comes_before_the_input() -> None:
     task = asyncio.create_task(front.generator.generate(work))
     await asyncio.sleep(0)
     front.client.handle(Acquired(1, adapter=AdapterRef("p", 3, 0, 1, 9)))
-    _, (request,) = await front.submitted(asyncio.sleep(9))
+    (request,) = await front.submitted()
     assert (request.tokens, request.adapter and request.adapter.id) == ([0, 0, 0, A, B], "p")
     assert request.cache_salt == (9).to_bytes(8)
     task.cancel()
