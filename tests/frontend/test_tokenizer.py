@@ -48,14 +48,15 @@ def test_too_many_tokens_are_refused(families: Families, texts: list[str], offse
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("keep_last", [5, 0])
-def test_only_the_last_tokens_are_returned_and_limited(families: Families, family: str, keep_last: int) -> None:
+def test_only_the_last_tokens_are_returned_and_limited(families: Families, family: str) -> None:
     backend, tokenizer = families(family)
-    text = "wörd and word " * 1000
-    ids, options = backend.encode(text).ids, EncodeOptions(offsets=True, keep_last=keep_last, max_tokens=5)
-    (encoding,) = asyncio.run(tokenizer.encode([text], options))
-    assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
-    assert list(encoding.offsets) == naive_offsets(backend, text)[len(ids) - keep_last :]
+    text = "wörd and word " * 100
+    ids, offsets = backend.encode(text).ids, naive_offsets(backend, text)
+    for keep_last in (5, 0):
+        options = EncodeOptions(offsets=True, keep_last=keep_last, max_tokens=5)
+        (encoding,) = asyncio.run(tokenizer.encode([text], options))
+        assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
+        assert list(encoding.offsets) == offsets[len(ids) - keep_last :]
 
 
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:

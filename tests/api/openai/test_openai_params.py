@@ -183,8 +183,9 @@ def test_the_model_has_defaults_of_sampling(caplog: pytest.LogCaptureFixture) ->
 
 
 @run_async
-async def test_a_model_that_is_no_adapter_means_the_model() -> None:
+async def test_a_model_that_is_no_adapter_means_the_model(caplog: pytest.LogCaptureFixture) -> None:
     catalog: Any = SimpleNamespace(has=lambda name: name == "tuned")
     models = ServedModels(("served", "path"), catalog)
     found = [await models.adapter(name) for name in (None, "", "tgi", "served", "path", "gpt-4", "tuned")]
     assert found == [None] * 6 + ["tuned"]
+    assert caplog.messages == ["a request names an unknown model, serving served"]
