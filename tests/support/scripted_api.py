@@ -15,9 +15,6 @@ import http_port
 from scraped_metrics import make_metrics
 
 from demo.fake_model import make_fake_model
-from tgis.api.http.operations import HttpApi
-from tgis.api.openai.operations import OpenAIApi
-from tgis.api.tgi.routes import TgiApi
 from tgis.config import Config
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -27,8 +24,6 @@ from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits, validate
 from tgis.ipc.request import StopReason
-from tgis.limits import admission
-from tgis.prompts.catalog import AdapterCatalog
 
 LIMITS = RequestLimits(
     max_sequence_length=200, max_new_tokens=100, include_stop_sequence=True, vocab_size=257, input_vocab_size=257
@@ -46,14 +41,13 @@ class ScriptedGenerator(Generator):
     """Checks the parameters of calls, keeps the last call, and gives it the outputs."""
 
     def __init__(self, outputs: Sequence[RequestOutput | Exception]) -> None:
-        self.outputs, self.call = outputs, None
+        self.outputs = outputs
+        self.call: GenerateCall | None = None
         engine: Any = SimpleNamespace(device="cpu", decoder_start_token_id=None)
         self.server_info: Any = SimpleNamespace(limits=LIMITS, engine=engine)
         self._tokenizer = byte_tokenizer()
         self.token_decoder = TokenDecoder(self._tokenizer, (), encoder_decoder=False, output_special_tokens=True)
         self.pool, self.metrics = self._tokenizer.pool, make_metrics()
-
-    call: GenerateCall | None
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         return [output async for output in self.stream(call)]
@@ -90,9 +84,7 @@ async def _client(generator: ScriptedGenerator, **options: Any) -> AsyncIterator
     config, template, loaded = Config(**{"model_name": "m", **options}), loop.create_future(), loop.create_future()
     template.set_result(chat_template())
     loaded.set_result(generator)
-    openai = OpenAIApi(config, AdapterCatalog(None), {}, template)
-    api = HttpApi(config, http_port.NO_AUTH, admission(config), lambda *_: None, loaded)
-    routes = [api.route(operation) for operation in (*TgiApi(openai).operations(), *openai.operations())]
+    routes = [*http_port.api_routes(config, http_port.api_operations(config, template), loaded)]
     async with http_port.serving(routes) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
         yield client
 
@@ -104,17 +96,15 @@ async def ask(path: str, body: Any, *outputs: RequestOutput | Exception, **optio
     headers = {"Content-Type": "application/json"}
     async with _client(generator, **options) as client, client.post(path, data=data, headers=headers) as answer:
         text = await answer.text()
-        if answer.content_type != "text/event-stream":
-            return Answer(answer.status, answer.headers, json.loads(text), generator.call)
-        *events, end = text.split("\n\n")
-        assert end == ""
-        parts = [event.removeprefix("data: ") for event in events]
-        return Answer(
-            answer.status,
-            answer.headers,
-            [part if part[0] == "[" else json.loads(part) for part in parts],
-            generator.call,
-        )
+        content: Any = events(text) if answer.content_type == "text/event-stream" else json.loads(text)
+        return Answer(answer.status, answer.headers, content, generator.call)
+
+
+def events(stream: str) -> list[Any]:
+    *parts, end = stream.split("\n\n")
+    assert end == ""
+    data = [part.removeprefix("data: ") for part in parts]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
 
 
 def output(
