@@ -34,13 +34,8 @@ def test_a_split_stream_gives_the_messages_that_were_sent(sent: list[Message], d
 def test_messages_of_a_socket_keep_nothing_of_what_is_read_into_next() -> None:
     sent = [Fatal(letter * size) for letter, size in (("a", 10), ("b", 1 << 20), ("c", 0), ("d", 10))]
     ours, theirs = socket.socketpair()
-
-    def send() -> None:
-        with theirs:
-            theirs.sendall(b"".join(map(encode_frame, sent)))
-
     with ours, ThreadPoolExecutor() as pool:
-        pool.submit(send)
+        pool.submit(theirs.sendall, b"".join(map(encode_frame, sent))).add_done_callback(lambda _: theirs.close())
         assert list(receive_messages(ours, Message)) == sent
 
 

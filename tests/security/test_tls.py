@@ -81,20 +81,14 @@ def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
 
 def test_an_expired_certificate_is_a_warning(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    Certificates(secret.files(mutual=True))
+    certificates = Certificates(secret.files(mutual=True), clock)
     assert caplog.messages == []
     expired = make_pair(secret.authority, days=0)
     secret.publish(expired.cert, expired.key)
-    certificates = Certificates(secret.files(mutual=True), clock)
-    (said,) = caplog.messages
-    day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
-    assert said.startswith(f"{secret.files().cert} has a certificate that expired on {day} at ")
-    caplog.clear()
-    renewed = make_pair(secret.authority, days=0)
-    secret.publish(renewed.cert, renewed.key)
     clock.next_check()
     certificates.fetch()
-    assert [" expired on " in message for message in caplog.messages] == [True]
+    day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
+    assert f"{secret.files().cert} has a certificate that expired on {day} at " in caplog.text
 
 
 def expires(pair: Pair) -> float:

@@ -71,21 +71,8 @@ def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
 
 
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
-JSON = [
-    '{"name": "w", "arguments": ',
-    '"parameters": ',
-    '{"name": "',
-    "{}",
-    '{"a": "}"}',
-    "}",
-    '"',
-    "\\ud800",
-    ", ",
-    "\\q",
-    "\n",
-    "\x00",
-    "null",
-]
+JSON = ['{"name": "w", "arguments": ', '"parameters": ', '{"name": "', "{}", '{"a": "}"}', "}"]
+JSON += ['"', "\\ud800", ", ", "\\q", "\n", "\u0000", "null"]
 ARGUMENTS = st.sampled_from([{}, PARIS, ROME, None, 1, "{}", "\ud800"])
 FRAGMENTS = st.one_of(
     st.sampled_from([*MARKS, *JSON, "w", "rm"]),
