@@ -100,9 +100,9 @@ def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> Non
     for directory in (cached, tmp_path / "here"):
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")
-    found = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
+    store = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
     modules = {"a": str(tmp_path / "here"), "b": str(cached)}
-    assert found == AdapterStoreOptions(None, 512 << 20, 51, modules)
+    assert store == AdapterStoreOptions(None, 512 << 20, 51, modules)
     with pytest.raises(StartError, match=r"LORA_MODULES: a: .* has no adapter_config\.json"):
         options(None, 101, LORA_MODULES=f"a={tmp_path}")
     with pytest.raises(StartError, match="LORA_MODULES: a: model 'org/none' not found"):

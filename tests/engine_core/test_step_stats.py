@@ -90,8 +90,8 @@ def test_a_running_request_without_scheduled_tokens_is_not_queued(tmp_path: Path
     """The token budget of the step goes to two prompts: the third sequence gets nothing yet."""
     turns: list[Turn] = [[submit(request(1, 50, 4), request(2, 2, 4), request(3, 9, 4))], []]
     stats = run(tmp_path, turns, **CHUNKED)
-    assert [after(each)[:2] for each in stats] == [(3, 50 + 3 + 9), (3, 50 + 4 + 9)]
-    assert [[*each.first_scheduled] for each in stats] == [[1, 2, 3], []]
+    assert [after(step)[:2] for step in stats] == [(3, 50 + 3 + 9), (3, 50 + 4 + 9)]
+    assert [[*step.first_scheduled] for step in stats] == [[1, 2, 3], []]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_sequences_that_fail_in_a_step_count_as_part_of_it(tmp_path: Path) -> No
 def test_queue_time_starts_at_arrival_even_during_a_long_step(tmp_path: Path) -> None:
     now = time.monotonic()
     stats = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
-    assert [int(seconds) // 100 for each in stats for seconds in each.first_scheduled.values()] == [5, 2]
+    assert [int(seconds) // 100 for step in stats for seconds in step.first_scheduled.values()] == [5, 2]
 
 
 def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
     """The third step of two sequences runs out of memory; then one of them is recomputed alone."""
     turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
     stats = run(tmp_path, turns, memory_tokens=9, padded=False, max_batch_size=2)
-    assert [each.num_requeued for each in stats] == [0, 0, 1]  # the other two have never run
+    assert [step.num_requeued for step in stats] == [0, 0, 1]  # the other two have never run
     assert after(stats[-1]) == (1, 6, 6, 1, 0, 5, False, 0)
 
 

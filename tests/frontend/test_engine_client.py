@@ -119,7 +119,7 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
 
     def queue() -> tuple[float, list[int]]:
         metrics.set_num_queued(len(client.queued()))
-        return value(metrics, "tgi_queue_size"), [one.id for one in client.queued()]
+        return value(metrics, "tgi_queue_size"), [request.id for request in client.queued()]
 
     with client.submit(outputs):
         assert queue() == (5, [0, 1, 2, 3, 4])

@@ -50,14 +50,14 @@ class Front:
         return task, await self.submitted()
 
     async def submitted(self) -> list[Request]:
-        while not (found := [message for message in self.transport.sent if isinstance(message, Submit)]):
+        while not (submits := [message for message in self.transport.sent if isinstance(message, Submit)]):
             await asyncio.sleep(0)
         self.transport.sent.clear()
-        return found[0].requests
+        return submits[0].requests
 
     def step(self, requests: list[Request], *tokens: int, end: StopReason = StopReason.NOT_FINISHED) -> None:
         count = len(requests)
-        self.client.handle(Step([each.id for each in requests], [[*tokens]] * count, [end] * count, [], None))
+        self.client.handle(Step([request.id for request in requests], [[*tokens]] * count, [end] * count, [], None))
 
 
 def call(*texts: str, kind: CallKind = CallKind.BATCH, n: int = 1, fields: Any = None, **params: Any) -> GenerateCall:
@@ -85,8 +85,8 @@ async def test_every_output_of_every_input_is_a_request() -> None:
     front.step(requests, A, B)
     front.step(requests, C, end=StopReason.MAX_TOKENS)
     outputs: list[RequestOutput] = await task
-    found = [(each.index, each.text, each.input_token_count, each.seed) for each in outputs]
-    assert found == [(0, "abc", 3, 5), (1, "abc", 3, 6), (2, "abc", 2, 5), (3, "abc", 2, 6)]
+    facts = [(output.index, output.text, output.input_token_count, output.seed) for output in outputs]
+    assert facts == [(0, "abc", 3, 5), (1, "abc", 3, 6), (2, "abc", 2, 5), (3, "abc", 2, 6)]
     assert (front.admission.inputs.total, front.transport.sent, front.discarded) == (0, [], 0)
 
 
@@ -102,8 +102,8 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front.step(requests, A)
     front.step(requests, B, end=StopReason.MAX_TOKENS)
     await task
-    found = [(each.text, each.input_token_count, each.generated_token_count) for each in chunks]
-    assert found == [("abc", 3, 0), ("ab", 0, 2)]  # in one message, since the reader came late
+    facts = [(chunk.text, chunk.input_token_count, chunk.generated_token_count) for chunk in chunks]
+    assert facts == [("abc", 3, 0), ("ab", 0, 2)]  # in one message, since the reader came late
 
 
 @run_async

@@ -44,12 +44,12 @@ def changed(metrics: Metrics) -> dict[str, float]:
 
 def expected(name: str) -> dict[str, float]:
     """Samples of the table, with those of histograms under their own names."""
-    found = dict[str, float]()
+    expanded = dict[str, float]()
     for key, values in EXPECTED[name].items():
         family, _, labels = key.partition(" ")
         kinds = {"_count": values[0], "_sum": values[1]} if isinstance(values, list) else {"": values}
-        found |= {f"{family}{kind} {labels}".strip(): value for kind, value in kinds.items()}
-    return found
+        expanded |= {f"{family}{kind} {labels}".strip(): value for kind, value in kinds.items()}
+    return expanded
 
 
 def combinations(labels: dict[str, str]) -> set[Series]:
@@ -64,9 +64,11 @@ def test_the_scrape_has_exactly_these_values_of_labels(metrics: Metrics) -> None
 
 
 def test_buckets(metrics: Metrics) -> None:
-    found = {name.removesuffix("_bucket"): one for name, one in samples(metrics).items() if name.endswith("_bucket")}
-    assert {name for name in found if not name.endswith("_duration")} == EXPECTED["buckets"].keys()
-    for name, series in found.items():
+    histograms = {
+        name.removesuffix("_bucket"): series for name, series in samples(metrics).items() if name.endswith("_bucket")
+    }
+    assert {name for name in histograms if not name.endswith("_duration")} == EXPECTED["buckets"].keys()
+    for name, series in histograms.items():
         count, first, last = EXPECTED["buckets"].get(name, (35, 0.00015, 145.6))
         bounds = sorted({float(dict(labels)["le"]) for labels in series})
         assert len(bounds) == count + 1
@@ -84,10 +86,10 @@ def test_counters_and_their_untyped_twins_agree(metrics: Metrics) -> None:
     metrics.request_started(CallKind.BATCH, 3)
     metrics.request_failed(FailureReason.CANCELLED, 2)
     metrics.step_failed(FailureKind.OUT_OF_MEMORY, prefill=True)
-    found = samples(metrics)
-    totals = [name for name in found if name.startswith("tgi_") and name.endswith("_total")]
+    scraped = samples(metrics)
+    totals = [name for name in scraped if name.startswith("tgi_") and name.endswith("_total")]
     assert len(totals) > 20
-    assert all(found[name] == found[name.removesuffix("_total")] for name in totals)
+    assert all(scraped[name] == scraped[name.removesuffix("_total")] for name in totals)
     assert changed(metrics) == {
         "tgi_request_count batch": 1,
         "tgi_request_input_count": 3,
@@ -158,15 +160,15 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     for _ in range(2):
         metrics.step_succeeded(stats, [], 0.0, {})
     metrics.batches.speculation.count_step_tokens(counters, [[1, 2, 3, 4], [], [5]])
-    found, names = changed(metrics), ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
+    counted, names = changed(metrics), ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
     names += [
         "prefill_padding_limit_exceeded",
         "batch_preemption",
         "prefix_cache_query_tokens",
         "prefix_cache_hit_tokens",
     ]
-    assert [found[f"tgi_{name}"] for name in names] == [2, 4, 6, 8, 10, 12, 14]
+    assert [counted[f"tgi_{name}"] for name in names] == [2, 4, 6, 8, 10, 12, 14]
     names = [f"{name}_tokens {proposer}" for proposer in ("lookup", "draft") for name in ("proposed", "accepted")]
     names += ["step_tokens_count", "step_tokens_sum"]
-    assert [found[f"tgi_speculation_{name}"] for name in names] == [16, 6, 10, 8, 3, 5]
+    assert [counted[f"tgi_speculation_{name}"] for name in names] == [16, 6, 10, 8, 3, 5]
     assert value(metrics, "tgi_batch_context_limit") == 900

@@ -71,8 +71,8 @@ def unary(decoder: TokenDecoder, wanted: Params, steps: Steps) -> RequestOutput:
 def streamed(decoder: TokenDecoder, wanted: Params, steps: Steps, *, late: bool = False) -> list[RequestOutput]:
     """The messages of a reader that keeps up, or that comes when all steps have been made."""
     output = builder(decoder, wanted)
-    found = [chunk for _ in deliver(output, steps) if not late for chunk in output.chunks()]
-    return found + list(output.chunks()) if late else found
+    chunks = [chunk for _ in deliver(output, steps) if not late for chunk in output.chunks()]
+    return chunks + list(output.chunks()) if late else chunks
 
 
 @st.composite

@@ -32,12 +32,12 @@ def stub(server: LocalServer) -> Iterator[Stub]:
 def lines(server: LocalServer, correlation_id: str, count: int = 1) -> list[dict[str, Any]]:
     """The log lines with the correlation id, once there are so many."""
 
-    def found() -> list[dict[str, Any]]:
+    def matching() -> list[dict[str, Any]]:
         logged = [json.loads(line) for line in server.log.read_text().splitlines() if line.endswith("}")]
         return [line for line in logged if line.get("correlation_id") == correlation_id]
 
-    wait_until(lambda: len(found()) >= count, "lines in the log")
-    return found()
+    wait_until(lambda: len(matching()) >= count, "lines in the log")
+    return matching()
 
 
 def metadata(correlation_id: str) -> list[tuple[str, str]]:
@@ -53,11 +53,11 @@ def test_each_input_has_one_line_and_is_observed(server: LocalServer, stub: Stub
     request.params.stopping.max_new_tokens = 4
     request.params.truncate_input_tokens = 5
     stub.Generate(request, metadata=metadata("two-inputs"))
-    found = lines(server, "two-inputs", 2)
-    assert [(line["input_tokens"], line["generated_tokens"]) for line in found] == [(3, 4), (5, 4)]
-    assert [line["request_id"] for line in found] == ["two-inputs-0", "two-inputs-1"]
-    assert [line["message"] for line in found] == [f"batch request {n} of 2: 4 tokens, MAX_TOKENS" for n in (1, 2)]
-    for line in found:
+    entries = lines(server, "two-inputs", 2)
+    assert [(line["input_tokens"], line["generated_tokens"]) for line in entries] == [(3, 4), (5, 4)]
+    assert [line["request_id"] for line in entries] == ["two-inputs-0", "two-inputs-1"]
+    assert [line["message"] for line in entries] == [f"batch request {n} of 2: 4 tokens, MAX_TOKENS" for n in (1, 2)]
+    for line in entries:
         assert (line["level"], line["parameters"]) == ("INFO", "max_new_tokens=4")
         parts = [line[f"{name}_seconds"] for name in ("validation", "queue", "inference")]
         assert min(parts) >= 0
@@ -120,9 +120,9 @@ def test_only_what_is_wrong_with_the_server_is_an_error(server: LocalServer, stu
     ):
         with pytest.raises(grpc.RpcError):
             stub.Generate(request, metadata=metadata(messages[0]))
-        found = lines(server, messages[0], len(messages))
-        assert [line["level"] for line in found] == [level] * len(messages)
-        assert all(text in line["message"] for line, text in zip(found, messages, strict=True))
+        entries = lines(server, messages[0], len(messages))
+        assert [line["level"] for line in entries] == [level] * len(messages)
+        assert all(text in line["message"] for line, text in zip(entries, messages, strict=True))
 
 
 def test_no_text_and_no_credentials_are_logged(server: LocalServer, stub: Stub) -> None:

@@ -31,7 +31,7 @@ def expanded(value: Any) -> Any:
         case "2 éééé…":
             return (LONG, LONG)
         case list():
-            return tuple(LONG if each == "éééé…" else expanded(each) for each in value)
+            return tuple(LONG if item == "éééé…" else expanded(item) for item in value)
     return value
 
 
@@ -134,7 +134,14 @@ def test_without_max_new_tokens_the_least_is_still_checked() -> None:
         request_of(100, params, context)
 
 
-def test_a_face_may_refuse_an_output_that_does_not_fit() -> None:
+def test_inputs_may_have_a_limit_of_their_own() -> None:
+    limits = replace(LIMITS, max_input_tokens=160)
+    assert request_of(160, validated(Params()), limits).input_length == 160
+    with pytest.raises(InvalidRequest, match="x has 161 tokens, at most 160 allowed"):
+        request_of(161, validated(Params()), limits)
+
+
+def test_an_api_may_refuse_an_output_that_does_not_fit() -> None:
     constraints = Constraints(min_room=60)
     for asked, fits in ((100, False), (60, False), (50, True)):
         params = validated(Params(max_new_tokens=asked, constraints=constraints))

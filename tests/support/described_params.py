@@ -23,7 +23,7 @@ def plain(value: Any) -> Any:
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         return {name: plain(field) for name, field in fields.items() if field not in ("", (), False, 0)}
     if isinstance(value, tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, StrEnum) else value
 
 

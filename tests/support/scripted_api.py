@@ -104,7 +104,7 @@ def events(stream: str) -> list[Any]:
     *parts, end = stream.split("\n\n")
     assert end == ""
     data = [part.removeprefix("data: ") for part in parts]
-    return [each if each == "[DONE]" else json.loads(each) for each in data]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 def output(
@@ -113,11 +113,11 @@ def output(
     """An output as tables write it; tokens have one byte: text, logprob, rank, then text and logprob of candidates."""
     times = RequestTimings(arrived=0.0, submitted=0.0, scheduled=0.0)
     made = RequestOutput(text=text, timings=times, stop_reason=StopReason[fields.pop("stop_reason", reason)], **fields)
-    made.tokens, made.input_tokens = [token(*each) for each in tokens], [token(*each) for each in input_tokens]
+    made.tokens, made.input_tokens = [token(*row) for row in tokens], [token(*row) for row in input_tokens]
     return made
 
 
 def token(text: str, logprob: float = -0.5, rank: int = 1, *tops: tuple[str, float]) -> TokenInfo:
-    ids = [byte_tokenizer().encode_without_special_tokens(each)[0] for each in (text, *(top for top, _ in tops))]
+    ids = [byte_tokenizer().encode_without_special_tokens(part)[0] for part in (text, *(top for top, _ in tops))]
     candidates = [(token_id, *top) for token_id, top in zip(ids[1:], tops, strict=True)]
     return TokenInfo(ids[0], text, logprob, rank, candidates)

@@ -90,8 +90,8 @@ def test_paths_of_fields(field: str, path: str) -> None:
 def test_responses(row: dict[str, Any]) -> None:
     is_special = (lambda token_id: token_id == 256) if row["ids"] else None
     response = convert.generate_response([output(**row["output"])], is_special)
-    found = json_format.MessageToDict(response, preserving_proto_field_name=True)
-    assert found["responses"] == [row["response"]]
+    fields = json_format.MessageToDict(response, preserving_proto_field_name=True)
+    assert fields["responses"] == [row["response"]]
 
 
 @pytest.mark.parametrize("reason", StopReason)

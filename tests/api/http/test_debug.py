@@ -58,8 +58,8 @@ def test_a_server_shows_its_queue_and_running_requests(tmp_path: Path) -> None:
     with local_server(tmp_path, {"step_seconds": 0.01, "padded": True}, **options) as server, server.stub() as stub:
 
         def view() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(server.get("/debug/batch")[1])
-            return found
+            state: dict[str, Any] = json.loads(server.get("/debug/batch")[1])
+            return state
 
         calls = [stub.GenerateStream(as_stream_request(unary_request(SECRET, 900 + n))) for n in range(105)]
         wait_until(lambda: view()["num_waiting"] == 103, "queue")

@@ -53,7 +53,7 @@ async def test_the_script_finds_its_routes_and_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "accept", "found"),
+    ("path", "accept", "expected"),
     [
         ("/", "text/html,*/*;q=0.8", (307, "ui")),
         ("/", "*/*", (200, None)),
@@ -62,14 +62,14 @@ async def test_the_script_finds_its_routes_and_elements() -> None:
     ],
 )
 @run_async
-async def test_a_browser_is_sent_to_the_page(path: str, accept: str, found: tuple[int, str | None]) -> None:
+async def test_a_browser_is_sent_to_the_page(path: str, accept: str, expected: tuple[int, str | None]) -> None:
     routes = [*Probes(lambda: None, no_metrics).routes(), *page_routes([], "m", needs_token=False)]
     async with (
         serving(routes) as port,
         aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": accept}) as client,
         client.get(path, allow_redirects=False) as answer,
     ):
-        assert (answer.status, answer.headers.get("Location")) == found
+        assert (answer.status, answer.headers.get("Location")) == expected
 
 
 @run_async
@@ -96,5 +96,5 @@ async def test_the_document_describes_every_route() -> None:
     ):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
         event, *ends = content["schema"]["properties"]["data"]["anyOf"]
-        assert [each["$ref"].rpartition("/")[2] for each in event["contentSchema"]["anyOf"]] == names
+        assert [schema["$ref"].rpartition("/")[2] for schema in event["contentSchema"]["anyOf"]] == names
         assert ends == last

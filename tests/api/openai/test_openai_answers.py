@@ -33,7 +33,7 @@ def without_ids(value: Any) -> Any:
         return {
             k: without_ids(v) for k, v in value.items() if k not in ("id", "created", "system_fingerprint", "model")
         }
-    return [without_ids(each) for each in value] if isinstance(value, list) else value
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
@@ -43,7 +43,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 @table("answers", "chat")
 @run_async
 async def test_chat(row: dict[str, Any]) -> None:
-    answer, used = await ask(CHAT, USER | row["body"], *(output(**each) for each in row["outputs"])), row["usage"]
+    answer, used = await ask(CHAT, USER | row["body"], *(output(**fields) for fields in row["outputs"])), row["usage"]
     assert (answer.body["id"].startswith("chatcmpl-"), answer.body["model"]) == (True, "m")
     assert without_ids(answer.body) == {"object": "chat.completion", "usage": usage(*used), "choices": row["choices"]}
     assert [answer.headers[name] for name in ("x-prompt-tokens", "x-generated-tokens")] == [*map(str, used)]
@@ -53,7 +53,9 @@ async def test_chat(row: dict[str, Any]) -> None:
 @table("answers", "streamed chat")
 @run_async
 async def test_streamed_chat(row: dict[str, Any]) -> None:
-    answer = await ask(CHAT, USER | {"stream": True} | row["body"], FIRST, *(output(**each) for each in row["outputs"]))
+    answer = await ask(
+        CHAT, USER | {"stream": True} | row["body"], FIRST, *(output(**fields) for fields in row["outputs"])
+    )
     *events, done = answer.body
     assert done == "[DONE]"
     assert len({event["id"] for event in events}) == 1
@@ -70,7 +72,7 @@ async def test_streamed_chat(row: dict[str, Any]) -> None:
 async def test_completions(row: dict[str, Any], stream: bool) -> None:
     if stream and row["body"].keys() & {"prompt_logprobs", "best_of"}:
         return  # these are refused
-    outputs, options = [output(**each) for each in row["outputs"]], {"stream_options": {"include_usage": True}}
+    outputs, options = [output(**fields) for fields in row["outputs"]], {"stream_options": {"include_usage": True}}
     answer = await ask(COMPLETIONS, ({"stream": True} | options if stream else {}) | row["body"], *outputs)
     events = answer.body[:-1] if stream else [answer.body]
     assert [choice for event in events for choice in event["choices"]] == row["choices"]

@@ -50,8 +50,8 @@ def test_sampling_fields(row: dict[str, Any]) -> None:
 
 @table("parameters", "openai chats")
 def test_fields_of_chats(row: dict[str, Any]) -> None:
-    found, tools = (chat_params(chat_body(**row["body"]), CALL, parses_tools=parses) for parses in (False, True))
-    assert {name: getattr(found, name) for name in row["params"]} == row["params"]
+    plain_chat, tools = (chat_params(chat_body(**row["body"]), CALL, parses_tools=parses) for parses in (False, True))
+    assert {name: getattr(plain_chat, name) for name in row["params"]} == row["params"]
     assert tools.skip_special_tokens is False  # those around a call are read
 
 
@@ -91,8 +91,8 @@ async def test_bad_completions_name_their_field(row: dict[str, Any]) -> None:
 @run_async
 async def test_bodies_of_the_wrong_types(body: Any) -> None:
     answer = await ask(CHAT, body)
-    found = answer.status, answer.body["error"]["type"], answer.body["error_type"]
-    assert found == (400, "invalid_request_error", "validation")
+    refusal = answer.status, answer.body["error"]["type"], answer.body["error_type"]
+    assert refusal == (400, "invalid_request_error", "validation")
 
 
 @pytest.mark.parametrize("place", ["guided_json", "chat_template_kwargs", "parameters", "arguments", "as text"])
@@ -186,6 +186,6 @@ def test_the_model_has_defaults_of_sampling(caplog: pytest.LogCaptureFixture) ->
 async def test_a_model_that_is_no_adapter_means_the_model(caplog: pytest.LogCaptureFixture) -> None:
     catalog: Any = SimpleNamespace(has=lambda name: name == "tuned")
     models = ServedModels(("served", "path"), catalog)
-    found = [await models.adapter(name) for name in (None, "", "tgi", "served", "path", "gpt-4", "tuned")]
-    assert found == [None] * 6 + ["tuned"]
+    adapters = [await models.adapter(name) for name in (None, "", "tgi", "served", "path", "gpt-4", "tuned")]
+    assert adapters == [None] * 6 + ["tuned"]
     assert caplog.messages == ["a request names an unknown model, serving served"]

@@ -59,8 +59,8 @@ def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
     output = row["output"]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
     parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
-    for each in ([output], list(output), parts):
-        pieces = parse(FORMATS[row["format"]], each)
+    for split in ([output], list(output), parts):
+        pieces = parse(FORMATS[row["format"]], split)
         text, calls = complete_calls(pieces)
         assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == (
             row["text"],
@@ -113,12 +113,12 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     messages[-1] = replace(messages[-1], stop_reason=StopReason.EOS_TOKEN)
     chunks = [chunk for message in messages for chunk in choice.chunks(message)]
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
-    calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
-    assert json.loads("".join(each.function.arguments for each in calls)) == PARIS
-    assert [(each.function.name, each.type) for each in calls] == [("w", "function")] + [(None, None)] * (
+    calls = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert json.loads("".join(piece.function.arguments for piece in calls)) == PARIS
+    assert [(piece.function.name, piece.type) for piece in calls] == [("w", "function")] + [(None, None)] * (
         len(calls) - 1
     )
-    assert [len(each.id or "") for each in calls] == [9] + [0] * (len(calls) - 1)  # as Mistral's templates accept it
+    assert [len(piece.id or "") for piece in calls] == [9] + [0] * (len(calls) - 1)  # as Mistral's templates accept it
     assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
 

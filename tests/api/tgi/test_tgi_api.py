@@ -74,9 +74,9 @@ def test_ends(server: LocalServer, inputs: str, parameters: Any, text: str, reas
     _, answer = post(server, "/generate", inputs, details=True, **parameters)
     _, stream = post(server, "/generate_stream", inputs, details=True, **parameters)
     last = events(stream.encode())[-1]
-    for found in (answer, last):
-        assert found["generated_text"] == text
-        assert (found["details"]["finish_reason"], found["details"]["generated_tokens"]) == (reason, number)
+    for whole in (answer, last):
+        assert whole["generated_text"] == text
+        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (reason, number)
     assert last["index"] == number
 
 
@@ -169,7 +169,7 @@ def test_calls_beyond_the_grace_period_are_told(tmp_path: Path) -> None:
     bodies = {"/generate": generate, "/v1/completions": {"prompt": "ab", "max_tokens": 1000}}
     bodies |= {"/generate_stream": generate, "/v1/completions/": {"prompt": "ab", "max_tokens": 1000, "stream": True}}
     with local_server(tmp_path, {"step_seconds": 0.02}, SHUTDOWN_GRACE_SECONDS=0.1) as running, ExitStack() as opened:
-        asked = [opened.enter_context(closing(connect(running, *each))) for each in bodies.items()]
+        asked = [opened.enter_context(closing(connect(running, *request))) for request in bodies.items()]
         running.wait_for_metric("tgi_batch_current_size 4.0")
         running.begin_stop()
         *unary, plain, stream = [connection.getresponse() for connection in asked]

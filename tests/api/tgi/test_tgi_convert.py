@@ -96,12 +96,12 @@ async def generate(*outputs: RequestOutput | Exception, path: str = "/generate",
 @table("answers", "tgi")
 @run_async
 async def test_answers(row: dict[str, Any]) -> None:
-    outputs = [output(**each) for each in row["outputs"]]
+    outputs = [output(**fields) for fields in row["outputs"]]
     count = outputs[0].generated_token_count
     answer = await generate(*outputs, **({"max_new_tokens": count} | row["parameters"]))
     assert answer.body == row["answer"]
-    numbers = [answer.headers[f"x-{name}"] for name in ("compute-characters", "prompt-tokens", "generated-tokens")]
-    assert numbers == ["2", "5", str(count)]
+    headers = [answer.headers[f"x-{name}"] for name in ("compute-characters", "prompt-tokens", "generated-tokens")]
+    assert headers == ["2", "5", str(count)]
 
 
 @table("answers", "streamed tgi")
