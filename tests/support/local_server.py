@@ -19,6 +19,7 @@ from unittest import mock
 
 import config_parsing
 import harness
+import uvloop
 from chat_templates import write_template
 from repository import TEST_CACHE
 
@@ -61,7 +62,6 @@ class EngineThread(EngineProcess):
 class LocalServer(harness.Server):
     """A server in a thread of this process, and the event loop that it runs in."""
 
-    server: server_module.Server
     loop: asyncio.AbstractEventLoop
     stop_signal: "asyncio.Future[None]"
 
@@ -92,10 +92,19 @@ def serving_locally(directory: Path, model: Path, **options: object) -> Iterator
     settings |= {"PORT": 0, "CACHE_DIR": TEST_CACHE} | options
     config = config_parsing.read(**{name: str(value) for name, value in settings.items()})
     started = Future[LocalServer]()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(config, directory / "server.log", started)))
+
+    def run() -> None:
+        try:
+            uvloop.run(_serve(config, directory / "server.log", started))
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run)
     with _log_to(directory / "server.log", json_output=config.json_output):
         thread.start()
-        running = started.result(60)
+        running = started.result()
         try:
             yield running
         finally:
@@ -116,7 +125,7 @@ async def _serve(config: Config, log: Path, started: "Future[LocalServer]") -> N
 
         def report(ports: tuple[int, int, int | None]) -> None:
             start_serving(ports)
-            started.set_result(LocalServer(process, *ports, log, server, loop, stop_signal))
+            started.set_result(LocalServer(process, *ports, log, loop, stop_signal))
 
         server._start_serving = report  # type: ignore[method-assign]
         await server.serve()
