@@ -134,6 +134,7 @@ def test_no_grammar_where_nothing_is_promised(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [
+        ({"tools": [{"function": {"name": "now"}}] * 1025}, "tools", "tools must be at most 1024, got 1025"),
         ({"tool_choice": named("other")}, "tool_choice", "one of the tools, got other"),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "must be none or auto without tools"),
         (
