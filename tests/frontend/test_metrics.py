@@ -159,7 +159,8 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     stats = msgspec.structs.replace(PREFILL, counters=counters, token_capacity=900)
     for _ in range(2):
         metrics.step_succeeded(stats, [], 0.0, {})
-    metrics.batches.speculation.count_step_tokens(counters, [[1, 2, 3, 4], [], [5]])
+    for counts in (counters, BatcherCounters(), BatcherCounters(proposed_tokens=1), BatcherCounters(drafted_tokens=1)):
+        metrics.batches.speculation.count_step_tokens(counts, [[1, 2, 3, 4], [], [5]])
     counted, names = changed(metrics), ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
     names += [
         "prefill_padding_limit_exceeded",
@@ -170,5 +171,5 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert [counted[f"tgi_{name}"] for name in names] == [2, 4, 6, 8, 10, 12, 14]
     names = [f"{name}_tokens {proposer}" for proposer in ("lookup", "draft") for name in ("proposed", "accepted")]
     names += ["step_tokens_count", "step_tokens_sum"]
-    assert [counted[f"tgi_speculation_{name}"] for name in names] == [16, 6, 10, 8, 3, 5]
+    assert [counted[f"tgi_speculation_{name}"] for name in names] == [16, 6, 10, 8, 3 * 3, 3 * 5]
     assert value(metrics, "tgi_batch_context_limit") == 900

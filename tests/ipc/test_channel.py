@@ -3,6 +3,7 @@ ends instead of hanging.
 """
 
 import itertools
+import queue
 import socket
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgis.ipc.channel import FrameReader, encode_frame, receive_messages
-from tgis.ipc.messages import Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Shutdown
+from tgis.ipc.channel import Channel, FrameReader, encode_frame, receive_messages
+from tgis.ipc.messages import Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Shutdown, ToEngine
 
 Message = Cancel | Fatal | Shutdown
 messages = st.one_of(
@@ -37,6 +38,17 @@ def test_messages_of_a_socket_keep_nothing_of_what_is_read_into_next() -> None:
     with ours, ThreadPoolExecutor() as pool:
         pool.submit(theirs.sendall, b"".join(map(encode_frame, sent))).add_done_callback(lambda _: theirs.close())
         assert list(receive_messages(ours, Message)) == sent
+
+
+def test_the_end_of_the_parent_is_reported() -> None:
+    ours, theirs = socket.socketpair()
+    ended = queue.SimpleQueue[str]()
+    channel = Channel(theirs, ToEngine, ended.put)
+    ours.close()
+    assert ended.get(timeout=10) == "its connection was closed"
+    channel.send(Heartbeat(0))
+    assert ended.get(timeout=10) == "Broken pipe"
+    theirs.close()
 
 
 CHILD = """
