@@ -126,7 +126,12 @@ def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
 
 
-@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": []}])
+MANY = [{"function": {"name": "now"}}] * 1024
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": []}, {"tools": MANY}]
+)
 def test_no_grammar_where_nothing_is_promised(fields: dict[str, Any]) -> None:
     assert not ToolChoice.of(request(**fields)).needs_grammar
 
@@ -134,7 +139,7 @@ def test_no_grammar_where_nothing_is_promised(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [
-        ({"tools": [{"function": {"name": "now"}}] * 1025}, "tools", "tools must be at most 1024, got 1025"),
+        ({"tools": [*MANY, MANY[0]]}, "tools", "tools must be at most 1024, got 1025"),
         ({"tool_choice": named("other")}, "tool_choice", "one of the tools, got other"),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "must be none or auto without tools"),
         (
