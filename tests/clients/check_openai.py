@@ -1,5 +1,5 @@
 """The package openai against the server at SERVER_URL, whose engine repeats the last message: helpers that go beyond
-the plain calls of tests/api/test_openai.py.
+the plain calls of tests/api/openai/test_openai_api.py.
 """
 
 import json

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import time
 
 import msgspec
 import pytest
 from batches import EOS, limits, request
 from engine_clients import connected_client, engine_outputs
 from harness import run_async
+from scraped_metrics import make_metrics, value
 
 from tgis.batcher.batcher import Batcher
 from tgis.errors import Unavailable
@@ -15,7 +17,8 @@ from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.lookups import Acquire, Acquired
-from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState
+from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState, Step, StepStats
+from tgis.ipc.request import StopReason
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
 BUSY = msgspec.structs.replace(EMPTY, num_running=3)
@@ -29,29 +32,18 @@ async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
 
 
 @run_async
-async def test_the_state_of_the_batch_needs_an_engine_that_is_alive() -> None:
+async def test_the_state_of_the_batch_is_asked_for_once_and_needs_an_engine_that_is_alive() -> None:
     client, transport = connected_client()
-    pending = await ask(client)
-    assert transport.sent == [GetBatchState()]
-    (received,) = FrameReader(FromEngine).feed(encode_frame(BUSY))
-    client.handle(received)
-    assert await pending == BUSY
+    for state in (BUSY, EMPTY):
+        transport.sent.clear()
+        questions = [await ask(client) for _ in range(100)]
+        assert transport.sent == [GetBatchState()]
+        client.handle(*FrameReader(FromEngine).feed(encode_frame(state)))
+        assert await asyncio.gather(*questions) == [state] * 100
     client.process.handle(Fatal("the device is lost"))
     client.process.connection_lost(None)
     with pytest.raises(Unavailable, match="the device is lost"):
         await client.batch_state()
-
-
-@run_async
-async def test_concurrent_questions_share_one_message() -> None:
-    client, transport = connected_client()
-    questions = [await ask(client) for _ in range(100)]
-    assert transport.sent == [GetBatchState()]
-    client.handle(EMPTY)
-    assert await asyncio.gather(*questions) == [EMPTY] * 100
-    again = await ask(client)
-    client.handle(BUSY)
-    assert await again == BUSY
 
 
 @run_async
@@ -109,3 +101,55 @@ async def test_a_lookup_times_out_and_is_cancelled() -> None:
     await asyncio.sleep(0)
     assert transport.sent == [Acquire(1, "x"), Cancel([1])]
     client.handle(Acquired(1))  # late: ignored
+
+
+def step_of(
+    tokens: dict[int, list[int]], end: StopReason = StopReason.NOT_FINISHED, *scheduled: int, back: int = 0
+) -> Step:
+    """A step that schedules some requests for the first time, and sends others back into the queue."""
+    stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, back, dict.fromkeys(scheduled, 0.1))
+    return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], stats)
+
+
+@run_async
+async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
+    metrics = make_metrics()
+    client, _ = connected_client(metrics)
+    outputs = engine_outputs([request(n, 10 + n) for n in range(5)])
+
+    def queue() -> tuple[float, list[int]]:
+        metrics.set_num_queued(len(client.queued()))
+        return value(metrics, "tgi_queue_size"), [request.id for request in client.queued()]
+
+    with client.submit(outputs):
+        assert queue() == (5, [0, 1, 2, 3, 4])
+        client.cancel(outputs[4])
+        client.handle(step_of({0: [7], 1: [7]}, StopReason.NOT_FINISHED, 0, 1))
+        assert queue() == (2, [2, 3])
+        client.handle(Step([2], [[]], [StopReason.TIME_LIMIT], [], None))
+        assert queue() == (1, [3])
+        client.handle(step_of({0: [7], 1: [7]}, back=1))
+        assert queue() == (2, [3])
+    assert queue() == (0, [])
+
+
+@run_async
+async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request() -> None:
+    metrics = make_metrics()
+    client, _ = connected_client(metrics)
+    names = ["tgi_batch_generated_tokens", "tgi_batch_discarded_tokens"]
+    names += [f"tgi_request_{name}_duration_count" for name in ("inter_token_latency", "time_to_first_token")]
+    outputs = engine_outputs([request(n) for n in range(3)], time.monotonic() - 500)
+
+    def counts(step: Step) -> list[float]:
+        client.handle(step)
+        return [value(metrics, name) for name in names]
+
+    with client.submit(outputs):
+        assert counts(step_of({0: [7], 1: [7]})) == [2, 0, 0, 2]
+        assert counts(step_of({0: [7, 7], 1: [7]})) == [5, 0, 2, 2]  # between two tokens of one step is no time
+        client.cancel(outputs[0])
+        assert counts(step_of({0: [7], 1: [7]})) == [7, 1, 3, 2]
+        assert counts(step_of({2: []}, StopReason.TIME_LIMIT)) == [7, 1, 3, 2]  # expired in the queue
+        assert [output.num_tokens for output in outputs] == [3, 3, 0]
+    assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)

@@ -6,6 +6,7 @@ And when a call is woken, by which of its outputs.
 import asyncio
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from batches import request
@@ -13,14 +14,13 @@ from engine_clients import engine_outputs
 from harness import run_async
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_api import byte_tokenizer
 
-from demo.fake_model import make_fake_model
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_output import EngineOutput, ReadyOutputs, RequestTimings
 from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
-from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
 NOT_FINISHED, MAX_TOKENS, STOP_SEQUENCE = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS, StopReason.STOP_SEQUENCE
@@ -29,21 +29,15 @@ Steps = list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
+def decoder() -> TokenDecoder:
     """A decoder of byte tokens: the ids of a text are those of its UTF-8 bytes."""
-    tokenizer = Tokenizer.load(make_fake_model(tmp_path_factory.mktemp("bytes")), workers=1)
-    return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
+    return TokenDecoder(byte_tokenizer(), (), encoder_decoder=False, output_special_tokens=False)
 
 
 def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> Params:
-    options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
-    return Params(
-        stop_sequences=tuple(stops),
-        include_stop_sequence=True,
-        logprob_options=options,
-        max_new_tokens=99,
-        sampling=SamplingParams(min_new_tokens=minimum),
-    )
+    options, sampling = LogprobOptions(generated_tokens=tokens, logprobs=tokens), SamplingParams(min_new_tokens=minimum)
+    fields: dict[str, Any] = {"stop_sequences": stops, "include_stop_sequence": True, "max_new_tokens": 99}
+    return Params(logprob_options=options, sampling=sampling, **fields)
 
 
 def builder(decoder: TokenDecoder, wanted: Params) -> Output:
@@ -61,7 +55,7 @@ def deliver(output: Output, steps: Steps) -> Iterator[None]:
     """Put these steps into its queue, the last of which ends the request; yield after each until the output ends."""
     logprobs = output.params.logprob_options.logprobs
     for number, tokens in enumerate(steps, 1):
-        reason = StopReason.MAX_TOKENS if number == len(steps) else StopReason.NOT_FINISHED
+        reason = MAX_TOKENS if number == len(steps) else NOT_FINISHED
         output.engine_output.put(tokens, [TokenLogprobs(-float(i)) for i in tokens] if logprobs else [], reason, 0.0)
         if not output.stop_reason:
             yield
@@ -74,24 +68,18 @@ def unary(decoder: TokenDecoder, wanted: Params, steps: Steps) -> RequestOutput:
     return output.final()
 
 
-def streamed(decoder: TokenDecoder, wanted: Params, steps: Steps) -> list[RequestOutput]:
+def streamed(decoder: TokenDecoder, wanted: Params, steps: Steps, *, late: bool = False) -> list[RequestOutput]:
+    """The messages of a reader that keeps up, or that comes when all steps have been made."""
     output = builder(decoder, wanted)
-    return [chunk for _ in deliver(output, steps) for chunk in output.chunks()]
-
-
-def streamed_late(decoder: TokenDecoder, wanted: Params, steps: Steps) -> list[RequestOutput]:
-    """The messages of a reader that comes when all steps have been made."""
-    output = builder(decoder, wanted)
-    for _ in deliver(output, steps):
-        pass
-    return list(output.chunks())
+    chunks = [chunk for _ in deliver(output, steps) if not late for chunk in output.chunks()]
+    return chunks + list(output.chunks()) if late else chunks
 
 
 @st.composite
 def spread_ids(draw: st.DrawFn, decoder: TokenDecoder) -> tuple[list[int], Steps]:
     """The ids of a text, at least one, and the same ids in steps of one to four."""
-    whole = ids(decoder, draw(st.text(ALPHABET, min_size=1, max_size=12)))
-    steps, rest = [], list(whole)
+    rest = whole = ids(decoder, draw(st.text(ALPHABET, min_size=1, max_size=12)))
+    steps = []
     while rest:
         size = draw(st.integers(1, 4))
         steps.append(rest[:size])
@@ -112,7 +100,7 @@ def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, toke
         single = streamed(decoder, wanted, [[token] for token in whole])
         assert chunks == single
         assert all(chunk.text or chunk.stop_reason for chunk in chunks)
-    late = streamed_late(decoder, wanted, steps)
+    late = streamed(decoder, wanted, steps, late=True)
     assert late == chunks if tokens else len(late) == 1 or len(steps) == 1
     for messages in (chunks, late):
         last = messages[-1]
@@ -136,17 +124,11 @@ def test_steps_and_streaming_do_not_change_an_output(decoder: TokenDecoder, toke
     ],
 )
 def test_messages(
-    decoder: TokenDecoder,
-    late: bool,
-    stops: list[str],
-    tokens: bool,
-    texts: list[str],
-    messages: list[tuple[str, int]],
-    reason: StopReason,
+    decoder: TokenDecoder, late: bool, stops: Any, tokens: bool, texts: Any, messages: Any, reason: StopReason
 ) -> None:
     """One for each token that has text, or for each token if they are requested; one for all that waits otherwise."""
     steps = [ids(decoder, text) for text in texts]
-    chunks = (streamed_late if late else streamed)(decoder, params(stops, tokens=tokens), steps)
+    chunks = streamed(decoder, params(stops, tokens=tokens), steps, late=late)
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == messages
     assert [chunk.stop_reason for chunk in chunks] == [NOT_FINISHED] * (len(chunks) - 1) + [reason]
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
@@ -177,15 +159,10 @@ def test_a_request_that_expires_in_the_queue_has_only_a_stop_reason(decoder: Tok
 @pytest.mark.parametrize("late", [False, True])
 def test_an_end_without_a_token_gives_what_is_held_back(decoder: TokenDecoder, late: bool) -> None:
     steps = [ids(decoder, "xab"), []]  # "b" may be the first letter of a stop sequence
-    chunks = (streamed_late if late else streamed)(decoder, params(["bc"], tokens=False), steps)
+    chunks = streamed(decoder, params(["bc"], tokens=False), steps, late=late)
     assert "".join(chunk.text for chunk in chunks) == "xab"
     assert (chunks[-1].generated_token_count, chunks[-1].stop_reason) == (3, StopReason.MAX_TOKENS)
     assert unary(decoder, params(["bc"], tokens=False), steps).text == "xab"
-
-
-def ready_outputs(num_outputs: int, *, eager: bool = True) -> tuple[ReadyOutputs, list[EngineOutput]]:
-    outputs = engine_outputs((request(n) for n in range(num_outputs)), eager=eager)
-    return outputs[0]._ready, outputs
 
 
 async def pending(ready: ReadyOutputs) -> "asyncio.Task[int]":
@@ -198,7 +175,8 @@ async def pending(ready: ReadyOutputs) -> "asyncio.Task[int]":
 
 @run_async
 async def test_an_eager_call_wakes_at_every_step_of_any_output() -> None:
-    ready, outputs = ready_outputs(3)
+    outputs = engine_outputs(request(n) for n in range(3))
+    ready = outputs[0]._ready
     for index in (1, 1, 0):
         call = await pending(ready)
         outputs[index].put([1, 2], [], NOT_FINISHED, 0.0)
@@ -211,8 +189,8 @@ async def test_an_eager_call_wakes_at_every_step_of_any_output() -> None:
 
 @run_async
 async def test_any_other_call_wakes_at_the_ends() -> None:
-    ready, outputs = ready_outputs(2, eager=False)
-    call = await pending(ready)
+    outputs = engine_outputs((request(n) for n in range(2)), eager=False)
+    call = await pending(outputs[0]._ready)
     for output in outputs:
         output.put([1], [], NOT_FINISHED, 0.0)
     await asyncio.sleep(0)
@@ -220,4 +198,4 @@ async def test_any_other_call_wakes_at_the_ends() -> None:
     outputs[1].put([2], [], MAX_TOKENS, 0.0)
     assert await call == 1
     assert outputs[1].new_tokens == [1, 2]
-    await pending(ready)
+    await pending(outputs[0]._ready)

@@ -19,7 +19,6 @@ from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import ServiceMetrics
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
-from tgis.ipc.request import Request
 from tgis.prepare import prepare
 from tgis.server import Server
 
@@ -31,15 +30,13 @@ def metrics() -> ServiceMetrics:
     return ServiceMetrics("1.2", "abc", "org/model")
 
 
-def test_the_memory_of_both_processes_is_in_the_scrape(metrics: ServiceMetrics) -> None:
+def test_the_memory_of_processes_that_run_is_in_the_scrape(metrics: ServiceMetrics) -> None:
     metrics.engine_started(os.getpid())
-    assert value(metrics, "process_resident_memory_bytes") > 1 << 20
-    assert value(metrics, "tgi_engine_process_resident_memory_bytes") > 1 << 20
-
-
-def test_an_engine_process_that_is_gone_has_no_memory(metrics: ServiceMetrics) -> None:
-    metrics.engine_started(1 << 30)  # above every process id
-    assert "tgi_engine_process_resident_memory_bytes" not in samples(metrics)
+    for name in ("process_resident_memory_bytes", "tgi_engine_process_resident_memory_bytes"):
+        assert value(metrics, name) > 1 << 20
+    gone = ServiceMetrics("1.2", "abc", "org/model")
+    gone.engine_started(1 << 30)  # above every process id
+    assert "tgi_engine_process_resident_memory_bytes" not in samples(gone)
 
 
 @run_async
@@ -55,22 +52,18 @@ async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
 async def test_what_holds_the_event_loop_is_in_the_metrics(metrics: ServiceMetrics) -> None:
     watch = asyncio.create_task(metrics.watch_event_loop(interval=0.001))
     await asyncio.sleep(0)  # it begins
-    time.sleep(0.2)  # this is what it is to notice
+    time.sleep(0.05)  # this is what it is to notice
     while value(metrics, "tgi_event_loop_lag_duration_count") == 0:
         await asyncio.sleep(0)
     watch.cancel()
-    assert value(metrics, "tgi_event_loop_lag_duration_sum") > 0.19
+    assert value(metrics, "tgi_event_loop_lag_duration_sum") > 0.04
 
 
 def test_the_service_is_in_one_state(metrics: ServiceMetrics) -> None:
     for state in ServiceState:
         metrics.set_state(state)
-        series = samples(metrics)["tgi_state"]
-        assert {dict(labels)["state"]: number for labels, number in series.items()} == {
-            "loading": state == "loading",
-            "serving": state == "serving",
-            "draining": state == "draining",
-        }
+        series = samples(metrics)["tgi_state"].items()
+        assert {dict(labels)["state"]: number for labels, number in series} == {s: s is state for s in ServiceState}
 
 
 def test_what_is_served_is_known_in_full_once_the_engine_is_ready(metrics: ServiceMetrics) -> None:
@@ -86,15 +79,12 @@ def test_what_is_served_is_known_in_full_once_the_engine_is_ready(metrics: Servi
     assert value(metrics, "tgi_kv_cache_blocks") == 1000 // 16
 
 
-def test_dropped_log_lines_are_counted_once(metrics: ServiceMetrics) -> None:
+@run_async
+async def test_dropped_log_lines_of_all_processes_are_counted_once() -> None:
+    metrics, process = ServiceMetrics("1.2", "abc", "org/model"), EngineProcess()
     for total in (0, 3, 3, 10):
         metrics.set_log_lines_dropped(total)
         assert value(metrics, "tgi_log_lines_dropped_total") == total
-
-
-@run_async
-async def test_dropped_log_lines_of_all_processes_of_the_engine_are_counted() -> None:
-    process = EngineProcess()
     for message in (Heartbeat(0), Heartbeat(0, 5), Heartbeat(1, 2), Heartbeat(0, 6)):
         process.handle(message)
     assert process.num_dropped_log_lines == 8
@@ -113,20 +103,11 @@ def test_lora_adapters_by_name(metrics: ServiceMetrics) -> None:
         assert value(metrics, "tgi_lora_waiting_adapters") == len(waiting)
 
 
-def with_adapter(request_id: int, name: str, length: int = 0) -> Request:
-    return msgspec.structs.replace(request(request_id), adapter=AdapterRef(name, length, 0, 90 + request_id, 1))
-
-
 @run_async
 async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
     client, _ = connected_client()
-    requests = [
-        with_adapter(0, "a"),
-        with_adapter(1, "a"),
-        with_adapter(2, "b"),
-        with_adapter(3, "prompt", 2),
-        request(4),
-    ]
+    adapters = [AdapterRef(name, length, 0, 90, 1) for name, length in (("a", 0), ("a", 0), ("b", 0), ("prompt", 2))]
+    requests = [msgspec.structs.replace(request(n), adapter=adapter) for n, adapter in enumerate([*adapters, None])]
     with client.submit(engine_outputs(requests)):
         assert client.lora_adapters() == (set(), {"a", "b"})
         stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], 0.1))

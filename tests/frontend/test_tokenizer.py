@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizer_families as zoo
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_families import Families
 from tokenizers import Tokenizer as Backend
@@ -27,6 +27,7 @@ def naive_offsets(backend: Backend, text: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
+@settings(max_examples=30)  # for each of many families
 @given(text=st.text(max_size=40) | st.sampled_from(zoo.SAMPLES))
 def test_any_text(families: Families, family: str, text: str) -> None:
     backend, tokenizer = families(family)
@@ -35,19 +36,7 @@ def test_any_text(families: Families, family: str, text: str) -> None:
     assert list(placed.offsets) == naive_offsets(backend, text)
 
 
-def test_many_calls_at_once(families: Families) -> None:
-    backend, tokenizer = families("gpt2")
-    texts = [f"{number} {sample}" for number in range(40) for sample in zoo.SAMPLES]
-
-    async def run() -> list[list[Encoding]]:
-        return await asyncio.gather(*(tokenizer.encode([text], EncodeOptions()) for text in texts))
-
-    assert [encoding.ids for (encoding,) in asyncio.run(run())] == [backend.encode(text).ids for text in texts]
-
-
-@pytest.mark.parametrize(
-    "texts", [["word and word " * 1000], ["word and word " * 500] * 2, ["a word "] * 1000], ids=["one", "two", "many"]
-)
+@pytest.mark.parametrize("texts", [["word and word " * 1000], ["a word "] * 1000], ids=["one", "many"])
 @pytest.mark.parametrize("offsets", [False, True])
 def test_too_many_tokens_are_refused(families: Families, texts: list[str], offsets: bool) -> None:
     backend, tokenizer = families("gpt2")
@@ -59,14 +48,15 @@ def test_too_many_tokens_are_refused(families: Families, texts: list[str], offse
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("keep_last", [5, 0])
-def test_only_the_last_tokens_are_returned_and_limited(families: Families, family: str, keep_last: int) -> None:
+def test_only_the_last_tokens_are_returned_and_limited(families: Families, family: str) -> None:
     backend, tokenizer = families(family)
-    text = "wörd and word " * 1000
-    ids, options = backend.encode(text).ids, EncodeOptions(offsets=True, keep_last=keep_last, max_tokens=5)
-    (encoding,) = asyncio.run(tokenizer.encode([text], options))
-    assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
-    assert list(encoding.offsets) == naive_offsets(backend, text)[len(ids) - keep_last :]
+    text = "wörd and word " * 100
+    ids, offsets = backend.encode(text).ids, naive_offsets(backend, text)
+    for keep_last in (5, 0):
+        options = EncodeOptions(offsets=True, keep_last=keep_last, max_tokens=5)
+        (encoding,) = asyncio.run(tokenizer.encode([text], options))
+        assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
+        assert list(encoding.offsets) == offsets[len(ids) - keep_last :]
 
 
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:
@@ -124,10 +114,7 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
     texts = [tokenizer.token_text(i) for i in (2, 13, backend.get_vocab()["▁The"], 1 << 20)]
     assert texts == ["</s>", "<0x0A>", "▁The", ""]
     assert [i for i in range(300) if tokenizer.is_special(i)] == [0, 1, 2]
-
-
-def test_the_highest_id_may_be_that_of_an_added_token(families: Families) -> None:
-    for family in zoo.FAMILIES:
+    for family in zoo.FAMILIES:  # the highest id may be that of an added token
         backend, tokenizer = families(family)
         assert tokenizer.max_token_id == max(backend.get_vocab().values())
 
@@ -141,15 +128,12 @@ def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path
         assert caught.value.field == "text"
 
 
-def test_directory_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path, workers=1)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": 1}', '{"version": "1.0", "model": {"type": "?"}}'])
-def test_broken_file(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "{}", '{"model": 1}', '{"version": "1.0", "model": {"type": "?"}}']
+)
+def test_absent_and_broken_files(tmp_path: Path, content: str | None) -> None:
     with pytest.raises(StartError, match=str(tmp_path / "tokenizer.json")):
-        Tokenizer.load(zoo.write(tmp_path, content), workers=1)
+        Tokenizer.load(tmp_path if content is None else zoo.write(tmp_path, content), workers=1)
 
 
 def test_a_tokenizer_that_cannot_encode_a(tmp_path: Path) -> None:

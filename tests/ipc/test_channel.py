@@ -3,16 +3,19 @@ ends instead of hanging.
 """
 
 import itertools
+import queue
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgis.ipc.channel import FrameReader, encode_frame, receive_messages
-from tgis.ipc.messages import Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Shutdown
+from tgis.ipc.channel import Channel, FrameReader, encode_frame, receive_messages
+from tgis.ipc.messages import Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Shutdown, ToEngine
 
 Message = Cancel | Fatal | Shutdown
 messages = st.one_of(
@@ -32,14 +35,20 @@ def test_a_split_stream_gives_the_messages_that_were_sent(sent: list[Message], d
 def test_messages_of_a_socket_keep_nothing_of_what_is_read_into_next() -> None:
     sent = [Fatal(letter * size) for letter, size in (("a", 10), ("b", 1 << 20), ("c", 0), ("d", 10))]
     ours, theirs = socket.socketpair()
-
-    def send() -> None:
-        with theirs:
-            theirs.sendall(b"".join(map(encode_frame, sent)))
-
     with ours, ThreadPoolExecutor() as pool:
-        pool.submit(send)
+        pool.submit(theirs.sendall, b"".join(map(encode_frame, sent))).add_done_callback(lambda _: theirs.close())
         assert list(receive_messages(ours, Message)) == sent
+
+
+def test_the_end_of_the_parent_is_reported() -> None:
+    ours, theirs = socket.socketpair()
+    ended = queue.SimpleQueue[str]()
+    channel = Channel(theirs, ToEngine, ended.put)
+    ours.close()
+    assert ended.get(timeout=10) == "its connection was closed"
+    channel.send(Heartbeat(0))
+    assert ended.get(timeout=10) == "Broken pipe"
+    theirs.close()
 
 
 CHILD = """
@@ -57,31 +66,22 @@ threading.Event().wait()
 """
 
 
-def ended_by(sent: bytes) -> tuple[int, list[object]]:
-    """The exit code of such a process, and what it says."""
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (GetBatchState(), 'a message could not be handled: RuntimeError("can\'t start new thread")'),
+        (Fatal("no message of this direction"), "a message could not be handled: ValidationError("),
+    ],
+)
+def test_a_message_that_cannot_be_handled_or_read_ends_the_process(sent: msgspec.Struct, reason: str) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             child = subprocess.Popen([sys.executable, "-c", CHILD, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
         ours.settimeout(60)
-        try:
-            reader = FrameReader(FromEngine)
-            assert list(reader.feed(ours.recv(1 << 16))) == [Heartbeat(0, 0)]
-            ours.sendall(sent)
-            said = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-            return child.wait(60), list(reader.feed(said))
-        finally:
-            child.kill()
-            child.wait()
-
-
-def test_a_message_that_cannot_be_handled_ends_the_process() -> None:
-    code, said = ended_by(encode_frame(GetBatchState()))
-    assert code == 1
-    assert said == [Fatal('a message could not be handled: RuntimeError("can\'t start new thread")')]
-
-
-def test_bytes_that_are_no_message_end_the_process() -> None:
-    code, (said,) = ended_by(encode_frame(Fatal("no message of this direction")))
-    assert code == 1
-    assert isinstance(said, Fatal)
+        reader = FrameReader(FromEngine)
+        assert reader.feed(ours.recv(1 << 16)) == [Heartbeat(0, 0)]
+        ours.sendall(encode_frame(sent))
+        (said,) = reader.feed(b"".join(iter(lambda: ours.recv(1 << 16), b"")))
+        assert said.message.startswith(reason)
+        assert child.wait(60) == 1

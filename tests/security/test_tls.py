@@ -1,8 +1,6 @@
 """Certificates of the gRPC port: real handshakes, mutual TLS, and files that change while serving."""
 
 import asyncio
-import logging
-import socket
 import ssl
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -31,8 +29,8 @@ def secret(tmp_path: Path, authority: Pair) -> Secret:
     return Secret(tmp_path, authority)
 
 
-def serving(files: TlsFiles) -> AbstractAsyncContextManager[tuple[GrpcServer, int]]:
-    return serving_grpc(service(Echo=echo), certificates=Certificates(files))
+def serving(files: TlsFiles, clock: Clock | None = None) -> AbstractAsyncContextManager[tuple[GrpcServer, int]]:
+    return serving_grpc(service(Echo=echo), certificates=Certificates(files, clock or Clock()))
 
 
 def connect(port: int, authority: Pair, client: Pair | None = None) -> grpc.aio.Channel:
@@ -56,27 +54,13 @@ async def call_once(port: int, authority: Pair, client: Pair | None = None) -> g
 
 async def shown_serial(port: int, authority: Pair) -> int:
     """Serial number of the certificate presented to a new connection, as seen by OpenSSL."""
-
-    def handshake() -> int:
-        context = ssl.create_default_context(cadata=authority.cert.decode())
-        context.set_alpn_protocols(["h2"])
-        with (
-            socket.create_connection(("127.0.0.1", port), 30) as plain,
-            context.wrap_socket(plain, server_hostname="localhost") as tls,
-        ):
-            assert tls.selected_alpn_protocol() == "h2"
-            shown = tls.getpeercert(binary_form=True)
-            assert shown is not None
-            return x509.load_der_x509_certificate(shown).serial_number
-
-    return await asyncio.to_thread(handshake)
-
-
-async def until_shown(port: int, authority: Pair, serial: int) -> None:
-    while True:  # until the test times out
-        if await shown_serial(port, authority) == serial:
-            return
-        await asyncio.sleep(0.05)
+    context = ssl.create_default_context(cadata=authority.cert.decode())
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    tls = writer.get_extra_info("ssl_object")
+    writer.close()
+    assert tls.selected_alpn_protocol() == "h2"
+    return x509.load_der_x509_certificate(tls.getpeercert(binary_form=True)).serial_number
 
 
 def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
@@ -97,20 +81,14 @@ def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
 
 def test_an_expired_certificate_is_a_warning(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    Certificates(secret.files(mutual=True))
+    certificates = Certificates(secret.files(mutual=True), clock)
     assert caplog.messages == []
     expired = make_pair(secret.authority, days=0)
     secret.publish(expired.cert, expired.key)
-    certificates = Certificates(secret.files(mutual=True), clock)
-    (said,) = caplog.messages
-    day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
-    assert said.startswith(f"{secret.files().cert} has a certificate that expired on {day} at ")
-    caplog.clear()
-    renewed = make_pair(secret.authority, days=0)
-    secret.publish(renewed.cert, renewed.key)
     clock.next_check()
     certificates.fetch()
-    assert [" expired on " in message for message in caplog.messages] == [True]
+    day = expired.certificate.not_valid_after_utc.strftime("%Y-%m-%d")
+    assert f"{secret.files().cert} has a certificate that expired on {day} at " in caplog.text
 
 
 def expires(pair: Pair) -> float:
@@ -118,39 +96,32 @@ def expires(pair: Pair) -> float:
 
 
 @run_async
-async def test_calls_need_tls(secret: Secret) -> None:
+async def test_calls_need_tls_and_a_certificate_of_the_client_ca_where_there_is_one(secret: Secret) -> None:
+    ok, refused, stranger = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, make_pair()
     async with serving(secret.files()) as (_, port):
-        assert await call_once(port, secret.authority) is grpc.StatusCode.OK
         async with grpc.aio.insecure_channel(f"localhost:{port}") as plain:
-            assert await call(plain) is grpc.StatusCode.UNAVAILABLE
-        assert await call_once(port, make_pair()) is grpc.StatusCode.UNAVAILABLE  # another CA
-        assert await call_once(port, secret.authority) is grpc.StatusCode.OK
-
-
-@run_async
-async def test_mutual_tls_requires_a_certificate_of_the_client_ca(secret: Secret) -> None:
+            assert await call(plain) is refused
+        assert await call_once(port, stranger) is refused  # another CA
+        assert await call_once(port, secret.authority) is ok
     async with serving(secret.files(mutual=True)) as (_, port):
-        stranger = make_pair(make_pair())
-        for client, code in (
-            (None, grpc.StatusCode.UNAVAILABLE),
-            (stranger, grpc.StatusCode.UNAVAILABLE),
-            (make_pair(secret.authority), grpc.StatusCode.OK),
-        ):
+        for client, code in ((None, refused), (make_pair(stranger), refused), (make_pair(secret.authority), ok)):
             assert await call_once(port, secret.authority, client) is code
 
 
 @pytest.mark.parametrize("mutual", [False, True])
 @run_async
 async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret, mutual: bool) -> None:
-    client = make_pair(secret.authority)
+    client, clock = make_pair(secret.authority), Clock()
     old = secret.pair.certificate.serial_number
     async with (
-        serving(secret.files(mutual=mutual)) as (_, port),
+        serving(secret.files(mutual=mutual), clock) as (_, port),
         connect(port, secret.authority, client) as open_one,
     ):
         assert await call(open_one) is grpc.StatusCode.OK
         assert await shown_serial(port, secret.authority) == old
-        await until_shown(port, secret.authority, secret.renew().certificate.serial_number)
+        new = secret.renew().certificate.serial_number
+        clock.next_check()
+        assert await shown_serial(port, secret.authority) == new
         assert await call(open_one) is grpc.StatusCode.OK
         assert await call_once(port, secret.authority, client) is grpc.StatusCode.OK
         if mutual:
@@ -158,16 +129,13 @@ async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret,
 
 
 def test_changes_in_place_and_of_the_client_ca_are_noticed(secret: Secret, tmp_path: Path) -> None:
-    clock = Clock()
+    clock, pair = Clock(), make_pair(secret.authority)
     certificates = Certificates(secret.files(mutual=True), clock)
-    pair = make_pair(secret.authority)
-    (tmp_path / "tls.key").write_bytes(pair.key)
-    (tmp_path / "tls.crt").write_bytes(pair.cert)
-    clock.next_check()
-    assert certificates.fetch() is not None
-    (tmp_path / "ca.crt").write_bytes(make_pair().cert + secret.authority.cert)
-    clock.next_check()
-    assert certificates.fetch() is not None
+    for files in ({"tls.key": pair.key, "tls.crt": pair.cert}, {"ca.crt": make_pair().cert + secret.authority.cert}):
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        clock.next_check()
+        assert certificates.fetch() is not None
 
 
 def test_unusable_files_are_logged_at_each_look(
@@ -175,25 +143,22 @@ def test_unusable_files_are_logged_at_each_look(
 ) -> None:
     """The log itself holds repeated lines back."""
     clock = Clock()
-    certificates = Certificates(secret.files(), clock)
-    other = make_pair(secret.authority)
+    certificates, other = Certificates(secret.files(), clock), make_pair(secret.authority)
 
-    def fetch_twice() -> None:
+    def said() -> str:
+        caplog.clear()
         for _ in range(2):
             clock.next_check()
             assert certificates.fetch() is None
+        assert len(caplog.messages) == 2
+        return caplog.text
 
-    secret.publish(other.cert, secret.pair.key)
-    fetch_twice()
-    secret.publish(other.cert, b"")
-    fetch_twice()
+    for key in (secret.pair.key, b""):
+        secret.publish(other.cert, key)
+        assert "--tls-key-path" in (text := said())
+        assert "PRIVATE KEY" not in text
     (tmp_path / "tls.crt").unlink()
-    fetch_twice()
-    warnings = [record.getMessage() for record in caplog.records]
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 6
-    assert all("--tls-key-path" in warning for warning in warnings[:4])
-    assert all(f"--tls-cert-path {tmp_path}/tls.crt: No such file or directory" in each for each in warnings[4:])
-    assert not any("PRIVATE KEY" in warning for warning in warnings)
+    assert f"--tls-cert-path {tmp_path}/tls.crt: No such file or directory" in said()
 
 
 CASES: dict[str, list[bytes | str]] = {

@@ -1,15 +1,17 @@
 """HTTP ports in the process of a test: with any routes, or with those of a server whose model is loading."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 from aiohttp import web
 
+from tgis.api.http import app
 from tgis.api.http.app import HttpServer
 from tgis.api.http.auth import HttpAuth
-from tgis.api.http.operations import HttpApi
+from tgis.api.http.operations import HttpApi, Operation
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi.routes import TgiApi
@@ -32,19 +34,29 @@ async def serving(
     try:
         yield port
     finally:
-        await server.stop()
+        with mock.patch.object(app, "_LAST_REQUESTS_SECONDS", 0):
+            await server.stop()
+
+
+def api_operations(config: Config, template: "asyncio.Future[Any]") -> list[Operation]:
+    """Those of all HTTP APIs."""
+    openai = OpenAIApi(config, AdapterCatalog(None), {}, template)
+    return [*TgiApi(openai).operations(), *openai.operations()]
+
+
+def api_routes(
+    config: Config, operations: Sequence[Operation], generator: "asyncio.Future[Any]"
+) -> Iterator[web.RouteDef]:
+    return map(HttpApi(config, NO_AUTH, admission(config), lambda *_: None, generator).route, operations)
 
 
 @asynccontextmanager
 async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
     """Its address; every route of the APIs is there."""
-    config = Config(model_name="m")
-    openai = OpenAIApi(config, AdapterCatalog(None), {}, asyncio.Future())
-    operations = [*TgiApi(openai).operations(), *openai.operations()]
-    api = HttpApi(config, NO_AUTH, admission(config), lambda *_: None, asyncio.Future())
-    async with serving(
-        [*map(api.route, operations), *page_routes(operations, "m", needs_token=False)], **options
-    ) as port:
+    config, pending = Config(model_name="m"), asyncio.Future[Any]()
+    operations = api_operations(config, pending)
+    pages = page_routes(operations, "m", needs_token=False)
+    async with serving([*api_routes(config, operations, pending), *pages], **options) as port:
         yield f"http://127.0.0.1:{port}"
 
 

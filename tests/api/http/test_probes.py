@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+from unittest import mock
 
 import http_port
 import pytest
@@ -13,6 +14,7 @@ from harness import run_async
 
 from tgis.api.http import app
 from tgis.api.http.app import HttpServer
+from tgis.api.http.cors import HostCheck
 from tgis.api.http.probes import Probes
 from tgis.config import Config
 from tgis.errors import StartError
@@ -33,9 +35,9 @@ def serving(
     return http_port.serving(Probes(healthy, scrape).routes(), **options)
 
 
-async def exchange(port: int, sent: bytes, address: str = "127.0.0.1") -> bytes:
+async def exchange(port: int, sent: bytes) -> bytes:
     """Everything that the server sends until it closes the connection."""
-    reader, writer = await asyncio.open_connection(address, port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:
         return await reader.read()
@@ -70,14 +72,6 @@ async def test_health_is_200_and_empty_or_503_with_the_reason() -> None:
 
 
 @run_async
-async def test_metrics_are_text_of_version_0_0_4() -> None:
-    async with serving(metrics=lambda: b"tgi_request_count 7.0\n") as port:
-        status, headers, body = await request(port, "/metrics")
-        assert (status, body) == (200, b"tgi_request_count 7.0\n")
-        assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-
-
-@run_async
 async def test_requests_during_a_scrape_share_the_next() -> None:
     """None of them shows what was before its request."""
     first, finish, scrapes = threading.Event(), threading.Event(), 0
@@ -96,7 +90,8 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
         waiting = [asyncio.create_task(request(port, "/metrics")) for _ in range(20)]
         assert (await request(port, "/health"))[0] == 200
         finish.set()
-        assert (await running)[2] == b"1"
+        status, headers, text = await running
+        assert (status, headers["Content-Type"], text) == (200, "text/plain; version=0.0.4; charset=utf-8", b"1")
         assert {body for _, _, body in await asyncio.gather(*waiting)} == {b"2"}
 
 
@@ -105,16 +100,12 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
     [
         ("GET", "/", 200),
         ("GET", "/health/", 200),
-        ("GET", "/metrics/", 200),
         ("GET", "/health//", 404),
-        ("GET", "//health", 404),
         ("GET", "/metrics/../health", 404),
         ("POST", "/generate", 404),
         ("POST", "/health", 405),
         ("HEAD", "/health", 200),
-        ("HEAD", "/metrics", 200),
         ("HEAD", "/nothing", 404),
-        ("DELETE", "/metrics", 405),
         ("POST", "/v1/responses", 404),
         ("GET", "/health?verbose=1", 200),
     ],
@@ -132,16 +123,8 @@ async def test_other_paths_and_methods_are_rejected(method: str, path: str, stat
     assert ("GET" in headers.get("Allow", "")) == (status == 405)
 
 
-HOSTS = [
-    "localhost",
-    "LOCALHOST:80",
-    "127.0.0.1",
-    "10.1.2.3:3000",
-    "[::1]:3000",
-    "a.example",
-    "b.example:8",
-    "localhost.evil",
-]
+HOSTS = ["localhost", "LOCALHOST:80", "127.0.0.1", "10.1.2.3:3000", "[::1]:3000"]
+HOSTS += ["a.example", "b.example:8", "localhost.evil"]  # which a page of DNS rebinding has
 
 
 @pytest.mark.parametrize(
@@ -156,16 +139,16 @@ HOSTS = [
         ({"bind_address": "0.0.0.0"}, []),
     ],
 )
+def test_a_page_cannot_make_its_name_mean_this_machine(options: dict[str, Any], refused: list[str]) -> None:
+    check = HostCheck(Config(model_name="m", **{"bind_address": "127.0.0.1"} | options))
+    assert [host for host in HOSTS if not check.allows(mock.Mock(headers={"Host": host}))] == refused
+
+
 @run_async
-async def test_a_page_cannot_make_its_name_mean_this_machine(options: dict[str, Any], refused: list[str]) -> None:
-    """DNS rebinding."""
-    async with serving(**options) as port:
-        found = []
-        for host in HOSTS:
-            head = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-            answer = await exchange(port, head.encode(), options.get("bind_address", "127.0.0.1"))
-            found += [host] if b" 403 " in answer.split(b"\r\n")[0] else []
-    assert found == refused
+async def test_other_hosts_are_403() -> None:
+    async with serving() as port:
+        answer = await exchange(port, b"GET /health HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 403 ")
 
 
 @run_async

@@ -1,6 +1,7 @@
 """Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -9,11 +10,9 @@ from typing import Any
 import grpc
 import grpc_calls
 import pytest
-from google.rpc import error_details_pb2
 from grpc_calls import CONFIG, connected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_status import rpc_status
 from harness import run_async
 from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
 
@@ -26,6 +25,7 @@ from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 GRPC_VERSION = tuple(map(int, grpc.__version__.split(".")[:2]))
 SHORT = 1.0  # for attackers, and in parts for honest clients on a busy machine
 LONG = 1000.0  # longer than a test may take
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MESSAGE_TIMEOUT = f"the message has not arrived within {SHORT:g} s"
 
 
@@ -33,12 +33,8 @@ class Service:
     """Answers of any size, and how many calls run."""
 
     def __init__(self, calls: GrpcCalls) -> None:
-        self.calls = calls
-        self.num_calls = self.num_running = 0
-        methods = {
-            "Unary": calls.handler("Unary", self._unary),
-            "Stream": calls.handler("Stream", self._stream),
-        }
+        self.calls, self.num_calls = calls, 0
+        methods = {"Unary": calls.handler("Unary", self._unary), "Stream": calls.handler("Stream", self._stream)}
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
     @property
@@ -98,11 +94,11 @@ async def test_calls_that_nobody_reads_free_their_places(method: str, monkeypatc
                 await next_frame_of(reader, RST_STREAM)
 
 
-@pytest.mark.parametrize("method", ["Unary", "Stream"])
 @run_async
-async def test_clients_that_disconnect_are_no_errors(method: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as (service, port):
-        calls = [call_frames(f"/test.Service/{method}", bytes(1000), 2 * index + 1) for index in range(64)]
+        methods = ["Unary", "Stream"] * 32
+        calls = [call_frames(f"/test.Service/{name}", bytes(1000), 2 * n + 1) for n, name in enumerate(methods)]
         async with raw_client(port, HELLO_WITHOUT_WINDOW, *calls):
             await until(lambda: service.num_places == len(calls))
         await until(lambda: service.num_places == 0)
@@ -110,6 +106,7 @@ async def test_clients_that_disconnect_are_no_errors(method: str, caplog: pytest
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+@pytest.mark.slow
 @run_async
 async def test_a_slow_reader_keeps_its_stream() -> None:
     window = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)  # the server sends what is asked for
@@ -121,15 +118,47 @@ async def test_a_slow_reader_keeps_its_stream() -> None:
         assert service.num_places == 1
 
 
+@run_async
+async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def read_late(call: GrpcCall) -> None:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        await stopped.wait()
+        try:
+            await call.read()
+        finally:
+            ended.set()
+
+    handler = grpc_calls.make_calls(CONFIG).stream_handler("Late", read_late)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": handler}),))
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    async with connected(port) as channel:
+        call = channel.stream_unary("/test.Service/Late", bytes, bytes)(iter([b""]))
+        await begun.wait()
+        await server.stop(0)
+        stopped.set()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call
+        await ended.wait()
+        await asyncio.sleep(0.05)
+    assert "internal error" not in caplog.text
+
+
 # --- clients that do not send their message ---
 
 
 @pytest.mark.parametrize("sent", [b"", half_a_message()], ids=["headers only", "half a message"])
-@pytest.mark.parametrize("method", ["/test.Service/Unary", "/test.Service/Stream", "/grpc.health.v1.Health/Check"])
 @run_async
-async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
-    async with serving(client_timeout_seconds=SHORT) as (service, port):
-        async with raw_client(port, HELLO, call_headers(method), sent) as (reader, _):
+async def test_a_message_must_arrive_in_time(sent: bytes) -> None:
+    methods = ("/test.Service/Unary", "/test.Service/Stream", "/grpc.health.v1.Health/Check")
+    async with serving(client_timeout_seconds=SHORT) as (service, port), AsyncExitStack() as stack:
+        clients = [raw_client(port, HELLO, call_headers(method), sent) for method in methods]
+        for reader, _ in [await stack.enter_async_context(client) for client in clients]:
             _, block = await next_frame_of(reader, HEADERS)
             assert MESSAGE_TIMEOUT.encode() in block
             await next_frame_of(reader, RST_STREAM)
@@ -138,20 +167,12 @@ async def test_a_message_must_arrive_in_time(method: str, sent: bytes) -> None:
 
 
 @run_async
-async def test_the_status_of_a_message_that_is_late() -> None:
+async def test_the_status_of_a_late_and_of_an_absent_message() -> None:
     async with serving(client_timeout_seconds=SHORT) as (_, port), connected(port) as channel:
-        call = channel.stream_unary("/test.Service/Unary", bytes, bytes)()  # type: ignore[call-arg]  # stubs
-        assert (await call.code(), await call.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
-
-
-@run_async
-async def test_a_call_without_a_message() -> None:
-    async with serving() as (_, port), connected(port) as channel:
-        call = channel.stream_unary("/test.Service/Unary", bytes, bytes)(iter([]))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "the call has no message"
+        call = channel.stream_unary("/test.Service/Unary", bytes, bytes)
+        late, absent = call(), call(iter([]))  # type: ignore[call-arg]  # stubs
+        assert (await absent.code(), await absent.details()) == (INVALID, "the call has no message")
+        assert (await late.code(), await late.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
 
 
 @run_async
@@ -163,14 +184,6 @@ async def test_calls_beyond_the_limit_are_refused_at_once() -> None:
         async with connected(port) as other:
             refused = other.unary_unary("/test.Service/Unary", bytes, bytes)(b"x")
             assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            status = await rpc_status.aio.from_call(refused)  # type: ignore[attr-defined]  # stubs
-            retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
-            assert status is not None
-            assert status.details[0].Unpack(retry)
-            assert status.details[1].Unpack(quota)
-            assert (
-                quota.violations[0].description == f"Model is overloaded: {limit} open calls, at most {limit} allowed"
-            )
         for call in calls:
             await call.write(b"complete")
             await call.done_writing()
@@ -186,11 +199,11 @@ async def test_requests_without_a_token_are_short() -> None:
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="x" * (1 << 20))
         for call in (health.Check(request), health.Watch(request)):
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.code() is INVALID
             assert await call.details() == "the message has 1048580 bytes, at most 256 allowed"
         query = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * 2000)
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([query]))
-        assert await reflection.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await reflection.code() is INVALID
         assert await reflection.details() == "the message has 2003 bytes, at most 1024 allowed"
 
 

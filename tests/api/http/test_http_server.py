@@ -117,57 +117,36 @@ def answering(*outcomes: Any) -> Operation:
 # --- bodies ---
 
 
-@run_async
-async def test_a_body_of_the_largest_size_is_read() -> None:
-    async with serving(ECHO, payload_limit=100) as client:
-        for content in (b"", b"x" * 100):
-            async with client.post("/body", data=content, headers=JSON) as answer:
-                assert (answer.status, await answer.read()) == (200, content)
-
-
 async def parts(*contents: bytes) -> AsyncIterator[bytes]:
     for content in contents:
         yield content
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("chunked", [True, False])
 @run_async
-async def test_a_larger_one_is_413(chunked: bool) -> None:
+async def test_a_body_of_the_largest_size_is_read_and_a_larger_one_is_413() -> None:
     api = Api(ECHO, payload_limit=100)
     async with api.serving() as client:
-        data: Any = parts(b"x" * 60, b"x" * 41) if chunked else b"x" * 101
-        async with client.post("/body", data=data, headers=JSON) as answer:
-            assert answer.status == 413
-            assert "PAYLOAD_LIMIT" in await answer.json()
-    assert api.refused == ["single 1", "validation"]
-
-
-@pytest.mark.parametrize(
-    ("content_type", "status"),
-    [
-        ("application/json", 200),
-        ("application/json; charset=utf-8", 200),
-        ("application/vnd.x+json", 200),
-        ("text/plain", 415),
-        ("application/jsonl", 415),
-        ("multipart/form-data", 415),
-    ],
-)
-@run_async
-async def test_only_json_is_read(content_type: str, status: int) -> None:
-    headers = {"Content-Type": content_type}
-    async with serving(ECHO) as client, client.post("/body", data=b"{}", headers=headers) as answer:
-        assert answer.status == status
+        for content in (b"", b"x" * 100):
+            async with client.post("/body", data=content, headers=JSON) as answer:
+                assert (answer.status, await answer.read()) == (200, content)
+        for data in (parts(b"x" * 60, b"x" * 41), b"x" * 101):
+            async with client.post("/body", data=data, headers=JSON) as answer:
+                assert (answer.status, "PAYLOAD_LIMIT" in await answer.json()) == (413, True)
+    assert api.refused == ["single 1", "validation"] * 2
 
 
 @run_async
-async def test_compressed_bodies_are_415() -> None:
-    headers = {**JSON, "Content-Encoding": "gzip"}
-    data = gzip.compress(b"{}")
-    async with serving(ECHO) as client, client.post("/body", data=data, headers=headers) as answer:
-        assert answer.status == 415
-        assert "Content-Encoding" in await answer.json()
+async def test_only_json_is_read_and_nothing_compressed() -> None:
+    statuses = {"application/json": 200, "application/json; charset=utf-8": 200, "application/vnd.x+json": 200}
+    statuses |= {"text/plain": 415, "application/jsonl": 415, "multipart/form-data": 415}
+    async with serving(ECHO) as client:
+        for content_type, status in statuses.items():
+            async with client.post("/body", data=b"{}", headers={"Content-Type": content_type}) as answer:
+                assert answer.status == status, content_type
+        headers = {**JSON, "Content-Encoding": "gzip"}
+        async with client.post("/body", data=gzip.compress(b"{}"), headers=headers) as answer:
+            assert (answer.status, "Content-Encoding" in await answer.json()) == (415, True)
 
 
 JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -210,30 +189,15 @@ async def test_a_malformed_body_is_400() -> None:
     assert b"secret" not in answer
 
 
-@run_async
-async def test_a_large_body_right_behind_its_head_is_read() -> None:
-    content = b"x" * (4 << 20)
-    async with serving(ECHO, payload_limit=len(content)) as client:
-        reader, writer = await connect(client)
-        for _ in range(2):  # the second request over the same connection
-            writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert await reader.readexactly(len(content)) == content
-        writer.close()
-
-
 # --- streams and readers ---
 
 
 @run_async
 async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
-    async with serving(events(number=1, pause=0.2)) as client, client.get("/events") as answer:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.01)
+    async with serving(events(number=2, pause=1000)) as client, client.get("/events") as answer:
         assert answer.headers["x-request-id"]
-        content = await answer.read()
-    assert content.startswith(b"data: {}\n\n:\n\n:\n\n")
-    assert content.count(b":\n\n") <= 10
+        assert await answer.content.readexactly(18) == b"data: {}\n\n:\n\n:\n\n:\n"
 
 
 @run_async
@@ -307,16 +271,12 @@ async def test_without_a_model_calls_fail_and_have_an_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "text"),
-    [
-        (RecursionError(), 400, "the body is nested too deeply"),
-        (ZeroDivisionError(), 500, "internal error: ZeroDivisionError"),
-        (TimeoutError(), 500, "internal error: TimeoutError"),
-    ],
+    ("error", "status"), [(RecursionError(), 400), (ZeroDivisionError(), 500), (TimeoutError(), 500)]
 )
 @run_async
-async def test_errors_of_handlers(error: Exception, status: int, text: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_errors_of_handlers(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(answering(error)) as client, client.get("/thing") as answer:
+        text = f"internal error: {type(error).__name__}" if status == 500 else "the body is nested too deeply"
         assert (answer.status, await answer.json()) == (status, text)
     assert len(caplog.records) == (status == 500)
 
@@ -339,27 +299,16 @@ async def test_further_calls_and_bytes_are_refused() -> None:
             assert await answer.json() == "Model is overloaded"
 
 
-@pytest.mark.parametrize(
-    ("authorization", "status"),
-    [
-        ("Bearer of-file", 200),
-        ("bearer of-file", 200),
-        ("Bearer key", 200),
-        ("Bearer Key", 401),
-        ("Bearer ", 401),
-        ("key", 401),
-        ("Bearer k\u00e9y", 401),
-        (None, 401),
-    ],
-)
 @run_async
-async def test_tokens(authorization: str | None, status: int, tmp_path: Path) -> None:
+async def test_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("of-file\n")
-    headers = {} if authorization is None else {"Authorization": authorization}
-    options = {"auth_token_path": tmp_path / "tokens", "api_key": Secret("key")}
-    async with serving(answering(), **options) as client, client.get("/thing", headers=headers) as answer:
-        assert answer.status == status
-        assert answer.headers.get("WWW-Authenticate") == ("Bearer" if status == 401 else None)
+    accepted = ["Bearer of-file", "bearer of-file", "Bearer key"]
+    async with serving(answering(), auth_token_path=tmp_path / "tokens", api_key=Secret("key")) as client:
+        for given in (*accepted, "Bearer Key", "Bearer ", "key", "Bearer k\u00e9y", None):
+            headers = {} if given is None else {"Authorization": given}
+            async with client.get("/thing", headers=headers) as answer:
+                expected = (200, None) if given in accepted else (401, "Bearer")
+                assert (answer.status, answer.headers.get("WWW-Authenticate")) == expected, given
 
 
 PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}
@@ -431,7 +380,7 @@ async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
         writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         idle = asyncio.create_task(api.limits.wait_until_idle())
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert not idle.done()
         await reader.readexactly(32 << 20)
         await asyncio.wait_for(idle, 5)

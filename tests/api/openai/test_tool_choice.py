@@ -8,6 +8,7 @@ import jsonschema
 import msgspec
 import pytest
 from grammar_walks import EOS, token_table, walk
+from tables import table
 
 from benchmarks.structured_output.features import BOOLEAN, INTEGER, NODE, PERSON, closed
 from tgis.api.openai.bodies import ChatCompletionRequest
@@ -109,30 +110,13 @@ STRICT = [
     {"function": {"name": "free", "parameters": closed(seats=INTEGER)}},
 ]
 BOOK_1 = '{"name": "book", "arguments": {"seats": 1}}'
-FREE = '{"name": "free", "arguments": {"anything": [1]}}'
-AUTO: list[tuple[str, str, bool | str]] = [  # the text up to the first wrong character, or whether it may end
-    ("hermes", "I < look {}\n <tool and <tool_cal", True),
-    ("hermes", f"Well.\n<tool_call>\n{BOOK_1}\n</tool_call>", True),
-    ("hermes", f"<tool_call>\n{FREE}\n</tool_call>\n<tool_call>\n{BOOK_1}\n</tool_call>", True),
-    ("hermes", "Well.<tool_call>", False),
-    ("hermes", '<tool_call>\n{"name": "book", "arguments": {"s"}', '<tool_call>\n{"name": "book", "arguments": {"s'),
-    ("hermes", "<tool_call>\n{'name'", "<tool_call>\n{"),
-    ("hermes", f"<tool_call>\n{BOOK_1}\n</tool_call> more", f"<tool_call>\n{BOOK_1}\n</tool_call>"),
-    ("mistral", f"Well.[TOOL_CALLS] [{BOOK_1}, {FREE}]", True),
-    ("mistral", "[TOOLS] [1]", True),
-    ("mistral", '[TOOL_CALLS] [{"name": "other', '[TOOL_CALLS] [{"name": "'),
-    ("llama3", "Well. {", True),
-    ("llama3", BOOK_1.replace("arguments", "parameters"), True),
-    ("llama3", '{"answer"', '{"'),
-    ("llama3", " <|python_tag|", True),
-    ("llama3", " <|python_tag|>", " <|python_tag|"),
-]
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), AUTO)
-def test_the_model_may_call_or_not(form: str, text: str, expected: bool | str) -> None:
-    matcher = compiled(FORMATS[form], request(tools=STRICT))
-    assert accepts(matcher, text) == (len(expected) if isinstance(expected, str) else expected)
+@table("tool_calls", "auto")
+def test_the_model_may_call_or_not(row: dict[str, Any]) -> None:
+    allowed = row["allowed"]
+    expected = len(allowed) if isinstance(allowed, str) else allowed
+    assert accepts(compiled(FORMATS[row["format"]], request(tools=STRICT)), row["text"]) == expected
 
 
 def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
@@ -142,7 +126,12 @@ def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
 
 
-@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": []}])
+MANY = [{"function": {"name": "now"}}] * 1024
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": []}, {"tools": MANY}]
+)
 def test_no_grammar_where_nothing_is_promised(fields: dict[str, Any]) -> None:
     assert not ToolChoice.of(request(**fields)).needs_grammar
 
@@ -150,6 +139,7 @@ def test_no_grammar_where_nothing_is_promised(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "said"),
     [
+        ({"tools": [*MANY, MANY[0]]}, "tools", "tools must be at most 1024, got 1025"),
         ({"tool_choice": named("other")}, "tool_choice", "one of the tools, got other"),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "must be none or auto without tools"),
         (

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import HERMES, MISTRAL, TEMPLATES, write_template
+from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, write_template
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
 from tgis.api.openai.chat_template import ChatTemplate, TemplateError
-from tgis.errors import StartError
+from tgis.errors import InvalidRequest, StartError
 
 USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a1B2c3D4e", "function": {}}]}
@@ -52,6 +52,28 @@ def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp
         continue_final_message=continues,
     )
     assert rendered(directory, CHATS[chat], tools) == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "add", "continues", "expected"),
+    [
+        ("user", None, None, "x|>"),
+        ("user", False, None, "x|"),
+        ("user", None, True, "x"),
+        ("assistant", None, None, "x"),
+        ("assistant", True, None, "x|>"),
+        ("assistant", False, None, "x|"),
+        ("assistant", False, True, "x"),
+    ],
+)
+def test_an_answer_begins_or_continues(role: str, add: Any, continues: Any, expected: str, tmp_path: Path) -> None:
+    template, messages = ChatTemplate.load(model(tmp_path, LAST_MESSAGE)), [{"role": role, "content": "x"}]
+    assert template is not None
+    flags = {"add_generation_prompt": add, "continue_final_message": continues}
+    assert template.render(messages, None, {"marks": expected != "x"}, **flags) == expected
+    for variables, given in (({}, {"add_generation_prompt": True, "continue_final_message": True}), ({"tools": 1}, {})):
+        with pytest.raises(InvalidRequest, match=r"mutually exclusive|chat_template_kwargs must not have tools"):
+            template.render(messages, None, variables, **given)
 
 
 def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:

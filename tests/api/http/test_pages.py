@@ -1,0 +1,100 @@
+"""/docs and /ui without a browser: their policy, and that the script of /ui finds its routes and elements."""
+
+import base64
+import hashlib
+import json
+import re
+
+import aiohttp
+import pytest
+from harness import run_async
+from http_port import no_metrics, serving, serving_while_loading
+
+from tgis.api.http.pages.routes import page_routes
+from tgis.api.http.probes import Probes
+
+
+def source_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/ui"])
+@run_async
+async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_elsewhere(path: str) -> None:
+    async with serving_while_loading() as url, aiohttp.ClientSession() as client, client.get(url + path) as answer:
+        text, headers = await answer.text(), answer.headers
+        assert (answer.status, answer.content_type) == (200, "text/html")
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    allowed = {name: values for name, *values in map(str.split, headers["Content-Security-Policy"].split(";"))}
+    closed = {name: ["'none'"] for name in ("default-src", "base-uri", "form-action", "frame-ancestors")}
+    scripted = {"script-src": [*map(source_of, scripts)], "connect-src": ["'self'"]} if path == "/ui" else {}
+    assert allowed == closed | {"style-src": [*map(source_of, styles)]} | scripted
+    assert len(scripts) == (path == "/ui")
+    markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"https?://|<link|<img|\ssrc=|\sstyle=|\son\w+=", markup)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://", "".join(scripts))
+    assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
+
+
+@run_async
+async def test_the_script_finds_its_routes_and_elements() -> None:
+    async with serving_while_loading() as url, aiohttp.ClientSession(url) as client:
+        async with client.get("/ui") as answer:
+            markup, script = (await answer.text()).split("</script>")[1], await answer.text()
+        ids, names = ({*re.findall(rf'\s{attribute}="?(\w+)', markup)} for attribute in ("id", "name"))
+        assert {*re.findall(r"byId\('(\w+)'\)", script)} <= ids
+        assert {*re.findall(r"\bfield\.(\w+)\b", script)} <= ids | names
+        asked = {*re.findall(r"'(v1/[\w/]+)'", script), *re.findall(r"request\('([\w/]+)'", script)} - {"debug/batch"}
+        assert asked == {"v1/models", "v1/completions", "v1/chat/completions", "info", "chat_tokenize"}
+        for path in asked:
+            async with client.get(f"/{path}") as answer:
+                assert answer.status in (503, 405), path  # the model loads; a POST is needed
+
+
+@pytest.mark.parametrize(
+    ("path", "accept", "expected"),
+    [
+        ("/", "text/html,*/*;q=0.8", (307, "ui")),
+        ("/", "*/*", (200, None)),
+        ("/health", "text/html", (200, None)),
+        ("/ui/", "text/html", (308, "../ui")),
+    ],
+)
+@run_async
+async def test_a_browser_is_sent_to_the_page(path: str, accept: str, expected: tuple[int, str | None]) -> None:
+    routes = [*Probes(lambda: None, no_metrics).routes(), *page_routes([], "m", needs_token=False)]
+    async with (
+        serving(routes) as port,
+        aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": accept}) as client,
+        client.get(path, allow_redirects=False) as answer,
+    ):
+        assert (answer.status, answer.headers.get("Location")) == expected
+
+
+@run_async
+async def test_the_document_describes_every_route() -> None:
+    async with serving_while_loading() as url, aiohttp.ClientSession(url) as client:
+        async with client.get("/openapi.json") as answer, client.get("/api-doc/openapi.json") as same:
+            document = await answer.json()
+            assert await same.json() == document
+        async with client.get("/docs") as answer:
+            page = await answer.text()
+    assert document["openapi"] == "3.1.0"
+    assert {"/", "/generate", "/tokenize", "/info", "/v1/chat/completions"} <= document["paths"].keys()
+    assert all(f" {path}</code>" in page for path in document["paths"])
+    schemas = document["components"]["schemas"]
+    assert schemas["GenerateParameters"]["properties"]["top_p"]["anyOf"][0] == {
+        "type": "number",
+        "exclusiveMinimum": 0,
+        "exclusiveMaximum": 1,
+    }
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document))) == schemas.keys()
+    for path, names, last in (
+        ("/generate_stream", ["StreamResponse", "ErrorResponse"], []),
+        ("/v1/completions", ["Completion", "ErrorBody"], [{"const": "[DONE]"}]),
+    ):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        event, *ends = content["schema"]["properties"]["data"]["anyOf"]
+        assert [schema["$ref"].rpartition("/")[2] for schema in event["contentSchema"]["anyOf"]] == names
+        assert ends == last

@@ -1,0 +1,144 @@
+"""From outputs of the generator to the answers of the OpenAI API, field by field."""
+
+import math
+from typing import Any
+
+import pytest
+from harness import run_async
+from scripted_api import ask, output
+from tables import table
+
+from tgis.api.http.errors import HttpError
+from tgis.api.openai.completions import split_prompt
+from tgis.api.openai.errors import ERRORS
+from tgis.errors import (
+    ClientTimeout,
+    EngineFailure,
+    InvalidRequest,
+    OutOfMemory,
+    Overloaded,
+    RequestError,
+    TooLong,
+    Unavailable,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"messages": [{"role": "user", "content": "hello"}]}
+FIRST = output(input_token_count=5, seed=7)  # of a stream, before any token
+
+
+def without_ids(value: Any) -> Any:
+    """Ids, times and versions differ from call to call."""
+    if isinstance(value, dict):
+        return {
+            k: without_ids(v) for k, v in value.items() if k not in ("id", "created", "system_fingerprint", "model")
+        }
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@table("answers", "chat")
+@run_async
+async def test_chat(row: dict[str, Any]) -> None:
+    answer, used = await ask(CHAT, USER | row["body"], *(output(**fields) for fields in row["outputs"])), row["usage"]
+    assert (answer.body["id"].startswith("chatcmpl-"), answer.body["model"]) == (True, "m")
+    assert without_ids(answer.body) == {"object": "chat.completion", "usage": usage(*used), "choices": row["choices"]}
+    assert [answer.headers[name] for name in ("x-prompt-tokens", "x-generated-tokens")] == [*map(str, used)]
+    assert [answer.headers[f"x-compute-{name}"] for name in ("type", "characters")] == ["1-cpu", "5"]
+
+
+@table("answers", "streamed chat")
+@run_async
+async def test_streamed_chat(row: dict[str, Any]) -> None:
+    answer = await ask(
+        CHAT, USER | {"stream": True} | row["body"], FIRST, *(output(**fields) for fields in row["outputs"])
+    )
+    *events, done = answer.body
+    assert done == "[DONE]"
+    assert len({event["id"] for event in events}) == 1
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert [choice for event in without_ids(events) for choice in event["choices"]] == row["choices"]
+    used = [used and usage(*used) for used in row.get("usage", ())]
+    assert [event["usage"] for event in events if "usage" in event] == used
+    assert [len(event["choices"]) for event in events] == [1] * len(row["choices"]) + [0] * bool(used)
+
+
+@table("answers", "completions")
+@pytest.mark.parametrize("stream", [False, True])
+@run_async
+async def test_completions(row: dict[str, Any], stream: bool) -> None:
+    if stream and row["body"].keys() & {"prompt_logprobs", "best_of"}:
+        return  # these are refused
+    outputs, options = [output(**fields) for fields in row["outputs"]], {"stream_options": {"include_usage": True}}
+    answer = await ask(COMPLETIONS, ({"stream": True} | options if stream else {}) | row["body"], *outputs)
+    events = answer.body[:-1] if stream else [answer.body]
+    assert [choice for event in events for choice in event["choices"]] == row["choices"]
+    assert events[-1]["usage"] == usage(*row["usage"])
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert events[0]["id"].startswith("cmpl-")
+
+
+@run_async
+async def test_prompt_logprobs_of_a_chat() -> None:
+    made = output(reason="EOS_TOKEN", input_tokens=[("x", math.nan), ("b", -1.5, 3)])
+    answer = await ask(CHAT, USER | {"prompt_logprobs": 0}, made)
+    assert answer.body["prompt_logprobs"] == [None, {"65": {"logprob": -1.5, "rank": 3, "decoded_token": "b"}}]
+
+
+ERROR_BODIES = [  # status, type, param, code and TGI's type, then the message
+    (InvalidRequest("top_n_tokens", "top_n_tokens must be <= 20", "21"), "400 invalid_request_error top_logprobs None"),
+    (
+        TooLong("prompt[0]", "plus max_new_tokens (9)", 200),
+        "400 invalid_request_error prompt[0] context_length_exceeded",
+    ),
+    (Overloaded("8 inputs"), "429 rate_limit_error None rate_limit_exceeded"),
+    (EngineFailure("it broke"), "500 server_error None None"),
+    (OutOfMemory("too large"), "500 server_error None None"),
+    (Unavailable("gone"), "503 service_unavailable_error None None"),
+    (ClientTimeout(1.0), "408 timeout_error None None"),
+    (HttpError(401, "no token"), "401 authentication_error None invalid_api_key"),
+    (HttpError(404, "no model"), "404 not_found_error None model_not_found"),
+    (HttpError(413, "too large"), "413 invalid_request_error None None"),
+]
+MESSAGES = {
+    "InvalidRequest": "top_logprobs must be <= 20, got 21",
+    "TooLong": "This model's maximum context length is 200 tokens, the prompt is too long: plus max_tokens (9)",
+    "Overloaded": "Model is overloaded: 8 inputs",
+}
+TGI_KINDS = {400: "validation", 401: "authentication", 404: "not_found", 408: "timeout", 413: "validation"}
+TGI_KINDS |= {429: "overloaded", 500: "generation", 503: "unavailable"}
+
+
+@pytest.mark.parametrize(("error", "expected"), ERROR_BODIES)
+def test_errors(error: RequestError, expected: str) -> None:
+    status, body = ERRORS.convert(error)
+    detail = body.error
+    assert f"{status} {detail.type} {detail.param} {detail.code}" == expected
+    assert detail.message == MESSAGES.get(type(error).__name__, str(error))
+    assert (detail.http_status_code, body.error_type) == (status, TGI_KINDS[status])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        ([1, 2], ([""], [[1, 2]])),
+        ([[1], [2, 3]], (["", ""], [[1], [2, 3]])),
+        ([[]], ([""], [[]])),
+        ([], "prompt cannot be empty"),
+        ([1, "a"], "prompt must be a text, token ids, or several of one of them"),
+        ([*["a"] * 5], "prompt must have at most 4 prompts (MAX_CLIENT_BATCH_SIZE), got 5"),
+        ([1, "a", *[1] * 10], ([""], [[1, "a", *[1] * 10]])),  # too long, which is found later
+    ],
+)
+def test_prompts(prompt: Any, expected: Any) -> None:
+    if not isinstance(expected, str):
+        assert split_prompt(prompt, max_prompts=4, max_tokens=10) == expected
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        split_prompt(prompt, max_prompts=4, max_tokens=10)
+    assert (caught.value.field, caught.value.detail) == ("prompt", expected)

@@ -1,0 +1,270 @@
+"""OpenAI's API with OpenAI's client: a server in this process with the fake engine, which repeats its prompt."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import msgspec
+import openai
+import pytest
+from chat_templates import LAST_MESSAGE, write_template
+from harness import wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_server import LocalServer, serving_locally
+from openai.types.chat import ChatCompletionChunk
+from tokenizers import Tokenizer
+
+from benchmarks.soak.reconcile import parse_metrics
+from demo.fake_model import make_fake_model
+from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.tgi.schema import GenerateParameters, GenerateRequest
+from tgis.pb import generation_pb2 as pb
+
+MAX_LENGTH, NAME = 200, "served"
+IM_END = "<|im_end|>"  # a special token, 257, that the model's configuration does not know as an end
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    directory = tmp_path_factory.mktemp("openai")
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0)
+    write_template(model, LAST_MESSAGE)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens([IM_END])
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 258}))
+    adapter = directory / "store" / "tuned" / "one"
+    adapter.mkdir(parents=True)
+    (adapter / "decoder.pt").touch()
+    options = {"SERVED_MODEL_NAME": NAME, "PREFIX_STORE_PATH": directory / "store", "MAX_NEW_TOKENS": 169}
+    with serving_locally(directory, model, **options) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
+    url = f"http://localhost:{server.http_port}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=50) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, content: str, **params: Any) -> Any:
+    messages: Any = [{"role": "user", "content": content}]
+    return client.chat.completions.create(**{"model": NAME, "messages": messages, "max_tokens": 20} | params)
+
+
+def streamed(client: openai.OpenAI, content: str, **params: Any) -> list[ChatCompletionChunk]:
+    return list(chat(client, content, stream=True, **params))
+
+
+def text_of(chunks: list[ChatCompletionChunk]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
+    answer = chat(client, "hällo ")
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("hällo hällo hällo"[:17], "length")
+    assert (answer.model, answer.usage.prompt_tokens, answer.usage.completion_tokens) == (NAME, 7, 20)
+    *rest, last = streamed(client, "hällo ", stream_options={"include_usage": True})
+    assert text_of(rest) == choice.message.content
+    assert (last.usage, rest[-1].choices[0].finish_reason) == (answer.usage, "length")
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}}, 1),
+        ({"extra_body": {"guided_regex": "[4-6]{3}"}}, 444),
+    ],
+)
+def test_an_output_follows_its_format(client: openai.OpenAI, params: dict[str, Any], expected: Any) -> None:
+    (choice,) = chat(client, "{", **params).choices
+    assert (json.loads(choice.message.content), choice.finish_reason) == (expected, "stop")
+
+
+CITIES: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Paris"]}}, "required": ["city"]}
+CITIES |= {"additionalProperties": False}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("choice", "content", "cities"),
+    [
+        ("required", "What is the weather?", ["Oslo"]),  # the engine takes the first token that is allowed
+        ("auto", CALL.replace("Paris", "Paree"), ["Paris"]),
+        ("auto", "It rains.", []),
+    ],
+)
+def test_calls_that_match_their_schema(client: openai.OpenAI, choice: Any, content: str, cities: list[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITIES, "strict": True}}]
+    params: Any = {"tools": tools, "tool_choice": choice, "max_tokens": 100, "parallel_tool_calls": False}
+    params |= {"stop": "rains."} if not cities else {}
+    (said,) = chat(client, content, **params).choices
+    calls = [call.function for call in said.message.tool_calls or ()]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": c}) for c in cities]
+    chunks = streamed(client, content, **params)
+    pieces: Any = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.arguments for piece in pieces) == "".join(call.arguments for call in calls)
+    assert text_of(chunks) == (said.message.content or "")
+    assert chunks[-1].choices[0].finish_reason == said.finish_reason == ("tool_calls" if cities else "stop")
+
+
+def test_several_prompts_of_token_ids(client: openai.OpenAI) -> None:
+    params: Any = {"model": NAME, "prompt": [[64, 65], [2, 256, 2]], "max_tokens": 4, "n": 2, "temperature": 1}
+    answer = client.completions.create(**params)
+    assert [choice.text for choice in answer.choices] == ["abab", "abab", "#", "#"]
+    assert answer.usage
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 * 4 + 2 * 2)
+    chunks = list(client.completions.create(**params, echo=True, stream=True))
+    for choice, prompt in zip(answer.choices, ["ab", "ab", "#</s>#", "#</s>#"], strict=True):
+        mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert "".join(part.text for part in mine) == prompt + choice.text
+        assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "num_tokens"),
+    [
+        ({"stop": IM_END}, "ab", 3),
+        ({"stop": ["zz", IM_END], "include_stop_str_in_output": True, "skip_special_tokens": False}, "ab" + IM_END, 3),
+        ({"stop_token_ids": [67]}, "ab", 4),  # "d": a token that has text is cut as a stop text is
+        ({"stop_token_ids": [67], "include_stop_str_in_output": True}, "abd", 4),
+        ({"stop_token_ids": [257], "ignore_eos": True, "n": 2}, "ab", 6),
+    ],
+)
+def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_tokens: int) -> None:
+    ways: list[dict[str, Any]] = [{}, {"stream": True, "stream_options": {"include_usage": True}}]
+    for options in ways:
+        answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=fields, **options)
+        chunks = list(answer) if options else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
+        assert "".join(choice.text for choice in choices) == text
+        assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", num_tokens)
+
+
+def test_the_other_apis_at_special_tokens(server: LocalServer) -> None:
+    """TGI's API stops at them, too; gRPC does not: as in TGIS, stop sequences are compared with text."""
+    body = {"inputs": f"ab{IM_END}cd", "parameters": {"stop": [IM_END], "max_new_tokens": 9, "details": True}}
+    _, answer = server.post("/generate", body)
+    assert (answer["generated_text"], answer["details"]["finish_reason"]) == ("ab", "stop_sequence")
+    stopping = pb.StoppingCriteria(max_new_tokens=5, stop_sequences=[IM_END])
+    request = pb.GenerationRequest(text=f"ab{IM_END}cd")
+    with server.stub() as stub:
+        message = pb.BatchedGenerationRequest(requests=[request], params=pb.Parameters(stopping=stopping))
+        (response,) = stub.Generate(message, timeout=20).responses
+    assert (response.text, response.stop_reason) == ("abcd", pb.MAX_TOKENS)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    first, second = client.models.list().data
+    assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
+    assert client.models.retrieve("tuned/one") == second
+    with pytest.raises(openai.NotFoundError, match=r"'two\\nlines' does not exist"):
+        client.models.retrieve("two\nlines")
+    with pytest.raises(openai.BadRequestError, match="takes no adapters"):
+        chat(client, "ab", model="tuned/one")
+
+
+NO_NOT = {"function": {"name": "x", "strict": True, "parameters": {"not": {}}}}
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": [{"role": "user", "content": "x" * 190}]}, "messages", "plus max_tokens (20) must be"),
+    ({"tools": [NO_NOT]}, "tools", 'tools: unsupported keywords: ["not"] in tools[0].function.parameters'),
+    ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 258, got 999"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_the_generator_refuses(client: openai.OpenAI, stream: bool) -> None:
+    for params, field, text in BAD:
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, "abc", stream=stream, **params)
+        assert caught.value.param == field
+        assert text in caught.value.message
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\] gives token id 258") as caught:
+        client.completions.create(model=NAME, prompt=[[1], [258]], stream=stream)
+    with pytest.raises(openai.InternalServerError, match="failed during generation"):
+        chat(client, "!", stream=stream)  # a poisoned token
+
+
+SECRET = "a secret of a client that no error tells to anyone else"
+SECRETS = st.sampled_from(
+    [SECRET, f"{SECRET}(", f'"{SECRET}', json.dumps({"const": f"{SECRET}\\ud800", "maxLength": 1})]
+)
+KEYWORDS = ["const", "pattern", "type", "format", "$ref", "enum", "maxLength", "required", "items"]
+VALUES = st.recursive(
+    SECRETS | st.sampled_from([None, True, 0, 1, -1, 1.5, 10**30]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS) | SECRETS, inner, max_size=3),
+    max_leaves=5,
+)
+BODIES: dict[str, list[type]] = {
+    "/v1/chat/completions": [ChatCompletionRequest],
+    "/v1/completions": [CompletionRequest],
+    "/generate": [GenerateRequest, GenerateParameters],
+    "/chat_tokenize": [ChatCompletionRequest],
+    "/invocations": [ChatCompletionRequest, CompletionRequest, GenerateRequest],
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(BODIES)))
+    names = sorted({field.encode_name for kind in BODIES[path] for field in msgspec.structs.fields(kind)} - {"model"})
+    changed = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=3))
+    function = {"name": draw(SECRETS), "parameters": draw(VALUES), "arguments": draw(SECRETS), "strict": True}
+    messages = [{"role": "assistant", "content": SECRET, "tool_calls": [{"function": function}]}]
+    base: dict[str, Any] = {"messages": messages, "prompt": SECRET, "inputs": SECRET, "max_tokens": 1}
+    more = st.sampled_from([{}, {"tools": [{"function": function}], "tool_choice": "required"}])
+    kind = draw(st.sampled_from(["json", "regex", "json_schema", SECRET]))
+    grammar = {"max_new_tokens": 1, "grammar": {"type": kind, "value": draw(VALUES)}}
+    return path, base | {"parameters": grammar} | draw(more) | changed
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(5000, marks=pytest.mark.slow)])
+def test_errors_tell_no_text_of_a_request(server: LocalServer, examples: int) -> None:
+    def check(request: tuple[str, dict[str, Any]]) -> None:
+        status, answer = server.post(*request)
+        assert status < 500
+        assert status == 200 or SECRET[:41] not in json.dumps(answer)
+
+    settings(max_examples=examples)(given(bodies())(check))()
+
+
+def test_calls_are_counted_and_logged_with_their_api(server: LocalServer, client: openai.OpenAI) -> None:
+    def counts() -> dict[tuple[str, ...], float]:
+        values = parse_metrics(server.get("/metrics")[1])
+        return {name[1:]: value for name, value in values.items() if name[0] == "tgi_call_count_total"}
+
+    before, chats = counts(), "/v1/chat/completions"
+    chat(client, "abc")
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError):
+            chat(client, "abc", temperature=-1, stream=stream)
+    with pytest.raises(openai.APIError):
+        list(chat(client, "abc!", stream=True))  # fails after three tokens
+    server.post("/generate", {"inputs": ""})
+    with server.stub() as stub, pytest.raises(grpc.RpcError):
+        stub.GenerateStream(pb.SingleGenerationRequest()).next()
+    wanted = {("openai", chats, "200"): 1, ("openai", chats, "400"): 2, ("openai", chats, "500"): 1}
+    wanted |= {("tgi", "/generate", "422"): 1, ("grpc", "GenerateStream", "INVALID_ARGUMENT"): 1}
+
+    def all_counted() -> bool:
+        grown = {name: value - before.get(name, 0) for name, value in counts().items()}
+        return {name: value for name, value in grown.items() if value} == wanted
+
+    wait_until(all_counted, f"counts {wanted}")  # a call over gRPC ends for its client before it is counted
+    assert re.search(r"single request: 20 tokens, MAX_TOKENS .*api=openai ", server.log.read_text())
+
+
+def test_routes_of_tgi_take_chats(server: LocalServer) -> None:
+    body = {"messages": [{"role": "user", "content": "hé"}], "max_tokens": 3, "temperature": 0}
+    status, answer = server.post("/chat_tokenize", body)
+    assert (status, answer["templated_text"]) == (200, "hé")
+    spans = [(token["start"], token["stop"], token["text"]) for token in answer["tokenize_response"]]
+    assert spans == [(0, 1, "h"), (1, 3, "é"), (1, 3, "é")]
+    status, answer = server.post("/invocations", body)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "hé")

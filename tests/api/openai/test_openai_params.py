@@ -1,0 +1,191 @@
+"""From bodies of the OpenAI API to parameters, to a call of the front end, and to what a chat template gets."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from described_params import described, plain
+from harness import run_async
+from scripted_api import LIMITS, ask, output
+from tables import table
+
+from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.openai.messages import template_messages, template_tools
+from tgis.api.openai.models import ServedModels
+from tgis.api.openai.params import chat_params, completion_params
+from tgis.api.openai.requests import RequestReader
+from tgis.config import Config
+from tgis.frontend.calls import CallKind
+
+CALL: Any = SimpleNamespace(
+    config=Config(model_name="m"),
+    generator=SimpleNamespace(server_info=SimpleNamespace(limits=LIMITS)),
+    special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+)
+USER: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
+ANSWER = output(reason="MAX_TOKENS")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def chat_body(**fields: Any) -> ChatCompletionRequest:
+    return msgspec.convert(USER | fields, ChatCompletionRequest, strict=False)
+
+
+def completion_body(**fields: Any) -> CompletionRequest:
+    return msgspec.convert({"prompt": "p"} | fields, CompletionRequest, strict=False)
+
+
+@table("parameters", "openai")
+def test_sampling_fields(row: dict[str, Any]) -> None:
+    body = row["body"]
+    nulls = {name: None for name in ChatCompletionRequest.__struct_fields__ if name not in ("messages", *body)}
+    expected = {"fill_context": True, "include_stop_sequence": False} | row["params"]
+    assert described(completion_params(completion_body(**body), CALL), "logprob_options") == expected
+    for fields in (body, body | nulls):
+        chat = chat_params(chat_body(**fields), CALL, parses_tools=False)
+        assert described(chat, "logprob_options") == expected | {"add_special_tokens": False}
+
+
+@table("parameters", "openai chats")
+def test_fields_of_chats(row: dict[str, Any]) -> None:
+    plain_chat, tools = (chat_params(chat_body(**row["body"]), CALL, parses_tools=parses) for parses in (False, True))
+    assert {name: getattr(plain_chat, name) for name in row["params"]} == row["params"]
+    assert tools.skip_special_tokens is False  # those around a call are read
+
+
+@table("parameters", "openai logprobs")
+def test_which_logprobs_are_asked_for(row: dict[str, Any]) -> None:
+    expected = row["options"] | {"exact_top_n": True}
+    assert plain(completion_params(completion_body(**row["completion"]), CALL).logprob_options) == expected
+    if "chat" in row:
+        assert plain(chat_params(chat_body(**row["chat"]), CALL, parses_tools=False).logprob_options) == expected
+
+
+@table("parameters", "openai formats")
+def test_output_formats(row: dict[str, Any]) -> None:
+    assert plain(completion_params(completion_body(**row["body"]), CALL).grammar) == row["grammar"]
+
+
+async def check_refusal(path: str, body: dict[str, Any], row: dict[str, Any]) -> None:
+    answer = await ask(path, body | row["body"], max_concurrent_requests=128)
+    error = answer.body["error"]
+    assert (answer.status, error["param"], error["type"]) == (400, row["field"], "invalid_request_error")
+    assert row["text"] in error["message"]
+
+
+@table("refusals", "chat")
+@run_async
+async def test_bad_chats_name_their_field(row: dict[str, Any]) -> None:
+    await check_refusal(CHAT, USER, row)
+
+
+@table("refusals", "completions")
+@run_async
+async def test_bad_completions_name_their_field(row: dict[str, Any]) -> None:
+    await check_refusal(COMPLETIONS, {"prompt": "p"}, row)
+
+
+@pytest.mark.parametrize("body", [b"{", {}, {"messages": "hello"}, USER | {"max_tokens": -1}, USER | {"n": 1.5}])
+@run_async
+async def test_bodies_of_the_wrong_types(body: Any) -> None:
+    answer = await ask(CHAT, body)
+    refusal = answer.status, answer.body["error"]["type"], answer.body["error_type"]
+    assert refusal == (400, "invalid_request_error", "validation")
+
+
+@pytest.mark.parametrize("place", ["guided_json", "chat_template_kwargs", "parameters", "arguments", "as text"])
+@run_async
+async def test_json_of_any_depth_is_answered_or_refused(place: str) -> None:
+    """Some depths can be read and not written again."""
+    for depth in [1, *range(900, 1000, 14), 5000]:
+        value = '{"properties":' * depth + "{}" + "}" * depth
+        call = [{"function": {"name": "x", "arguments": "DEEP" if place == "arguments" else json.dumps("DEEP")}}]
+        messages = [{"role": "assistant", "tool_calls": call}] if place in ("arguments", "as text") else []
+        body: dict[str, Any] = {"messages": [*messages, *USER["messages"]]}
+        if place == "parameters":
+            body |= {"tools": [{"function": {"name": "x", "parameters": "DEEP"}}], "tool_choice": "required"}
+        elif not messages:
+            body[place] = "DEEP"
+        deep, text = ('"DEEP"', value) if place != "as text" else (json.dumps(json.dumps("DEEP")), json.dumps(value))
+        assert (await ask(CHAT, json.dumps(body).replace(deep, text).encode(), ANSWER)).status in (200, 400)
+
+
+@run_async
+async def test_calls_of_the_front_end() -> None:
+    stop = {"temperature": 0, "stop": "</s>", "user": "me"}
+    call = (
+        await ask(CHAT, USER | stop | {"n": 2, "model": "other"}, ANSWER, output(index=1, reason="MAX_TOKENS"))
+    ).call
+    assert call is not None
+    assert (call.kind, call.texts, call.fields, call.n) == (CallKind.BATCH, ["p"], ["messages"], 2)
+    assert (call.token_ids, call.adapter, call.api) == (None, None, "openai")
+    assert call.params.sampling.stop_token_ids == (256,)  # a special token of the model
+    call = (await ask(COMPLETIONS, {"prompt": [[1], [2, 3]], "stream": True})).call
+    assert call is not None
+    assert (call.kind, call.texts, call.token_ids) == (CallKind.STREAM, ["", ""], [[1], [2, 3]])
+    assert call.fields == ["prompt[0]", "prompt[1]"]
+
+
+def test_messages_for_a_template() -> None:
+    function: dict[str, Any] = {"name": "w", "arguments": '{"city": "Oslo"}'}
+    body = chat_body(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": function}, {"function": {"name": "x"}}]},
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "assistant", "refusal": "no"},
+            {"role": "tool", "tool_call_id": "1", "content": "7"},
+        ],
+        tools=[{"type": "function", "function": {"name": "w", "parameters": {}, "strict": True}}],
+    )
+    calls = [
+        {"type": "function", "function": {"name": "w", "arguments": {"city": "Oslo"}}, "id": "1"},
+        {"type": "function", "function": {"name": "x", "arguments": ""}},
+    ]
+    assert template_messages(body.messages) == [
+        {"role": "user", "content": "ab", "name": "me"},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "no"},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+    ]
+    assert template_tools(body.tools or ()) == [{"type": "function", "function": {"name": "w", "parameters": {}}}]
+
+
+def read(reader: RequestReader, **fields: Any) -> tuple[CompletionRequest, int]:
+    """The body, and how many of its fields are unknown."""
+    counted: list[int] = []
+    metrics = SimpleNamespace(requests=SimpleNamespace(unknown_fields=SimpleNamespace(inc=counted.append)))
+    body = completion_body(**{name: fields[name] for name in fields if name in CompletionRequest.__struct_fields__})
+    data = json.dumps({"prompt": "p"} | fields).encode()
+    call: Any = SimpleNamespace(body=lambda *_, **__: body, data=data, generator=SimpleNamespace(metrics=metrics))
+    return reader.read(call, CompletionRequest), sum(counted)
+
+
+def test_unknown_fields_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = RequestReader({})
+    for _ in range(2):
+        assert read(reader, user="me", mystery={"x": 1}, **{"no identifier\n": 2})[1] == 2
+    assert caplog.messages == ["requests have the field mystery, which is unknown here and has no effect"]
+    assert read(reader, **{f"field_{number}": 1 for number in range(50_000)})[1] == 99  # looked at as far as 100
+    assert len(caplog.messages) <= 100
+
+
+def test_the_model_has_defaults_of_sampling(caplog: pytest.LogCaptureFixture) -> None:
+    body, _ = read(RequestReader({"temperature": 0.5, "top_k": 7, "other": 1}), top_k=3)
+    assert (body.temperature, body.top_k, body.top_p) == (0.5, 3, None)
+    assert caplog.messages == []
+    body, _ = read(RequestReader({"temperature": -1, "top_k": 7}))
+    assert (body.temperature, body.top_k) == (None, None)
+    assert "no sampling defaults" in caplog.text
+
+
+@run_async
+async def test_a_model_that_is_no_adapter_means_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    catalog: Any = SimpleNamespace(has=lambda name: name == "tuned")
+    models = ServedModels(("served", "path"), catalog)
+    adapters = [await models.adapter(name) for name in (None, "", "tgi", "served", "path", "gpt-4", "tuned")]
+    assert adapters == [None] * 6 + ["tuned"]
+    assert caplog.messages == ["a request names an unknown model, serving served"]

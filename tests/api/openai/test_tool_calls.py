@@ -1,0 +1,139 @@
+"""tgis.api.openai.tool_calls: outputs as the models' templates and cards show them, however they are cut."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import table
+
+from demo.fake_model import make_fake_model
+from tgis.api.openai.bodies import ChatCompletionRequest
+from tgis.api.openai.chat import Choice
+from tgis.api.openai.logprobs import TokenTexts
+from tgis.api.openai.tool_calls import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    Piece,
+    ToolCallParser,
+    ToolCallPiece,
+    ToolFormat,
+    complete_calls,
+)
+from tgis.frontend.detokenizer import TokenDecoder
+from tgis.frontend.output import RequestOutput
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.request import StopReason
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
+    tokenizer = Tokenizer.load(make_fake_model(tmp_path_factory.mktemp("bytes")), workers=1)
+    return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
+
+
+NAMES = {"w", "x", "now", "get-w"}  # of the tools that are offered
+PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
+
+
+def call(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS}
+
+
+def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
+    parser = ToolCallParser(tool_format, NAMES)
+    return [piece for part in parts for piece in parser.add(part)] + parser.finish()
+
+
+@table("tool_calls", "outputs")
+@settings(max_examples=10)
+@given(data=st.data())
+def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
+    output = row["output"]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
+    parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    for split in ([output], list(output), parts):
+        pieces = parse(FORMATS[row["format"]], split)
+        text, calls = complete_calls(pieces)
+        assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == (
+            row["text"],
+            [(name, json.loads(arguments)) for name, arguments in row["calls"]],
+        )
+        named = [piece for piece in pieces if not isinstance(piece, str) and piece.name is not None]
+        assert [piece.index for piece in named] == list(range(len(calls)))
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+JSON = ['{"name": "w", "arguments": ', '"parameters": ', '{"name": "', "{}", '{"a": "}"}', "}"]
+JSON += ['"', "\\ud800", ", ", "\\q", "\n", "\u0000", "null"]
+ARGUMENTS = st.sampled_from([{}, PARIS, ROME, None, 1, "{}", "\ud800"])
+FRAGMENTS = st.one_of(
+    st.sampled_from([*MARKS, *JSON, "w", "rm"]),
+    st.builds(call, st.sampled_from(["w", "x", "rm", "w\n"]), ARGUMENTS),
+    st.text('<tool_call>/|python_tag[]TOOL_CALLS{}",:;name \n1\\', max_size=8),
+)
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
+def test_any_output_is_text_and_calls_of_offered_tools(tool_format: ToolFormat, examples: int) -> None:
+    """However it is cut; without a call, the text is the output."""
+    outputs = st.lists(FRAGMENTS, max_size=12).map("".join)
+    settings(max_examples=examples)(given(st.just(tool_format), outputs, st.data())(check_any))()
+
+
+def check_any(tool_format: ToolFormat, output: str, data: st.DataObject) -> None:
+    text, calls = complete_calls(parse(tool_format, [output]))
+    assert {name for name, _ in calls} <= NAMES
+    assert calls or text == output
+    "".join([text, *(arguments for _, arguments in calls)]).encode()  # raises for a lone surrogate
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
+    parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    assert complete_calls(parse(tool_format, parts)) == (text, calls)
+    assert complete_calls(parse(tool_format, list(output))) == (text, calls)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 999])
+def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDecoder, parts: int) -> None:
+    """However many tokens a message has: one may have them all, if the reader was behind."""
+    output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
+    size = -(-len(output) // parts)
+    body = ChatCompletionRequest(messages=[])
+    choice = Choice(0, body, ToolCallParser(HERMES, NAMES), TokenTexts(decoder))
+    messages = [
+        RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
+    ]
+    messages[-1] = replace(messages[-1], stop_reason=StopReason.EOS_TOKEN)
+    chunks = [chunk for message in messages for chunk in choice.chunks(message)]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    calls = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert json.loads("".join(piece.function.arguments for piece in calls)) == PARIS
+    assert [(piece.function.name, piece.type) for piece in calls] == [("w", "function")] + [(None, None)] * (
+        len(calls) - 1
+    )
+    assert [len(piece.id or "") for piece in calls] == [9] + [0] * (len(calls) - 1)  # as Mistral's templates accept it
+    assert [chunk.delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.add('<tool_call>{"name": "w", "arguments": ') == []
+    assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
+    assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
+    assert parser.add('ris"}}</tool_call>') == [ToolCallPiece(0, 'ris"}')]
+
+
+@pytest.mark.parametrize("parts", [1, 100])
+def test_brackets_without_end_are_text(parts: int) -> None:
+    output = '<tool_call>{"arguments": ' + "[" * 100_000 + "}"
+    parser, size = ToolCallParser(HERMES, NAMES), -(-len(output) // parts)
+    pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
+    assert complete_calls([*pieces, *parser.finish()]) == (output, [])

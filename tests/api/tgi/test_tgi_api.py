@@ -1,0 +1,182 @@
+"""TGI's REST API: a server in this process with the fake engine, which repeats its prompt."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_server import LocalServer, local_server
+from repository import REPOSITORY
+
+MAX_LENGTH, MAX_NEW = 200, 150
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.002, "memory_tokens": MAX_LENGTH - 20}
+    options = {
+        "MAX_NEW_TOKENS": MAX_NEW,
+        "MAX_CONCURRENT_REQUESTS": 8,
+        "MAX_INPUT_TOKENS": 160,
+        "PAYLOAD_LIMIT": 100_000,
+    }
+    with local_server(tmp_path_factory.mktemp("tgi"), steps, **options) as running:
+        yield running
+
+
+def connect(server: LocalServer, path: str, body: Any) -> http.client.HTTPConnection:
+    """A connection over which the body has been sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def post(server: LocalServer, path: str, inputs: str, **parameters: Any) -> tuple[int, Any]:
+    return server.post(path, {"inputs": inputs, "parameters": parameters})
+
+
+def events(stream: bytes) -> list[Any]:
+    *parts, end = stream.split(b"\n\n")
+    assert end == b""
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts if part != b"data: [DONE]"]
+
+
+def test_the_bytes_of_a_stream(server: LocalServer) -> None:
+    given = {"max_new_tokens": 20, "details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}
+    with closing(connect(server, "/generate_stream", {"inputs": "hé</s>", "parameters": given})) as connection:
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, (REPOSITORY / "tests/golden/generate_stream.sse").read_bytes())
+    expected = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+    expected |= {"x-compute-type": "1-none", "x-compute-characters": "6"}
+    assert {name: answer.headers[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "text", "reason", "number"),
+    [
+        ("ab</s>cd", {"max_new_tokens": 30}, "ab", "eos_token", 3),
+        ("one two", {"max_new_tokens": 30, "stop": ["xyz", " t"]}, "one t", "stop_sequence", 5),
+        ("abcdefgh", {"max_new_tokens": 4, "truncate": 3}, "fghf", "length", 4),
+        ("x" * 30, {}, "x" * MAX_NEW, "length", MAX_NEW),  # all that fits
+        (
+            "abc",
+            {"max_new_tokens": 9, "grammar": {"type": "json", "value": {"enum": ["abc", 17]}}},
+            '"abc"',
+            "eos_token",
+            6,
+        ),
+    ],
+)
+def test_ends(server: LocalServer, inputs: str, parameters: Any, text: str, reason: str, number: int) -> None:
+    _, answer = post(server, "/generate", inputs, details=True, **parameters)
+    _, stream = post(server, "/generate_stream", inputs, details=True, **parameters)
+    last = events(stream.encode())[-1]
+    for whole in (answer, last):
+        assert whole["generated_text"] == text
+        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (reason, number)
+    assert last["index"] == number
+
+
+def test_tokenize(server: LocalServer) -> None:
+    _, tokens = post(server, "/tokenize", "a é</s>", truncate=1)
+    spans = [(token["start"], token["stop"], token["text"]) for token in tokens]
+    assert spans == [(0, 1, "a"), (1, 2, " "), (2, 4, "é"), (2, 4, "é"), (4, 8, "</s>")]
+    assert tokens[-1]["id"] == 256
+    assert len(post(server, "/tokenize", "a" * 7_000)[1]) == 7_000
+    for length, text in ((9_000, "the reply has more than 400000 bytes"), (90_000, "the text has more than ")):
+        status, answer = post(server, "/tokenize", "a" * length)
+        assert (status, text in answer["error"]) == (422, True)
+
+
+def test_a_model_without_a_chat_template_is_422(server: LocalServer) -> None:
+    status, answer = server.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert (status, answer["error_type"]) == (422, "template_error")
+    assert answer["error"] == "Template error: the model has no chat template"
+
+
+def test_info(server: LocalServer) -> None:
+    info = json.loads(server.get("/info")[1])
+    expected: dict[str, Any] = {
+        "max_input_tokens": 160,
+        "max_input_length": 160,
+        "max_total_tokens": MAX_LENGTH,
+        "max_best_of": 2,
+    }
+    expected |= {
+        "max_concurrent_requests": 8,
+        "max_stop_sequences": 4,
+        "model_dtype": "none",
+        "model_device_type": "none",
+    }
+    assert expected.items() <= info.items()
+    assert (info["router"], info["max_batch_size"], info["max_batch_total_tokens"]) == ("tgis", 256, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "words"),
+    [
+        ("x" * 190, {"max_new_tokens": 20}, "plus max_new_tokens (20) must be <= 200"),
+        ("x" * 170, {}, "170 tokens, at most 160"),
+        ("x" * 300, {}, "300"),
+        ("a", {"grammar": {"type": "regex", "value": "("}}, "regex: invalid regex: unclosed group"),
+        ("a", {"adapter_id": "none"}, "adapter_id supplied but no adapter store was configured"),
+    ],
+)
+def test_requests_that_the_generator_refuses(server: LocalServer, inputs: str, parameters: Any, words: str) -> None:
+    for path in ("/generate", "/generate_stream"):
+        status, answer = post(server, path, inputs, **parameters)
+        assert (status, answer["error_type"]) == (422, "validation")
+        assert words in answer["error"]
+
+
+def test_a_failure_amid_a_stream_is_an_event(server: LocalServer) -> None:
+    *tokens, error = events(
+        post(server, "/generate_stream", "x" * 100, max_new_tokens=90)[1].encode()
+    )  # memory runs out
+    assert [event["index"] for event in tokens] == list(range(1, len(tokens) + 1))
+    assert len(tokens) > 50
+    assert error["error"].startswith("Request failed during generation: ")
+
+
+def test_refused_bodies_are_counted(server: LocalServer) -> None:
+    names = [f'tgi_request_count_total{{kind="{kind}"}}' for kind in ("single", "stream")]
+    names.append('tgi_request_failure_total{err="validation"}')
+    before = server.metrics(*names)
+    for path, body in (("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})):
+        assert server.post(path, body)[0] in (400, 422)
+    assert post(server, "/generate_stream", "a", best_of=2)[0] == 422  # by TGI's rules
+    assert post(server, "/generate", "a", max_new_tokens=9999)[0] == 422  # by the generator
+    assert server.post("/tokenize", b"{")[0] == 400  # generates nothing
+    assert [after - old for after, old in zip(server.metrics(*names), before, strict=True)] == [4, 1, 5]
+
+
+def test_a_stream_may_finish_while_the_server_drains(tmp_path: Path) -> None:
+    with local_server(tmp_path, {"step_seconds": 0.02}) as running:
+        body = {"inputs": "ab", "parameters": {"max_new_tokens": 30}}
+        with closing(connect(running, "/generate_stream", body)) as connection:
+            answer = connection.getresponse()
+            assert answer.readline().startswith(b"data: ")
+            running.begin_stop()
+            assert answer.read().count(b"data: ") == 29
+    assert "ERROR" not in running.log.read_text()
+
+
+def test_calls_beyond_the_grace_period_are_told(tmp_path: Path) -> None:
+    generate = {"inputs": "ab", "parameters": {"max_new_tokens": 1000}}
+    bodies = {"/generate": generate, "/v1/completions": {"prompt": "ab", "max_tokens": 1000}}
+    bodies |= {"/generate_stream": generate, "/v1/completions/": {"prompt": "ab", "max_tokens": 1000, "stream": True}}
+    with local_server(tmp_path, {"step_seconds": 0.02}, SHUTDOWN_GRACE_SECONDS=0.1) as running, ExitStack() as opened:
+        asked = [opened.enter_context(closing(connect(running, *request))) for request in bodies.items()]
+        running.wait_for_metric("tgi_batch_current_size 4.0")
+        running.begin_stop()
+        *unary, plain, stream = [connection.getresponse() for connection in asked]
+        for answer in unary:
+            assert (answer.status, answer.headers["Retry-After"], answer.headers["Connection"]) == (503, "1", "close")
+            assert b"the server is shutting down" in answer.read()
+        assert events(plain.read())[-1] == {"error": "the server is shutting down", "error_type": "unavailable"}
+        text = stream.read()
+        assert events(text)[-1]["error"]["message"] == "the server is shutting down"
+        assert text.endswith(b"data: [DONE]\n\n")

@@ -1,0 +1,109 @@
+"""tgis.limits: what options mean for calls, requests, the engine and the adapter store."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_parsing import read
+
+from tgis import limits
+from tgis.errors import OptionError, StartError
+from tgis.frontend.validation import RequestLimits
+from tgis.ipc.lookups import AdapterStoreOptions
+from tgis.limits import admission, engine_options, request_limits
+from tgis.models.files import ModelFiles
+
+
+def test_quotas() -> None:
+    options = {"MAX_CONCURRENT_REQUESTS": "8", "MAX_CONCURRENT_REQUESTS_PER_CLIENT": "2", "MAX_CALL_MEMORY_MB": "2"}
+    made = admission(read(**options))
+    quotas = made.calls, made.inputs, made.message_bytes
+    assert [(quota.limit, quota.per_client) for quota in quotas] == [(136, 130), (8, 2), (2 << 20, 1 << 20)]
+    assert admission(read(MAX_CONCURRENT_REQUESTS="8")).inputs.per_client == 8
+
+
+def test_clients_without_credentials_are_known_by_address_if_wanted() -> None:
+    for by_address in (False, True):
+        limits = admission(read(LIMIT_BY_ADDRESS=str(by_address)))
+        assert limits.client(b"proven", "1.2.3.4") == b"proven"
+        assert limits.client(b"", "1.2.3.4") == (b"1.2.3.4" if by_address else b"")
+
+
+def model(tmp_path: Any, length: int = 200) -> ModelFiles:
+    return ModelFiles(tmp_path, {"max_position_embeddings": length}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"max_sequence_length": 200, "max_new_tokens": 199, "max_top_n_tokens": 10, "max_input_tokens": None}),
+        ({"MAX_SEQUENCE_LENGTH": "100", "MAX_NEW_TOKENS": "50"}, {"max_sequence_length": 100, "max_new_tokens": 50}),
+        (
+            {"DEFAULT_MAX_NEW_TOKENS": "0", "MAX_NEW_TOKENS": "500"},
+            {"default_max_new_tokens": None, "max_new_tokens": 500},
+        ),
+        ({"DEFAULT_INCLUDE_STOP_SEQS": "false"}, {"include_stop_sequence": False}),
+        ({"MAX_INPUT_TOKENS": "150"}, {"max_input_tokens": 150, "longest_input": 150}),
+    ],
+)
+def test_options_become_limits_of_requests(options: dict[str, str], expected: dict[str, Any], tmp_path: Any) -> None:
+    limits = request_limits(read(**options), model(tmp_path))
+    assert {name: getattr(limits, name) for name in expected} == expected
+
+
+def test_inputs_must_be_shorter_than_sequences(tmp_path: Any) -> None:
+    with pytest.raises(OptionError, match="MAX_INPUT_TOKENS=200 must be below MAX_SEQUENCE_LENGTH, 200"):
+        request_limits(read(MAX_INPUT_TOKENS="200"), model(tmp_path))
+
+
+def test_options_reach_the_engine(tmp_path: Any) -> None:
+    options = {
+        "DTYPE": "bfloat16",
+        "KV_CACHE_SIZE_MB": "3",
+        "NUM_SHARD": "2",
+        "MAX_BATCH_SIZE": "7",
+        "QUANTIZE": "int8",
+    }
+    config = read(**options)
+    made = engine_options(config, request_limits(config, model(tmp_path)), model(tmp_path), (2,), None)
+    assert (made.model_path, made.eos_ids, made.max_sequence_length) == (str(tmp_path), (2,), 200)
+    assert (made.dtype, made.kv_cache_bytes, made.num_shards) == ("bfloat16", 3 << 20, 2)
+    assert (made.max_batch_size, made.quantize) == (7, "int8")
+    assert (
+        engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), None).dtype
+        is None
+    )
+
+
+def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
+    """What the engine process gets, for sequences of up to `length` tokens."""
+    path = {"PREFIX_STORE_PATH": str(store)} if store else {}
+    parsed = read(**path, **environ)
+    return limits.adapter_store_options(parsed, RequestLimits(length, 1, include_stop_sequence=True))
+
+
+def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -> None:
+    assert options(None, 101, MAX_PROMPT_PREFIX_LENGTH="200") is None
+    assert options(tmp_path, 101) == AdapterStoreOptions(str(tmp_path), 512 << 20, 51)
+    assert options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="100", PROMPT_CACHE_SIZE_MB="3") == AdapterStoreOptions(
+        str(tmp_path), 3 << 20, 100
+    )
+    with pytest.raises(OptionError, match="MAX_PROMPT_PREFIX_LENGTH=101 must be at most 100"):
+        options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="101")
+
+
+def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    refs, cached = (tmp_path / "models--org--sql" / name for name in ("refs", f"snapshots/{commit}"))
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(commit)
+    for directory in (cached, tmp_path / "here"):
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_text("{}")
+    store = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
+    modules = {"a": str(tmp_path / "here"), "b": str(cached)}
+    assert store == AdapterStoreOptions(None, 512 << 20, 51, modules)
+    with pytest.raises(StartError, match=r"LORA_MODULES: a: .* has no adapter_config\.json"):
+        options(None, 101, LORA_MODULES=f"a={tmp_path}")
+    with pytest.raises(StartError, match="LORA_MODULES: a: model 'org/none' not found"):
+        options(None, 101, LORA_MODULES="a=org/none", HF_HUB_CACHE=str(tmp_path))
