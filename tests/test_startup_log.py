@@ -49,26 +49,19 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM", "cpu, bfloat16", "2048 t
 @pytest.mark.parametrize(
     ("options", "name", "text"),
     [
-        ({}, "engine", RUNS),
-        ({"proposed": 15}, "engine", f"{RUNS}; lookup of up to 15 tokens ahead"),
         (
             {"proposed": 15, "drafted": 3, "speculator_name": "s"},
             "engine",
             f"{RUNS}; lookup of up to 15 tokens ahead, or 3 by s",
         ),
         ({"reason": "not hf_optimum_ort: m has no graphs"}, "engine", f"{RUNS}: not hf_optimum_ort: m has no graphs"),
-        ({"num_threads": 3}, "device", f"{CPU}; 3 threads on "),
         ({"num_threads": 3, "num_shard": 2}, "device", f"{CPU}, 2 ranks; 3 threads on "),
         ({"max_concurrent_requests": 512}, "limits", f"{BATCH}448 may wait"),
         ({"max_concurrent_requests": 64}, "limits", f"{BATCH}none may wait"),
-        ({"max_concurrent_requests": 1}, "limits", f"{BATCH}none may wait"),
         ({}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs 3000"),
-        (TLS, "ports", "gRPC 8033 (TLS, no tokens), health and metrics 3000, HTTP APIs 3000"),
         (MUTUAL_TLS | {"auth_token_path": Path("file")}, "ports", "gRPC 8033 (mutual TLS, bearer tokens), "),
-        ({"api_port": 3001}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs 3001"),
         ({"api_port": None}, "ports", "gRPC 8033 (no TLS, no tokens), health and metrics 3000, HTTP APIs off"),
         ({}, "try", f'http://localhost:3000/ui in a browser, or {GENERATE} "Once upon a time"'),
-        ({"bind_address": "::1"}, "try", f"http://localhost:3000/ui in a browser, or {GENERATE} "),
         ({"bind_address": "fe::1", "api_port": None}, "try", "tgis generate --target [fe::1]:8033 "),
         (TLS, "try", f"https://localhost:3000/ui in a browser, or {GENERATE} --ca-cert CA "),
         (
