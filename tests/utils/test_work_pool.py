@@ -53,13 +53,6 @@ async def test_a_cancelled_call_keeps_its_thread_until_the_job_ends(pool: WorkPo
 
 
 @run_async
-async def test_an_error_of_a_job_is_that_of_its_call(pool: WorkPool) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await pool.run(LARGE, lambda: 1 // 0)
-    assert await pool.run(LARGE, lambda: 2) == 2
-
-
-@run_async
 async def test_an_error_after_the_call_was_cancelled_is_not_logged(
     pool: WorkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
