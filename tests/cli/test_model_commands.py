@@ -64,7 +64,7 @@ def test_a_downloaded_model_is_served_by_its_name(hub: FakeHub, run: Run, tmp_pa
     assert path.parent == tmp_path / "hf" / "hub" / "models--org--name" / "snapshots"
     assert load_file(path / "model.safetensors")["w"].tolist() == list(range(500_000))
 
-    hub.requests.clear()
+    hub.downloads.clear()
     where = tmp_path / "hf"
     with (
         running_server(
@@ -74,11 +74,11 @@ def test_a_downloaded_model_is_served_by_its_name(hub: FakeHub, run: Run, tmp_pa
     ):
         (response,) = stub.Generate(unary_request("hello", 5), timeout=30).responses
     assert response.generated_token_count == 5
-    assert hub.requests == []
+    assert hub.downloads == []
 
     code, again, _ = run("download-weights", REPO)
     assert (code, again) == (0, out)
-    assert hub.downloads() == []
+    assert hub.downloads == []
 
 
 def test_the_cache_is_where_the_environment_says(hub: FakeHub, run: Run, tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_an_old_model_is_converted(hub: FakeHub, run: Run, old: dict[str, torch.
     assert (code, out) == (0, f"{path} has a tokenizer.json already: nothing to do\n")
 
     (path / "pytorch_model.bin").unlink()  # the next run does not download it again
-    hub.requests.clear()
+    hub.downloads.clear()
     code, out, _ = run("download-weights", REPO)
     assert (code, out.strip()) == (0, str(path))
-    assert hub.downloads() == []
+    assert hub.downloads == []
 
 
 def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: dict[str, torch.Tensor]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 import tuning
 from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module, unary_request
@@ -43,7 +42,7 @@ def server(tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.Temp
     flags = [
         *("--model", str(glassllm_dir), "--served-model-name", "alice", "other", "--seed", str(SEED)),
         *("--dtype", "float", "--host", "localhost", "--max-model-len", str(MAX_MODEL_LEN)),
-        *("--max-num-batched-tokens", "32", "--swap-space", "4", "--max-logprobs", "20", "--disable-log-requests"),
+        *("--max-num-batched-tokens", "32", "--swap-space", "4", "--disable-log-requests"),
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"hearts={store}/queen", module),
     ]
     options = {"ADAPTER_CACHE": store, "PROMPT_CACHE_SIZE_MB": 1, "DEBUG_BATCH": True}
@@ -94,7 +93,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
     texts = {tuple(tokenizer(text).input_ids): text for text in tuning.INPUTS}
     loras, prompts = (one.continuations for one in tuned)
     copies = itertools.cycle(range(COPIES))
-    wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in 4 * loras]
+    wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in 2 * loras]
     wanted += [(one, f"soft/{one.prompt}") for one in prompts if one.prompt]
     modules = {"queen": "hearts", "nested/king": "the king"}
     wanted += [(one, modules[one.prompt]) for one in loras if one.prompt in modules]
@@ -108,7 +107,7 @@ def test_more_adapters_than_fit_into_the_cache_under_load(
         answers = list(pool.map(ask, *zip(*wanted, strict=True)))
     for (one, _), (unary, stream) in zip(wanted, answers, strict=True):
         assert unary == stream == tokenizer.convert_ids_to_tokens(one.generated)
-    assert server.metric("tgi_prompt_load_duration_count") > len({name for _, name in wanted}) + 10
+    assert server.metric("tgi_prompt_load_duration_count") > len({name for _, name in wanted})
     assert server.metric("tgi_prompt_load_failure") == 0
 
 
@@ -153,15 +152,8 @@ def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub,
     expected = output_tokens(stub, request)
     running = streamed(stub, request, 80)  # 64 run at once
     shutil.rmtree(store / "leaving")
-    assert "not found" in failure(lambda: stub.Generate(request, timeout=20))[1]
+    assert "does not exist" in failure(lambda: stub.Generate(request, timeout=20))[1]
     assert all(texts_of(stream) == expected for stream in running)
-
-
-def test_clients_that_disconnect_during_lookups_leave_nothing_running(server: Server, stub: Stub) -> None:
-    for _ in range(30):
-        stub.Generate.future(call("The Hatter", "soft/queen", 100)).cancel()
-    assert output_tokens(stub, call("The Hatter", "soft/queen"))
-    server.wait_for_metric("tgi_batch_current_size 0.0")
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1024])
@@ -172,16 +164,6 @@ def test_all_that_fits_where_more_or_nothing_is_asked_for(stub: Stub, max_new_to
     request.params.stopping.min_new_tokens = room  # no EOS before
     (response,) = stub.Generate(request, timeout=60).responses
     assert (response.generated_token_count, response.stop_reason) == (room, pb.TOKEN_LIMIT)
-
-
-def test_max_logprobs_is_the_most_candidates(stub: Stub) -> None:
-    request = unary_request("Once upon a time", 1)
-    request.params.response.CopyFrom(pb.ResponseOptions(generated_tokens=True, token_logprobs=True, top_n_tokens=20))
-    (response,) = stub.Generate(request, timeout=60).responses
-    assert len(response.tokens[0].top_tokens) == 20
-    request.params.response.top_n_tokens = 21
-    with pytest.raises(grpc.RpcError, match="top_n_tokens must be <= 20"):
-        stub.Generate(request, timeout=60)
 
 
 def test_what_the_server_says(server: Server) -> None:

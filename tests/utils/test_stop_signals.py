@@ -33,6 +33,11 @@ def test_a_server_that_starts_exits_whatever_it_is_doing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_server_of_nohup_goes_on_when_its_terminal_ends() -> None:
+    program = f"import os, signal; signal.signal(1, signal.SIG_IGN)\n{START}os.kill(os.getpid(), 1); print('goes on')"
+    assert subprocess.check_output([sys.executable, "-c", program]) == b"goes on\n"
+
+
 def test_what_has_begun_is_undone_whatever_else_comes() -> None:
     command = [sys.executable, "-c", START + UNDONE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
