@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 import torch
 import yaml
-from harness import running_server, unary_request
 from repository import REPOSITORY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -36,8 +34,6 @@ TINY = {  # sizes decide nothing about a start
     "d_kv": 8,
     "vocab_size": 257,
 }
-SMALL_HEADS = {"hidden_size": 896, "n_layer": 2, "d_model": 256, "d_kv": 16, "d_ff": 512}  # of BLOOM and UL2
-SMALL_HEADS |= {"num_layers": 2, "num_decoder_layers": 2}
 
 
 def read_options() -> dict[str, dict[str, str]]:
@@ -62,10 +58,10 @@ OVERLAYS = yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text())["overlay
 OPTIONS_TABLE, OVERLAYS_TABLE = read_table("Options at the start"), read_table("Deployments of TGIS")
 
 
-def make_model(directory: Path, settings: dict[str, Any], sizes: dict[str, int]) -> Path:
-    """A model whose config.json is `settings`, but for these sizes."""
+def make_model(directory: Path, settings: dict[str, Any]) -> Path:
+    """A model whose config.json is `settings`, but for its sizes."""
     make_fake_model(directory)
-    settings = settings | {name: size for name, size in sizes.items() if name in settings}
+    settings = settings | {name: size for name, size in TINY.items() if name in settings}
     (directory / "config.json").write_text(json.dumps(settings))
     config = AutoConfig.from_pretrained(directory)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -76,7 +72,7 @@ def make_model(directory: Path, settings: dict[str, Any], sizes: dict[str, int])
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY, TINY)
+    return make_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +144,11 @@ def test_an_option_alone(label: str, values: dict[str, str], start: Start) -> No
         assert start(environ | {"STRICT_OPTIONS": "true"}) == (refused, None)
 
 
-def make_cached_model(cache: Path, name: str, sizes: dict[str, int]) -> dict[str, str]:
-    """The environment of an overlay, with a model of these sizes in the hub cache."""
+def make_cached_model(cache: Path, name: str) -> dict[str, str]:
+    """The environment of an overlay, with a tiny model in the hub cache."""
     environ = {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
     entry = cache / f"models--{environ['MODEL_NAME'].replace('/', '--')}"
-    make_model(entry / "snapshots" / "commit", OVERLAYS[name]["config"], sizes)
+    make_model(entry / "snapshots" / "commit", OVERLAYS[name]["config"])
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("commit")
     return environ | {"TRANSFORMERS_CACHE": str(cache)}
@@ -166,19 +162,8 @@ def overlay(name: str) -> Any:
 @pytest.mark.parametrize("name", [*map(overlay, OVERLAYS)])
 def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     """Found in the hub cache, as in TGIS; the model is a tiny one of the same config.json."""
-    result, engine = start(make_cached_model(tmp_path, name, TINY))
+    result, engine = start(make_cached_model(tmp_path, name))
     if engine is not None:
         engine.warm_up()  # generates tokens
         engine.close()
     assert result == OVERLAYS_TABLE[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OVERLAYS if OVERLAYS[name]["env"]["NUM_GPUS"] > 1])
-def test_an_overlay_of_several_ranks_as_a_server(name: str, tmp_path: Path) -> None:
-    """With all of the model's heads, which are small, and its vocabulary."""
-    with tempfile.TemporaryDirectory() as cache:  # of half a gigabyte, which pytest would keep
-        environ: dict[str, Any] = make_cached_model(Path(cache), name, SMALL_HEADS)
-        with running_server(tmp_path, tmp_path, 300, **environ) as server, server.stub() as stub:
-            (answer,) = stub.Generate(unary_request("hello", 3, min_new_tokens=3), timeout=60).responses
-            assert answer.generated_token_count == 3

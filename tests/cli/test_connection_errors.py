@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from aiohttp import web
 from grpc_health.v1 import health, health_pb2_grpc
 
 from benchmarks.certificates import make_pair
@@ -65,7 +64,7 @@ HTTP_ERRORS = [
 
 
 @contextmanager
-def serving_http(certificates: Certificates | None, *routes: web.RouteDef) -> Iterator[int]:
+def serving_http(certificates: Certificates | None) -> Iterator[int]:
     """The port of our own server, with nothing else on it."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -76,7 +75,7 @@ def serving_http(certificates: Certificates | None, *routes: web.RouteDef) -> It
 
     async def start() -> tuple[HttpServer, int]:
         config = Config(model_name="m", bind_address="127.0.0.1")
-        server = HttpServer(config, 0, routes, admission(config), certificates)
+        server = HttpServer(config, 0, (), admission(config), certificates)
         return server, await server.start()
 
     server, port = run(start())
@@ -143,13 +142,3 @@ def test_what_is_wrong_is_said(
     if sentence == HTTP_PORT:  # of several addresses gRPC tells only the last error: nothing listens at ::1
         target = target.replace("localhost", "127.0.0.1")
     assert said(capsys, target, *command, *options) == f"tgis: {sentence.format(target)}"
-
-
-@pytest.mark.parametrize("answer", ["<html>", '{"data": []}'])
-def test_another_api_than_openais(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    async def models(_request: web.Request) -> web.Response:
-        return web.Response(text=answer)
-
-    with serving_http(None, web.get("/v1/models", models)) as port:
-        line = said(capsys, f"localhost:{port}", "chat")
-    assert line == f"tgis: localhost:{port}: there is no API of OpenAI"
