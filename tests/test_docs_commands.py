@@ -18,7 +18,7 @@ import pytest
 from harness import Server, running_command
 from repository import REPOSITORY
 
-PAGES = sorted({REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")}, key=lambda page: page.stem.lower())
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SLOW = {"deploying", "first-steps"}  # start more servers, and train an adapter
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
@@ -30,17 +30,7 @@ _CALLS = re.compile(r"(tgis (?:generate|chat|health))\b")
 _PROGRAMS = ("bash", "curl", "make", "openssl", f"{sys.prefix}/bin/grpcurl")
 # A start with the defaults takes fifteen seconds, to measure memory and to fill the KV cache.
 _OPTIONS = {"MAX_SEQUENCE_LENGTH": 256, "MAX_BATCH_SIZE": 4, "KV_CACHE_SIZE_MB": 32}
-_VARIABLES_OF_MAKE = [
-    "MAKEFLAGS",
-    "MFLAGS",
-    "MAKELEVEL",
-    "MAKEOVERRIDES",
-    "ARGS",
-    "MODEL",
-    "PYTHON",
-    "WHEELS",
-    "WORKERS",
-]
+_VARIABLES_OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "MODEL", "PYTHON", "WORKERS")
 
 
 class Block(NamedTuple):
@@ -99,19 +89,15 @@ class Clone:
         if self.server is None and "localhost:" in block.code:
             self._serve("make serve")
         command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-eo", "pipefail", "-c"]
-        done = subprocess.run(
-            [*command, self._with_ports(block.code)],
-            cwd=self.root,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, f"{block.code}\n{done.stdout}"
+        with (self.root / "output").open("w+") as output:
+            done = subprocess.run(
+                [*command, self._with_ports(block.code)], cwd=self.root, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, timeout=120, check=False,
+            )  # fmt: skip
+        printed = (self.root / "output").read_text()
+        assert done.returncode == 0, f"{block.code}\n{printed}"
         if block.shown is not None:
-            assert is_shown(done.stdout, block.shown), f"{block.code}\n{done.stdout}\nis not\n{block.shown}"
+            assert is_shown(printed, block.shown), f"{block.code}\n{printed}\nis not\n{block.shown}"
 
     def _serve(self, code: str) -> None:
         self._servers.close()

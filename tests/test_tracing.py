@@ -86,9 +86,8 @@ def test_the_spans_of_a_request(server: Server, collector: tuple[Collector, int]
     else:
         body = {"model": "served", "prompt": SECRET, "max_tokens": 7, "temperature": 0}
         assert server.post("/v1/completions", body, 20, **dict(CONTEXT))[0] == 200
-    ended, received = time.time_ns(), collector[0].requests
-    spans = collector[0].spans(4)
-    request, *phases = spans
+    ended = time.time_ns()
+    request, *phases = spans = collector[0].spans(4)
     assert [span.name for span in spans] == ["generate", "queue", "prefill", "decode"]
     assert {span.trace_id.hex() for span in spans} == {TRACE}  # although the caller has not sampled its own span
     assert (request.parent_span_id.hex(), request.kind) == (PARENT, Span.SPAN_KIND_SERVER)
@@ -100,16 +99,20 @@ def test_the_spans_of_a_request(server: Server, collector: tuple[Collector, int]
     decode = phases[2].end_time_unix_nano - phases[2].start_time_unix_nano
     assert decode >= 5 * 10_000_000  # six steps of 10 ms, of which the first may be heard of late
     found = attributes(request)
-    assert {name: found[name] for name in found if name.startswith(("gen_ai.usage", "gen_ai.o", "gen_ai.p"))} == {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "tgis",
-        "gen_ai.usage.input_tokens": 6,
-        "gen_ai.usage.output_tokens": 7,
-    }
-    assert (found["gen_ai.request.model"], found["gen_ai.request.max_tokens"]) == ("served", 7)
-    assert [each.string_value for each in found["gen_ai.response.finish_reasons"].values] == ["max_tokens"]
+    assert [each.string_value for each in found.pop("gen_ai.response.finish_reasons").values] == ["max_tokens"]
+    assert (
+        found.items()
+        >= {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "tgis",
+            "gen_ai.request.model": "served",
+            "gen_ai.request.max_tokens": 7,
+            "gen_ai.usage.input_tokens": 6,
+            "gen_ai.usage.output_tokens": 7,
+        }.items()
+    )
     assert request.status.code == Status.STATUS_CODE_UNSET
-    assert SECRET not in str(spans) + str(received)
+    assert SECRET not in str(spans)
 
 
 def test_a_failed_request(server: Server, collector: tuple[Collector, int]) -> None:
@@ -143,10 +146,9 @@ def test_parent_headers_are_bounded() -> None:
     )
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4317", "http://c:1", "https://[::1]:4317"])
-def test_endpoints(endpoint: str) -> None:
-    for way in (read("--otlp-endpoint", endpoint), read(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=endpoint)):
-        assert (way.otlp_endpoint, way.warnings) == (endpoint, ())
+def test_endpoints() -> None:
+    for endpoint in ("collector:4317", "http://c:1", "https://[::1]:4317"):
+        assert read("--otlp-endpoint", endpoint) == read(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ["collector:x", "http://:4317", "ftp://c:1", "c:999999"])

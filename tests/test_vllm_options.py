@@ -1,19 +1,14 @@
 """Options of vLLM and vllm-tgis-adapter: what they become, and what is ignored or refused by name."""
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
-import tokenizer_families
 from config_parsing import read, refusal
 
-from demo.fake_model import make_fake_model
 from tgis.config import Config, parse
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options
-from tgis.frontend.tokenizer import EncodeOptions
-from tgis.prepare import prepare
 from tgis.utils.options import declared_options, flag_name
 
 
@@ -114,32 +109,17 @@ def test_names_of_vllm_are_variables_in_the_adapter_only() -> None:
     assert config.warnings == ("ignored options: BLOCK_SIZE, VLLM_LOGGING_LEVEL",)
     assert read(**names) == read()
     assert read_as_adapter("--max-num-seqs", "8", **names).max_batch_size == 8
-
-
-def test_names_of_one_option_must_agree() -> None:
-    said = refusal_as_adapter("--max-num-seqs", "8", "--max-batch-size", "9")
-    assert said == "--max-batch-size='9' and --max-num-seqs='8' must be the same"
     said = refusal_as_adapter(MAX_MODEL_LEN="8", MAX_SEQUENCE_LENGTH="9")
     assert said == "MAX_SEQUENCE_LENGTH='9' and MAX_MODEL_LEN='8' must be the same"
 
 
 def test_defaults_of_the_adapter() -> None:
-    config = read_as_adapter(MODEL_NAME="m", PORT=" ")
+    assert read_as_adapter(MODEL="m").add_special_tokens is True
+    config = read_as_adapter(MODEL_NAME="m", PORT=" ", ADD_SPECIAL_TOKENS="0")
+    assert config.add_special_tokens is False
     assert (config.port, config.grpc_port, config.default_max_new_tokens) == (8000, 8033, 0)
     config = read_as_adapter(MODEL_NAME="m", PORT="3000", DEFAULT_MAX_NEW_TOKENS="20", TERMINATION_LOG_DIR="/t")
     assert (config.port, config.default_max_new_tokens, str(config.termination_log)) == (3000, 20, "/t")
-
-
-@pytest.mark.parametrize(("value", "first"), [("true", "<s>"), ("0", "▁")])
-def test_special_tokens_are_added_unless_told_otherwise(
-    value: str, first: str, cache_dir: Path, tmp_path: Path
-) -> None:
-    description = tokenizer_families.description("byte_fallback", cache_dir)
-    model = tokenizer_families.write(make_fake_model(tmp_path), description)
-    environ = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "ADD_SPECIAL_TOKENS": value}
-    tokenizer = prepare(read_as_adapter(**environ, CACHE_DIR=str(tmp_path))).tokenizer
-    (encoding,) = asyncio.run(tokenizer.encode(["The first"], EncodeOptions()))
-    assert tokenizer.token_text(encoding.ids[0]) == first
 
 
 def test_other_flags_of_vllm_are_named_in_one_warning() -> None:

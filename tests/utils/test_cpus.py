@@ -64,11 +64,6 @@ def test_a_core_is_counted_once_and_within_the_quota(
     assert usable_cpus(root) == min(len(mask), quota)
 
 
-def test_without_topology_every_cpu_is_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 3, 5})
-    assert usable_cores(tree(tmp_path, "0::/", {})) == 3
-
-
 @pytest.mark.parametrize(
     ("environ", "threads"),
     [
@@ -97,17 +92,12 @@ def machine(root: Path, nodes: dict[int, str], siblings: dict[str, range] | None
     return root
 
 
-TWO = {0: "0-3", 1: "4-7"}
+TWO, MIXED = {0: "0-3", 1: "4-7"}, {0: "0-1,4-5", 1: "2-3,6-7"}
 PAIRS = {f"{core},{core + 4}": range(core, core + 5, 4) for core in range(4)}  # as Linux numbers hyperthreads
 SHARES: dict[str, tuple[dict[int, str], dict[str, range], set[int], list[dict[int, list[int]]]]] = {
     "a node for each rank": (TWO, {}, {*range(8)}, [{0: [0, 1, 2, 3]}, {1: [4, 5, 6, 7]}]),
     "ranks that share a node": (TWO, {}, {*range(8)}, [{0: [0, 1]}, {0: [2, 3]}, {1: [4, 5]}, {1: [6, 7]}]),
-    "hyperthreads stay together": (
-        {0: "0-1,4-5", 1: "2-3,6-7"},
-        PAIRS,
-        {*range(8)},
-        [{0: [0, 4]}, {0: [1, 5]}, {1: [2, 6]}, {1: [3, 7]}],
-    ),
+    "hyperthreads stay together": (MIXED, PAIRS, {*range(8)}, [{0: [0, 4]}, {0: [1, 5]}, {1: [2, 6]}, {1: [3, 7]}]),
     "a cpuset that is uneven": (TWO, {}, {1, 2, 3, 4}, [{0: [1, 2]}, {0: [3], 1: [4]}]),
     "ranks that do not divide": (TWO, {}, {*range(8)}, [{0: [0, 1]}, {0: [2, 3], 1: [4]}, {1: [5, 6, 7]}]),
     "nodes without CPUs": ({0: "0-7", 1: "", 2: ""}, {}, {*range(8)}, [{}, {}]),
