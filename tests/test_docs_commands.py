@@ -139,7 +139,7 @@ def pages_to_run() -> Iterator[Any]:
             yield pytest.param(to_run, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
 
 
-@pytest.mark.parametrize("to_run", pages_to_run())
+@pytest.mark.parametrize("to_run", [*pages_to_run()])
 def test_the_commands_work(to_run: list[Block], clone: Clone) -> None:
     for block in to_run:
         clone.run(block)

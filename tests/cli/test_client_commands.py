@@ -102,7 +102,7 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
 
 
 DECODING, STOPPING, SAMPLING = pb.DecodingParameters, pb.StoppingCriteria, pb.SamplingParameters
-LIMITS = {"max_new_tokens": 7, "time_limit_millis": 1500}
+LIMITS: dict[str, Any] = {"max_new_tokens": 7, "time_limit_millis": 1500}
 
 
 @pytest.mark.parametrize(

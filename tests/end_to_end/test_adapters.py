@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tuning
@@ -45,7 +46,7 @@ def server(tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.Temp
         *("--max-num-batched-tokens", "32", "--swap-space", "4", "--disable-log-requests"),
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"hearts={store}/queen", module),
     ]
-    options = {"ADAPTER_CACHE": store, "PROMPT_CACHE_SIZE_MB": 1, "DEBUG_BATCH": True}
+    options: dict[str, Any] = {"ADAPTER_CACHE": store, "PROMPT_CACHE_SIZE_MB": 1, "DEBUG_BATCH": True}
     with running_module([ADAPTER, *flags], directory, **options) as running:
         yield running
 

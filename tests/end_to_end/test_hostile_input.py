@@ -107,7 +107,7 @@ async def send_all(target: str, calls: list[tuple[str, bytes, float]]) -> Counte
     async with grpc.aio.insecure_channel(target) as channel:
 
         async def status(rpc: str, data: bytes, deadline: float) -> str:
-            kind = channel.unary_stream if rpc == "GenerateStream" else channel.unary_unary
+            kind: Any = channel.unary_stream if rpc == "GenerateStream" else channel.unary_unary
             async with slots:
                 try:
                     call = kind(f"/{SERVICE}/{rpc}", bytes, KINDS[rpc][1].FromString)(data, timeout=deadline)
