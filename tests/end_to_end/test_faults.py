@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -83,7 +84,7 @@ def health(server: Server, service: str = "") -> Any:
 
 def text_of(server: Server, request: pb.BatchedGenerationRequest) -> str:
     with server.stub() as stub:
-        text: str = stub.Generate(request, timeout=20).responses[0].text
+        text: str = stub.Generate(request, timeout=20, wait_for_ready=True).responses[0].text
     return text
 
 
@@ -137,6 +138,29 @@ async def test_a_burst_of_cancelled_calls_cancels_no_other(server: Server) -> No
         server.process.send_signal(signal.SIGCONT)
         answers = await asyncio.gather(*(stub.Generate(unary_request("abc", 3)) for _ in range(20)))
         assert {answer.responses[0].text for answer in answers} == {"abc"}
+
+
+def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(server: Server) -> None:
+    def count_files() -> int:
+        return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+    pid, limits = server.process.pid, resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    logged = len(server.log.read_text().splitlines())
+    with server.stub() as stub, contextlib.ExitStack() as connections:
+        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
+        limit = count_files() + 10
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
+        for port in (server.http_port, server.grpc_port) * 40:
+            connection = connections.enter_context(socket.socket())
+            connection.setblocking(False)  # the queue of the port may be full
+            connection.connect_ex(("127.0.0.1", port))
+        wait_until(lambda: count_files() >= limit, "use of all files")
+        for _ in range(20):
+            assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
+    server.wait_for_health(200)
+    assert text_of(server, unary_request("abc", 3)) == "abc"
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert len(server.log.read_text().splitlines()) < logged + 150
 
 
 def test_killing_the_engine_fails_all_calls_at_once(tmp_path: Path) -> None:
