@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,14 @@ from tgis.errors import StartError
 from tgis.prepare import load_credentials
 
 
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Paths of PEM files: ca, cert, key."""
-    directory = tmp_path_factory.mktemp("pem")
-    authority = make_pair()
-    leaf = make_pair(authority)
-    for name, data in {"ca": authority.cert, "cert": leaf.cert, "key": leaf.key}.items():
-        (directory / name).write_bytes(data)
-    return lambda name: str(directory / name)
-
-
-def test_credentials_are_loaded_only_where_configured(pem: Callable[[str], str], tmp_path: Path) -> None:
+def test_credentials_are_loaded_only_where_configured(tmp_path: Path) -> None:
     assert load_credentials(read()) == (None, None)
-    (tmp_path / "tokens").write_text("secret")
-    names = {"TLS_CERT_PATH": "cert", "TLS_KEY_PATH": "key", "TLS_CLIENT_CA_CERT_PATH": "ca"}
-    environ = {name: pem(file) for name, file in names.items()}
-    certificates, tokens = load_credentials(read(**environ, AUTH_TOKEN_PATH=str(tmp_path / "tokens")))
+    authority = make_pair()
+    pair = make_pair(authority)
+    files = {"TLS_CERT": pair.cert, "TLS_KEY": pair.key, "TLS_CLIENT_CA_CERT": authority.cert, "AUTH_TOKEN": b"secret"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    certificates, tokens = load_credentials(read(**{f"{name}_PATH": str(tmp_path / name) for name in files}))
     assert certificates is not None
     assert tokens is not None
     assert tokens.accepts("secret")
@@ -45,7 +35,7 @@ def test_tls_needs_certificate_and_key(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["PREFIX_STORE_PATH", "ADAPTER_CACHE"])
 def test_the_adapter_store_must_be_a_directory(tmp_path: Path, name: str) -> None:
     assert read(**{name: str(tmp_path)}).prefix_store_path == tmp_path
-    for path in (f"{tmp_path}/absent", __file__, f"{tmp_path}/{'x' * 300}"):
+    for path in (__file__, f"{tmp_path}/{'x' * 300}"):
         assert refusal(**{name: path}).startswith(f"{name}={path[:20]!r}"[:-1])
         assert refusal(**{name: path}).endswith(" must be a directory")
 
@@ -63,17 +53,8 @@ def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ
     prepare_environment(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert (environ["HF_HUB_OFFLINE"], environ["HF_HUB_CACHE"]) == ("1", "/c")
-    assert environ["TRITON_CACHE_DIR"].startswith(str(cache))
+    assert Path(environ["TRITON_CACHE_DIR"]).parent == Path(environ["TORCHINDUCTOR_CACHE_DIR"]).parent == cache
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-
-
-def test_compilers_run_in_directories_of_their_own(
-    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    prepare_environment(read(CACHE_DIR="relative"))
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        assert Path(environ[name]).parent == tmp_path / "relative"
 
 
 @pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])

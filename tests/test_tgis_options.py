@@ -4,9 +4,7 @@ each is what a start does."""
 import json
 import logging
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ import msgspec
 import pytest
 import torch
 import yaml
-from harness import running_server, unary_request
 from repository import REPOSITORY
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from benchmarks.certificates import make_pair
@@ -38,9 +34,6 @@ TINY = {  # sizes decide nothing about a start
     "d_kv": 8,
     "vocab_size": 257,
 }
-SMALL_HEADS = {"hidden_size": 896, "n_layer": 2, "d_model": 256, "d_kv": 16, "d_ff": 512}  # of BLOOM and UL2
-SMALL_HEADS |= {"num_layers": 2, "num_decoder_layers": 2}
-MOST_BYTES = 8 << 30  # of eight ranks; they have 5.2 GiB, most of it libraries
 
 
 def read_options() -> dict[str, dict[str, str]]:
@@ -65,10 +58,10 @@ OVERLAYS = yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text())["overlay
 OPTIONS_TABLE, OVERLAYS_TABLE = read_table("Options at the start"), read_table("Deployments of TGIS")
 
 
-def make_model(directory: Path, settings: dict[str, Any], sizes: dict[str, int]) -> Path:
-    """A model whose config.json is `settings`, but for these sizes."""
+def make_model(directory: Path, settings: dict[str, Any]) -> Path:
+    """A model whose config.json is `settings`, but for its sizes."""
     make_fake_model(directory)
-    settings = settings | {name: size for name, size in sizes.items() if name in settings}
+    settings = settings | {name: size for name, size in TINY.items() if name in settings}
     (directory / "config.json").write_text(json.dumps(settings))
     config = AutoConfig.from_pretrained(directory)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -79,7 +72,7 @@ def make_model(directory: Path, settings: dict[str, Any], sizes: dict[str, int])
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY, TINY)
+    return make_model(tmp_path_factory.mktemp("llama"), LLAMA | TINY)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +84,6 @@ def values(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     for name, content in files.items():
         (directory / name).write_bytes(content)
     return {name: str(directory / name) for name in files} | {"MODEL": str(llama), "DIRECTORY": str(directory)}
-
-
-def process_tree(pid: int) -> list[int]:
-    """A process and all below it."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [pid, *(each for task in tasks for child in task.read_text().split() for each in process_tree(int(child)))]
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had, with all pages that it shares."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 Engines = dict[bytes, tuple[Engine, list[str]]]
@@ -145,8 +126,9 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
     return run
 
 
-def test_the_table_has_every_option() -> None:
+def test_the_tables_have_every_option_and_overlay() -> None:
     assert OPTIONS_TABLE.keys() == OPTIONS.keys()
+    assert OVERLAYS_TABLE.keys() == OVERLAYS.keys()
 
 
 @pytest.mark.parametrize("label", OPTIONS)
@@ -162,15 +144,11 @@ def test_an_option_alone(label: str, values: dict[str, str], start: Start) -> No
         assert start(environ | {"STRICT_OPTIONS": "true"}) == (refused, None)
 
 
-def test_the_table_has_every_overlay() -> None:
-    assert OVERLAYS_TABLE.keys() == OVERLAYS.keys()
-
-
-def make_cached_model(cache: Path, name: str, sizes: dict[str, int]) -> dict[str, str]:
-    """The environment of an overlay, with a model of these sizes in the hub cache."""
+def make_cached_model(cache: Path, name: str) -> dict[str, str]:
+    """The environment of an overlay, with a tiny model in the hub cache."""
     environ = {key: str(value) for key, value in OVERLAYS[name]["env"].items()}
     entry = cache / f"models--{environ['MODEL_NAME'].replace('/', '--')}"
-    make_model(entry / "snapshots" / "commit", OVERLAYS[name]["config"], sizes)
+    make_model(entry / "snapshots" / "commit", OVERLAYS[name]["config"])
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("commit")
     return environ | {"TRANSFORMERS_CACHE": str(cache)}
@@ -184,53 +162,8 @@ def overlay(name: str) -> Any:
 @pytest.mark.parametrize("name", [*map(overlay, OVERLAYS)])
 def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     """Found in the hub cache, as in TGIS; the model is a tiny one of the same config.json."""
-    result, engine = start(make_cached_model(tmp_path, name, TINY))
+    result, engine = start(make_cached_model(tmp_path, name))
     if engine is not None:
         engine.warm_up()  # generates tokens
         engine.close()
     assert result == OVERLAYS_TABLE[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OVERLAYS if OVERLAYS[name]["env"]["NUM_GPUS"] > 1])
-def test_an_overlay_of_several_ranks_as_a_server(name: str, tmp_path: Path) -> None:
-    """With all of the model's heads, which are small, and its vocabulary."""
-    with tempfile.TemporaryDirectory() as cache:  # of half a gigabyte, which pytest would keep
-        environ = make_cached_model(Path(cache), name, SMALL_HEADS)
-        check_server(tmp_path, environ)
-
-
-def check_server(directory: Path, environ: dict[str, Any]) -> None:
-    with running_server(directory, directory, 300, **environ, ESTIMATE_MEMORY="auto") as server:
-        with server.stub() as stub:
-            (answer,) = stub.Generate(unary_request("hello", 3, min_new_tokens=3), timeout=60).responses
-            assert answer.generated_token_count == 3
-        assert sum(map(peak_bytes, process_tree(server.process.pid))) < MOST_BYTES
-
-
-def test_only_weights_in_no_codes_are_refused() -> None:
-    refused = {name: result for name, result in (OPTIONS_TABLE | OVERLAYS_TABLE).items() if "refused" in result}
-    assert refused.pop("QUANTIZE=gptq").startswith("refused: …=gptq, but the weights are plain")
-    assert not refused
-
-
-@pytest.mark.slow
-def test_a_server_with_all_options_at_once(llama: Path, values: dict[str, str], tmp_path: Path) -> None:
-    """It serves the .bin weights of a directory that it does not write to."""
-    model = shutil.copytree(llama, tmp_path / "model")
-    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
-    (model / "model.safetensors").unlink()
-    files = sorted(model.iterdir())
-    model.chmod(0o555)
-    alone = {name: value for label, option in OPTIONS.items() if label in option for name, value in option.items()}
-    environ: dict[str, Any] = {name: values.get(value, value) for name, value in alone.items() if name[:4] != "TLS_"}
-    environ |= {"MODEL_NAME": model, "CACHE_DIR": tmp_path / "cache", "PORT": 0, "GRPC_PORT": 0}
-    environ |= {"PT2_COMPILE": "false", "CPU_ISA": "none"}  # compilers take their time
-    with running_server(tmp_path, model, **environ) as server:
-        with server.stub() as stub:
-            (answer,) = stub.Generate(unary_request("hello", 3)).responses
-            assert answer.generated_token_count == 3
-        (line,) = [line for line in server.log.read_text().splitlines() if "ignored options" in line]
-        ignored = json.loads(line)["message"].removeprefix("ignored options: ").split(", ")
-        assert set(ignored) == {name for name, result in OPTIONS_TABLE.items() if "ignored options" in result}
-    assert sorted(model.iterdir()) == files

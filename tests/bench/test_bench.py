@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -24,11 +23,9 @@ from terminal import tgis_on_terminal
 
 from tgis.__main__ import run
 from tgis.bench import workload
-from tgis.bench.client import BenchSettings, RequestRecord
+from tgis.bench.client import RequestRecord
 from tgis.bench.grpc_client import record_message
 from tgis.bench.load import Budget, ClosedLoop, OpenLoop
-from tgis.bench.measure import LevelResult, Report
-from tgis.bench.report import format_table
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -44,7 +41,6 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
 
     fail: dict[int, grpc.StatusCode] = field(default_factory=dict)
     kill_at: int | None = None  # the call that interrupts the process instead of answering
-    stop_after: int | None = None  # tokens after which outputs end, whatever was requested
     texts: list[str] = field(default_factory=list)
     stopping: list[pb.StoppingCriteria] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -63,7 +59,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
                 time.sleep(0.01)
         if number in self.fail:
             context.abort(self.fail[number], "as the test wants it")
-        return min(params.stopping.max_new_tokens, self.stop_after or 1 << 20)
+        return int(params.stopping.max_new_tokens)
 
     def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: grpc.ServicerContext
@@ -180,20 +176,17 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_closed_loop_keeps_its_concurrency() -> None:
-    seen: list[int] = []
-    running = 0
+    seen, running = list[int](), list[float]()
 
     async def send(due: float) -> bool:
-        nonlocal running
-        running += 1
-        seen.append(running)
+        running.append(due)
+        seen.append(len(running))
         await asyncio.sleep(0)
-        running -= 1
+        running.pop()
         return True
 
     asyncio.run(ClosedLoop(3).drive(send, Budget(20, None)))
-    assert len(seen) == 20
-    assert max(seen) == 3
+    assert (len(seen), max(seen)) == (20, 3)
 
 
 # Workload
@@ -251,16 +244,6 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(8, 8)}
 
 
-def test_the_same_seed_sends_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    sent = []
-    options = ("--requests", "6", "--unary")
-    for seed in ("1", "1", "2"):
-        fake = FakeServer()
-        assert bench(fake, "--seed", seed, *options) == 0
-        sent.append(fake.texts)
-    assert sent[0] == sent[1] != sent[2]
-
-
 def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(FakeServer(), "--requests", "3", "--unary", "--quiet") == 0
     captured = capsys.readouterr()
@@ -270,41 +253,6 @@ def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> 
     assert level["ttft_ms"]["p50"] is None
     assert level["latency_ms"]["p50"] > 0
     assert captured.err == ""
-
-
-def report_of(seconds: float, levels: int) -> Report:
-    """Two requests of each level, of which the second takes twice as long; a long name, all that has a column."""
-    loads = tuple(ClosedLoop(10**level) for level in range(levels))
-    settings = BenchSettings(target="host.example:8033", levels=loads, server_pid=1)
-    report = Report(settings)
-    for load in loads:
-        result = LevelResult(load, settings, server_cpu_seconds=1000.0)
-        for number in range(1, 123_457, 61_728):
-            record = RequestRecord(0.0, 9, first_output_at=number * seconds, output_tokens=10**6, status="OK")
-            record.last_output_at = record.ended_at = record.max_gap = 2 * number * seconds
-            result.records.append(record)
-        report.results.append(result)
-    return report
-
-
-@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 0.5, 600.0])
-def test_the_table_has_a_column_for_each_level(seconds: float) -> None:
-    _, blank, head, *rows = format_table(report_of(seconds, 3)).splitlines()
-    assert not blank
-    assert head.split() == ["concurrency", "1", "10", "100"]
-    assert {len(row) for row in rows} == {len(head)}
-    assert len(head) <= 80
-    names = [re.split("  +", row)[0] for row in rows]
-    assert (names[0], names[-1]) == ("ok", "server_cpu_us_per_token")
-
-
-def test_the_table_has_what_was_measured() -> None:
-    unary = Report(BenchSettings(target="host.example:8033", stream=False))
-    unary.results.append(LevelResult(ClosedLoop(1), unary.settings, [RequestRecord(0.0, 9, ended_at=1.0, status="OK")]))
-    rows = format_table(unary).splitlines()[3:]
-    names = [row.split()[0] for row in rows]
-    assert "latency_ms" in names
-    assert not {"ttft_ms", "server_cpu_us_per_token"} & {*names}
 
 
 def test_a_terminal_gets_no_json() -> None:
@@ -328,17 +276,24 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
     assert "2 failed with RESOURCE_EXHAUSTED, the first: as the test wants it" in shown
 
 
-def test_outputs_that_end_early_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(FakeServer(stop_after=2), "--requests", "3", "--output-tokens", "4") == 0
-    assert re.search(r"^short +3$", capsys.readouterr().out, re.MULTILINE)
-
-
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    options = ("--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4")
+    options = (
+        "--rate",
+        "100",
+        "--requests",
+        "10",
+        "--output-tokens",
+        "2",
+        "--seed",
+        "4",
+        "--server-pid",
+        str(os.getpid()),
+    )
     assert bench(FakeServer(), "--json", str(path), *options) == 0
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
+    assert level["server_cpu_us_per_token"] > 0
     (raw,) = json.loads(path.read_text())["levels"]
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
@@ -361,14 +316,10 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
     "options",
     [
         ("--concurrency", "0"),
-        ("--concurrency", "1,x"),
         ("--rate", "nan"),
         ("--rate", "1", "--concurrency", "1"),
-        ("--requests", "5", "--duration", "5"),
-        ("--duration", "inf"),
         ("--prompts", "a", "--input-tokens", "3"),
         ("--tls-cert", "a.pem"),
-        ("--tls-ca", "/nowhere/ca.pem"),
         ("--json", "/nowhere/raw.json"),
         ("--server-pid", str(2**29)),
         ("--prompts", "/nowhere/prompts.txt"),
@@ -377,15 +328,6 @@ def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixtu
 def test_bad_options_and_files_are_refused(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(FakeServer(), *options) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_cpu_time_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(FakeServer(), "--requests", "4", "--output-tokens", "6", "--server-pid", str(os.getpid())) == 0
-    shown = capsys.readouterr().out
-    (level,) = json.loads(shown.splitlines()[-1])["levels"]
-    seconds = level["server_cpu_us_per_token"] * 4 * 6 / 1e6
-    assert level["client_cpu"] * level["duration_s"] == pytest.approx(seconds, rel=0.2)  # both are this process
-    assert "server_cpu_us_per_token " in shown
 
 
 def test_a_token_goes_with_every_call(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """`tgis chat` with a server whose engine repeats its prompt, which is the whole chat."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness import Server, running_fake
+
+from tgis import __main__
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
 
@@ -19,37 +22,43 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def command(server: Server, *options: str) -> list[str]:
-    return [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}", *options]
+Chat = Callable[..., tuple[int, str, str]]
 
 
-def test_lines_are_messages_of_one_chat_until_it_is_reset(server: Server) -> None:
-    argv = command(server, "--max-tokens", "4", "--system", "be")
-    done = subprocess.run(argv, input="ab\ncd\n\n/reset\nef\n", capture_output=True, text=True, check=True)
+@pytest.fixture
+def chat(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """Runs the command with lines on stdin; exit code, stdout, stderr."""
+
+    def run(lines: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code = __main__.run(["chat", "--target", f"localhost:{server.http_port}", *options])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Chat) -> None:
     first = "s:be u:ab "
     second = f"{first}a:{first[:4]} u:cd "
-    assert (done.stdout, done.stderr) == (f"{first[:4]}\n{second[:4]}\n{first[:4]}\n", "")
-    argv = command(server, "--max-tokens", "30")
-    done = subprocess.run(argv, input="ab\ncd\n/reset\nef\n", capture_output=True, text=True, check=True)
+    code, out, err = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "4", "--system", "be")
+    assert (code, out, err) == (0, f"{first[:4]}\n{second[:4]}\n{first[:4]}\n", "")
     first, reset = ("u:ab " * 6)[:30], ("u:ef " * 6)[:30]
     second = (f"u:ab a:{first} u:cd ")[:30]
-    assert done.stdout == f"{first}\n{second}\n{reset}\n"
+    assert chat("ab\ncd\n/reset\nef\n", "--max-tokens", "30")[1] == f"{first}\n{second}\n{reset}\n"
 
 
-def test_a_refusal_is_one_line(server: Server) -> None:
-    argv = command(server)
-    done = subprocess.run(argv, input="x" * 5000, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+def test_a_refusal_is_one_line(server: Server, chat: Chat) -> None:
+    code, out, err = chat("x" * 5000)
+    (line,) = err.splitlines()
+    assert (code, out, "2048" in line) == (1, "", True)
     assert line.startswith(f"tgis: localhost:{server.http_port}: ")
-    assert "2048" in line
 
 
 def test_on_a_terminal_an_answer_can_be_stopped(server: Server) -> None:
     ours, theirs = os.openpty()
-    with subprocess.Popen(
-        command(server), stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "dumb"}
-    ) as process:
+    command = [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}"]
+    environ = os.environ | {"TERM": "dumb"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
         os.close(theirs)
         seen = ""
 

@@ -1,6 +1,8 @@
-"""`tgis serve` around the server: what becomes of an error that nobody expects."""
+"""`tgis serve` around the server: an unexpected error, and the limit of open files."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,18 @@ def test_an_unexpected_error_is_in_both_logs(
     assert line["level"] == "ERROR"
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = len(os.listdir("/proc/self/fd")) + 100
+    wanted = serve.MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, serve.MAX_OPEN_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        for _ in range(2):
+            serve.raise_file_limit()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [record.getMessage() for record in caplog.records] == [f"limit of open files raised from {low} to {wanted}"]

@@ -7,10 +7,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-import torch
 from harness import running_server, unary_request
-from tiny_models import make_model_from_config
-from transformers import LlamaConfig
 
 from demo.fake_model import make_fake_model
 
@@ -18,9 +15,7 @@ from demo.fake_model import make_fake_model
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Path:
     """A model directory with a module for every name that could be imported; each leaves a file when it is."""
-    directory = make_fake_model(tmp_path / "model")  # for its tokenizer
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    make_model_from_config(LlamaConfig(vocab_size=300, **sizes), directory)
+    directory = make_fake_model(tmp_path / "model")
     installed = filter(str.isidentifier, packages_distributions())
     for name in {"tgis", "sitecustomize", "usercustomize", *sys.stdlib_module_names, *installed}:
         (directory / f"{name}.py").write_text("import posix\nposix.close(posix.open(__file__ + '.ran', 65, 0o600))\n")
@@ -42,14 +37,15 @@ def test_python_alone_would_import_them(poisoned: Path) -> None:
 
 
 def test_server_and_engine(poisoned: Path, tmp_path: Path) -> None:
-    with running_server(tmp_path, poisoned) as server, server.stub() as stub:
+    with running_server(tmp_path, poisoned, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
         (response,) = stub.Generate(unary_request("hello", 3), timeout=120).responses
     assert response.generated_token_count == 3
 
 
 @pytest.mark.slow
 def test_conversion(poisoned: Path) -> None:
-    (poisoned / "model.safetensors").unlink()
+    import torch
+
     torch.save({"lm_head.weight": torch.zeros(300, 16)}, poisoned / "pytorch_model.bin")
     command = [sys.executable, "-P", "-m", "tgis", "convert-to-safetensors", str(poisoned)]
     subprocess.run(command, check=True, timeout=300)

@@ -1,6 +1,5 @@
 """langchain-openai against the server at SERVER_URL, whose engine repeats the last message."""
 
-import asyncio
 import os
 from functools import reduce
 from operator import add
@@ -8,12 +7,7 @@ from typing import Any
 
 import pytest
 from langchain_core.exceptions import ContextOverflowError  # type: ignore[import-not-found]
-from langchain_core.messages import (  # type: ignore[import-not-found]
-    AIMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage  # type: ignore[import-not-found]
 from langchain_core.tools import tool  # type: ignore[import-not-found]
 from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from openai import BadRequestError
@@ -74,15 +68,6 @@ def test_tools(options: dict[str, Any]) -> None:
         assert model.bind(max_tokens=2).invoke([HumanMessage(CALL), answer, result]).content == "12"
 
 
-def test_a_conversation_with_calls_of_others() -> None:
-    call: Any = {"name": "multiply", "args": {"a": 1, "b": 2}, "id": "call_1", "type": "tool_call"}
-    messages = [HumanMessage("x"), AIMessage("", tool_calls=[call]), ToolMessage("2", tool_call_id="call_1")]
-    answer = (
-        chat(max_tokens=6).bind_tools([multiply]).invoke([*messages, HumanMessage([{"type": "text", "text": "and "}])])
-    )
-    assert answer.content == "and an"
-
-
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 @pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
 def test_structured_output(method: Any, schema: Any) -> None:
@@ -96,14 +81,8 @@ def test_structured_output(method: Any, schema: Any) -> None:
     assert list(chat().with_structured_output(schema, method=method).stream(text))[-1] == expected
 
 
-def test_asyncio_and_errors() -> None:
-    async def run() -> None:
-        model = chat(max_tokens=8)
-        assert "".join([str(chunk.content) async for chunk in model.astream("hello ")]) == "hello he"
-        assert (await model.ainvoke("hello ")).content == "hello he"
-        with pytest.raises(BadRequestError, match="temperature"):
-            await chat(temperature=-1).ainvoke("a")
-        with pytest.raises(ContextOverflowError):
-            await model.ainvoke("a " * 2000)
-
-    asyncio.run(run())
+def test_errors() -> None:
+    with pytest.raises(BadRequestError, match="temperature"):
+        chat(temperature=-1).invoke("a")
+    with pytest.raises(ContextOverflowError):
+        chat(max_tokens=8).invoke("a " * 2000)

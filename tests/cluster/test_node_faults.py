@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import grpc
 import pytest
 import torch
 import transformers
-from cluster import Network, cluster, free_port, gone, namespaces, running_cluster
+from cluster import Network, cluster, gone, namespaces, running_cluster
 from harness import as_stream_request, failure, running_server, unary_request, wait_until
 
 from tgis.pb import generation_pb2 as pb
@@ -151,21 +150,3 @@ def test_a_stopped_rank_turns_health_off(model: Path, network: Network, tmp_path
         os.kill(rank, signal.SIGCONT)
         servers.wait_until_ready()
         assert len(list(stub.GenerateStream(LONG))) == 121
-
-
-def test_torchrun_starts_nodes(model: Path, network: Network, tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    run += ["--master-addr", network.addresses[0], "--master-port", str(free_port()), "--no-python"]
-    with cluster(tmp_path, model, network, **RANKS) as servers:
-        for number in (0, 1):
-            servers.start(number, *run, "--node-rank", str(number))
-        servers.wait_until_ready()
-        with servers.stub() as stub:
-            assert stub.Generate(next(requests())).responses[0].generated_token_count == 30
-        rank = next(pid for pid in servers.nodes[1].pids() if b"tgis.engine_core" in _command(pid))
-        os.kill(rank, signal.SIGKILL)
-        assert servers.exit_codes(60) == [1, 1]
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

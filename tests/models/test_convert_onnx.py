@@ -34,17 +34,11 @@ def script(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_an_existing_directory_is_left_alone(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").touch()
-    assert refusal(model, out, capsys) == f"{out} is there already"
-    assert [path.name for path in out.iterdir()] == ["precious"]
-
-
-def test_missing_packages_are_named(
+def test_refusals(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "precious" / "folder").mkdir(parents=True)
+    assert refusal(model, tmp_path / "precious", capsys) == f"{tmp_path}/precious is there already"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else name)
     refused = refusal(model, tmp_path / "out", capsys)
     assert refused == "convert-to-onnx needs onnx: pip install '.[onnx]' in a checkout"

@@ -58,7 +58,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 @pytest.fixture(autouse=True)
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convert in this process, since importing transformers takes seconds; some tests restore the real child."""
+    """Convert in this process, since importing transformers takes seconds."""
 
     def run(command: list[str], seconds: float | None) -> str | None:
         monkeypatch.setattr(sys, "argv", command[2:])
@@ -69,9 +69,6 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(staging, "run_child", run)
-
-
-CHILD = staging.run_child
 
 
 def made_of(kind: str) -> Any:
@@ -104,190 +101,153 @@ def model(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-class TestTheModelStaysTheSame:
-    @pytest.mark.parametrize("kind", CONFIGS)
-    @pytest.mark.parametrize("shards", [1, 3])
-    def test_as_transformers_loads_it(self, model: Callable[..., Path], kind: str, shards: int) -> None:
-        path = model(kind, shards)
-        before = loaded(path, safetensors=False)
-        assert "converted to safetensors" in weights.convert_weights(path)
-        assert len(find_weights(path)) == shards
-        for file in path.glob("*.bin*"):
-            file.unlink()
-        assert same(before, loaded(path, safetensors=True))
-        assert not list(path.glob(".*"))
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_model_stays_the_same(model: Callable[..., Path], kind: str, shards: int) -> None:
+    path = model(kind, shards)
+    before = loaded(path, safetensors=False)
+    assert "converted to safetensors" in weights.convert_weights(path)
+    assert len(find_weights(path)) == shards
+    times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert "already: nothing to do (delete it to convert again)" in weights.convert_weights(path)
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times
+    for file in path.glob("*.bin*"):
+        file.unlink()
+    assert same(before, loaded(path, safetensors=True))
+    assert not list(path.glob(".*"))
 
-    @pytest.mark.parametrize("form", ["old", "wrapped"])
-    def test_other_forms(self, model: Callable[..., Path], form: str) -> None:
-        path = model("untied", **{form: True})
+
+@pytest.mark.parametrize("form", ["old", "wrapped"])
+def test_other_forms(model: Callable[..., Path], form: str) -> None:
+    path = model("untied", **{form: True})
+    weights.convert_weights(path)
+    assert same(load_file(path / "model.safetensors"), made_of("untied").state_dict())
+
+
+def test_the_index_and_permissions(model: Callable[..., Path]) -> None:
+    path = model("tied", 2)
+    left = path / ".safetensors-x"  # of a killed process
+    left.mkdir()
+    weights.convert_weights(path)
+    assert not left.exists()
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 7}
+    held = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
+    assert index["weight_map"] == held
+    assert set(held.values()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    assert all(file.stat().st_mode & 0o777 == 0o644 for file in path.glob("*.safetensors"))
+
+
+def test_every_view_of_a_tensor_is_kept(tmp_path: Path) -> None:
+    data = torch.randn(6, 8)
+    tensors = {"all": data, "again": data, "rows": data[2:4], "columns": data[:, 1:3], "turned": data.T}
+    tensors |= {"flat": data.view(48), "end": torch.randn(100)[90:]}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    weights.convert_weights(tmp_path)
+    assert same(load_file(tmp_path / "model.safetensors"), tensors)
+
+
+def refused(path: Path) -> str:
+    """Why the conversion is refused, which changes nothing."""
+    before = sorted(path.iterdir())
+    with pytest.raises(StartError) as caught:
         weights.convert_weights(path)
-        assert same(load_file(path / "model.safetensors"), made_of("untied").state_dict())
+    assert sorted(path.iterdir()) == before
+    message = str(caught.value)
+    assert message.startswith(f"cannot convert the weights in {path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"cannot convert the weights in {path}: ")
 
-    def test_the_index_and_permissions(self, model: Callable[..., Path]) -> None:
-        path = model("tied", 2)
+
+def test_code_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path.parent / "ran",)
+
+    torch.save({"w": torch.ones(2), "x": Evil()}, tmp_path / "pytorch_model.bin")
+    assert refused(tmp_path) == "pytorch_model.bin is broken, or holds more than tensors, which is never loaded"
+    assert not (tmp_path.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
+        ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
+        ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
+        ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
+        ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
+    ],
+)
+def test_other_content_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    assert refused(tmp_path).startswith(message)
+
+
+def test_broken_and_missing_files_are_refused(model: Callable[..., Path]) -> None:
+    path = model("tied", 2)
+    file = path / "pytorch_model-00002-of-00002.bin"
+    for broken in (b"", b"version https://git-lfs.github.com/spec/v1\n", file.read_bytes()[:5000]):
+        file.write_bytes(broken)
+        assert refused(path)
+    file.unlink()
+    with pytest.raises(StartError, match=r"names pytorch_model-00002-of-00002\.bin, which is missing$"):
         weights.convert_weights(path)
-        index = json.loads((path / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == {"total_size": 7}
-        held = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
-        assert index["weight_map"] == held
-        assert set(held.values()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
-        assert all(file.stat().st_mode & 0o777 == 0o644 for file in path.glob("*.safetensors"))
 
 
-class TestTensors:
-    """One file without a config: every tensor must be kept."""
-
-    def convert(self, path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        torch.save(tensors, path / "pytorch_model.bin")
-        weights.convert_weights(path)
-        return load_file(path / "model.safetensors")
-
-    def test_views(self, tmp_path: Path) -> None:
-        whole = torch.randn(6, 8)
-        tensors = {
-            "all": whole,
-            "again": whole,
-            "rows": whole[2:4],
-            "columns": whole[:, 1:3],
-            "turned": whole.T,
-            "flat": whole.view(48),
-            "end": torch.randn(100)[90:],
-        }
-        assert same(self.convert(tmp_path, tensors), tensors)
+def test_no_weights(tmp_path: Path) -> None:
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.bin", "model.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert weights.convert_weights(tmp_path) == f"{tmp_path} has no .bin weights: nothing to do"
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.bin.index.json").write_text("{}")
+    assert "has 2 indexes of .bin weights" in weights.convert_weights(tmp_path)
 
 
-class TestRefused:
-    def refused(self, path: Path) -> str:
-        before = sorted(path.iterdir())
-        with pytest.raises(StartError) as caught:
-            weights.convert_weights(path)
-        assert sorted(path.iterdir()) == before
-        message = str(caught.value)
-        assert message.startswith(f"cannot convert the weights in {path}: ")
-        assert "\n" not in message
-        return message.removeprefix(f"cannot convert the weights in {path}: ")
-
-    def test_code_is_not_run(self, tmp_path: Path) -> None:
-        class Evil:
-            def __reduce__(self) -> tuple[Any, ...]:
-                return Path.touch, (tmp_path.parent / "ran",)
-
-        torch.save({"w": torch.ones(2), "x": Evil()}, tmp_path / "pytorch_model.bin")
-        said = self.refused(tmp_path)
-        assert said == "pytorch_model.bin is broken, or holds more than tensors, which is never loaded"
-        assert not (tmp_path.parent / "ran").exists()
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ([torch.ones(2)], "pytorch_model.bin holds a list, not tensors by name"),
-            ({"epoch": 3}, "pytorch_model.bin holds 'epoch', which is no tensor with a name"),
-            ({3: torch.ones(2)}, "pytorch_model.bin holds 3, which is no tensor with a name"),
-            ({"w": torch.eye(3).to_sparse()}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
-            ({"w": torch.ones(1).expand(9)}, "pytorch_model.bin holds 'w', which is not dense, or larger"),
-        ],
-    )
-    def test_other_content(self, tmp_path: Path, content: object, message: str) -> None:
-        torch.save(content, tmp_path / "pytorch_model.bin")
-        assert self.refused(tmp_path).startswith(message)
-
-    def test_broken_files(self, model: Callable[..., Path]) -> None:
-        file = model("tied") / "pytorch_model.bin"
-        data = file.read_bytes()
-        for broken in (b"", b"version https://git-lfs.github.com/spec/v1\n", data[: len(data) // 2]):
-            file.write_bytes(broken)
-            assert self.refused(file.parent)
-
-    def test_a_missing_shard(self, model: Callable[..., Path]) -> None:
-        path = model("tied", 2)
-        (path / "pytorch_model-00002-of-00002.bin").unlink()
-        with pytest.raises(StartError, match=r"names pytorch_model-00002-of-00002\.bin, which is missing$"):
-            weights.convert_weights(path)
+# For serving: the model's directory, often a read-only volume, stays as it is.
 
 
-class TestInterrupted:
-    def test_leftovers_of_a_killed_process_are_removed(self, model: Callable[..., Path]) -> None:
-        path = model("tied")
-        left = path / ".safetensors-x"
-        left.mkdir()
-        (left / "model.safetensors").write_bytes(b"half")
-        weights.convert_weights(path)
-        assert not left.exists()
-        assert find_weights(path)
+def test_converted_once_until_the_weights_change(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = model("encoder-decoder", 2), tmp_path / "cache"
+    save_file({"w": torch.ones(1)}, path / "adapter_model.safetensors")  # not the weights
+    before = sorted(path.iterdir())
+    first = weights.ensure_weights(path, cache)
+    assert same(loaded(first, safetensors=True), loaded(path, safetensors=False))
+    assert sorted(path.iterdir()) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "run_child", lambda *_args, **_options: "must not run")
+        (path / "config.json").rename(path / "old.json")  # others of the model's files may change
+        shutil.copy(path / "old.json", path / "config.json")
+        assert weights.ensure_weights(path, cache) == first
+        assert (first / "config.json").samefile(path / "config.json")
+    file = path / "pytorch_model-00001-of-00002.bin"
+    torch.save({name: value + 1 for name, value in torch.load(file, weights_only=True).items()}, file)
+    second = weights.ensure_weights(path, cache)
+    assert same(loaded(second, safetensors=True), loaded(path, safetensors=False))
+    weights.convert_weights(path)
+    assert weights.ensure_weights(path, cache) == path
 
 
-class TestForServing:
-    """The model's directory, often a read-only volume, stays as it is."""
+def test_engines_that_have_weights_of_their_own(model: Callable[..., Path], tmp_path: Path) -> None:
+    path = model("tied")
+    shutil.copy(make_fake_model(tmp_path / "fake") / "tokenizer.json", path)
 
-    def test_converted_once_until_the_weights_change(
-        self, model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path, cache = model("encoder-decoder", 2), tmp_path / "cache"
-        before = sorted(path.iterdir())
-        first = weights.ensure_weights(path, cache)
-        assert same(loaded(first, safetensors=True), loaded(path, safetensors=False))
-        assert sorted(path.iterdir()) == before
-        with monkeypatch.context() as patch:
-            patch.setattr(staging, "run_child", lambda *_args, **_options: "must not run")
-            (path / "config.json").rename(path / "old.json")  # others of the model's files may change
-            shutil.copy(path / "old.json", path / "config.json")
-            assert weights.ensure_weights(path, cache) == first
-            assert (first / "config.json").samefile(path / "config.json")
-        file = path / "pytorch_model-00001-of-00002.bin"
-        torch.save({name: value + 1 for name, value in torch.load(file, weights_only=True).items()}, file)
-        second = weights.ensure_weights(path, cache)
-        assert same(loaded(second, safetensors=True), loaded(path, safetensors=False))
+    def served(engine: str) -> Path:
+        environ = {"MODEL_NAME": str(path), "DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": str(tmp_path / "cache")}
+        preparation = prepare(parse([], environ, "tgis serve")).with_safetensors()
+        return Path(preparation.engine_options().model_path)
 
-    def test_safetensors_are_served_where_they_are(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("tied")
-        weights.convert_weights(path)
-        assert weights.ensure_weights(path, tmp_path / "cache") == path
-        assert not (tmp_path / "cache").exists()
-
-    def test_other_safetensors_are_not_the_weights(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("tied")
-        save_file({"w": torch.ones(1)}, path / "adapter_model.safetensors")
-        made = weights.ensure_weights(path, tmp_path / "cache")
-        assert same(loaded(made, safetensors=True), loaded(path, safetensors=False))
-
-    def test_engines_that_have_weights_of_their_own(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        path = model("tied")
-        shutil.copy(make_fake_model(tmp_path / "fake") / "tokenizer.json", path)
-
-        def served(engine: str) -> Path:
-            environ = {"MODEL_NAME": str(path), "DEPLOYMENT_FRAMEWORK": engine, "CACHE_DIR": str(tmp_path / "cache")}
-            preparation = prepare(parse([], environ, "tgis serve")).with_safetensors()
-            return Path(preparation.engine_options().model_path)
-
-        assert served("fake") == path
-        assert served("hf_optimum_ort") != path  # hf_transformers will serve it
-        (path / "onnx").mkdir()
-        (path / "onnx" / "model.onnx").touch()
-        assert served("hf_optimum_ort") == path
-        assert served("hf_transformers") != path
-
-    def test_an_unwritable_cache_is_named(self, model: Callable[..., Path], tmp_path: Path) -> None:
-        (tmp_path / "cache").touch()
-        with pytest.raises(StartError, match=r"cannot keep converted weights for .*/cache"):
-            weights.ensure_weights(model("tied"), tmp_path / "cache")
+    assert served("fake") == path
+    assert served("hf_optimum_ort") != path  # hf_transformers will serve it
+    (path / "onnx").mkdir()
+    (path / "onnx" / "model.onnx").touch()
+    assert served("hf_optimum_ort") == path
+    assert served("hf_transformers") != path
 
 
-class TestNothingToDo:
-    def test_no_weights(self, tmp_path: Path) -> None:
-        for name in ("training_args.bin", "optimizer.bin", "scheduler.bin", "model.txt"):
-            (tmp_path / name).write_bytes(b"x")
-        assert weights.convert_weights(tmp_path) == f"{tmp_path} has no .bin weights: nothing to do"
-
-    def test_two_indexes(self, model: Callable[..., Path]) -> None:
-        path = model("tied", 2)
-        (path / "other.bin.index.json").write_text("{}")
-        assert "has 2 indexes of .bin weights" in weights.convert_weights(path)
-        assert not list(path.glob("*.safetensors"))
-
-    @pytest.mark.parametrize("shards", [1, 2])
-    def test_twice(self, model: Callable[..., Path], shards: int) -> None:
-        path = model("tied", shards)
-        weights.convert_weights(path)
-        times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
-        assert "already: nothing to do (delete it to convert again)" in weights.convert_weights(path)
-        assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times
+def test_an_unwritable_cache_is_named(model: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(StartError, match=r"cannot keep converted weights for .*/cache"):
+        weights.ensure_weights(model("tied"), tmp_path / "cache")

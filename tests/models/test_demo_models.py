@@ -5,7 +5,6 @@ import shutil
 import sys
 import time
 import types
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,23 +20,16 @@ from tgis.models.files import eos_token_ids, find_model, is_encoder_decoder, max
 
 
 @pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "fake-1-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("fake/weights", "12345")
-    return path
-
-
-@pytest.fixture
-def conversions(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A model `fake` with a local package; returns the directories that it was converted into."""
+    wheel = tmp_path / "fake-1-py3-none-any.whl"
+    wheel.write_bytes(b"12345")
     calls: list[Path] = []
 
     def convert(source: Path, out: Path) -> None:
         calls.append(out)
-        time.sleep(0.1)  # long enough for concurrent callers to arrive
-        with zipfile.ZipFile(source) as archive:
-            (out / "weights").write_bytes(archive.read("fake/weights"))
+        time.sleep(0.02)  # long enough for concurrent callers to arrive
+        shutil.copy(source, out / "weights")
 
     recipe: Any = types.ModuleType("demo.fake")
     recipe.convert = convert
@@ -70,28 +62,21 @@ def test_another_wheel_is_rejected(tmp_path: Path, conversions: list[Path], monk
     assert not names(tmp_path)
 
 
-class TestSmollm2:
-    def test_digits_are_single_tokens(self, smollm2_dir: Path) -> None:
-        """As in the original; GPT-2's pre-tokenizer alone would join a space with the 1."""
-        tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
-        assert tokenizer.tokenize("  12 a") == ["ĠĠ", "1", "2", "Ġa"]
+@pytest.mark.slow
+def test_digits_are_single_tokens_of_smollm2(smollm2_dir: Path) -> None:
+    """As in the original; GPT-2's pre-tokenizer alone would join a space with the 1."""
+    assert AutoTokenizer.from_pretrained(smollm2_dir).tokenize("  12 a") == ["ĠĠ", "1", "2", "Ġa"]
 
 
-class TestGlassllm:
-    """Expected values come from the package's own NumPy implementation."""
-
-    PROMPT = "Alice was beginning to get very tired of sitting by her sister"
-
-    def test_logits(self, glassllm_dir: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(glassllm_dir)
-        model = AutoModelForCausalLM.from_pretrained(glassllm_dir)
-        assert model.dtype == torch.float32
-        with torch.no_grad():
-            logits = model(**tokenizer(self.PROMPT, return_tensors="pt")).logits[0, -1]
-        top = logits.topk(3)
-        assert top.indices.tolist() == [11, 13, 247]
-        expected = torch.tensor([8.06913537, 7.13364731, 6.48520679])
-        torch.testing.assert_close(top.values, expected, rtol=0, atol=1e-4)
+@pytest.mark.slow
+def test_logits_of_glassllm(glassllm_dir: Path) -> None:
+    """The package's own NumPy implementation gives the expected values."""
+    text = "Alice was beginning to get very tired of sitting by her sister"
+    inputs = AutoTokenizer.from_pretrained(glassllm_dir)(text, return_tensors="pt")
+    with torch.no_grad():
+        top = AutoModelForCausalLM.from_pretrained(glassllm_dir)(**inputs).logits[0, -1].topk(3)
+    assert top.indices.tolist() == [11, 13, 247]
+    torch.testing.assert_close(top.values, torch.tensor([8.06913537, 7.13364731, 6.48520679]), rtol=0, atol=1e-4)
 
 
 def translate(path: Path, texts: list[str]) -> list[str]:
@@ -103,13 +88,14 @@ def translate(path: Path, texts: list[str]) -> list[str]:
     return [str(tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
 
 
-class TestDetransliterator:
-    def test_names(self, detransliterator_dir: Path) -> None:
-        """The example in the package's README, and a line of its test data."""
-        found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
-        assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
+@pytest.mark.slow
+def test_names_of_detransliterator(detransliterator_dir: Path) -> None:
+    """The example in the package's README, and a line of its test data."""
+    found = translate(detransliterator_dir, ["musa dunbuya", "an ɲ’ile le bato la"])
+    assert found == ["ߡߎߛߊ߫ ߘߎ߲ߓߎߦߊ", "ߊ߲ ߧߴߌߟߋ ߟߋ߬ ߓߊ߬ߕߏ߬ ߟߊ߫"]
 
 
+@pytest.mark.slow
 def test_titles(titles_dir: Path) -> None:
     """They start like those of the package's int8 graphs in onnxruntime; rounding prevents exact equality."""
     beginnings = {

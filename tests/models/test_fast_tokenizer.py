@@ -30,55 +30,49 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], seconds: float | None) -> str | None:
         try:
             convert_here(*command[3:])
-        except SystemExit as left:
-            return str(left.code)
+        except (SystemExit, Exception) as left:  # noqa: BLE001
+            return str(left).splitlines()[-1]
         return None
 
     monkeypatch.setattr(staging, "run_child", run)
 
 
-class TestOfAServer:
-    def test_an_existing_one_is_used(self, tmp_path: Path) -> None:
-        model = find_model(str(write_model(tmp_path / "m", tokenizer={})), None, None)
-        assert ensure_tokenizer(model, tmp_path / "cache") == model.path
-        assert not (tmp_path / "cache").exists()
+def test_converted_once(slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "run_child", CHILD)
+    with ThreadPoolExecutor(2) as pool:  # two servers start at the same time
+        first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
+    assert first == second
+    assert [path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()] == [first]
+    tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
+    assert tokenizer.encode("hello").tokens == ["hell", "o"]
+    assert tokenizer.token_to_id(special_tokens(first)["eos_token"]) == 256 + 3  # after the bytes and the merges
 
-    def test_converted_once(self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(staging, "run_child", CHILD)
-        with ThreadPoolExecutor(2) as pool:  # two servers start at the same time
-            first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
-        assert first == second
-        assert [path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()] == [first]
-        tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
-        assert tokenizer.encode("hello").tokens == ["hell", "o"]
-        assert tokenizer.token_to_id(special_tokens(first)["eos_token"]) == 256 + 3  # after the bytes and the merges
+    monkeypatch.setattr(staging, "run_child", lambda command, seconds: "not again")
+    assert ensure_tokenizer(slow_gpt2, tmp_path) == first
+    assert ensure_tokenizer(ModelFiles(first, {}, {}), tmp_path / "cache") == first
+    (slow_gpt2.path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    with pytest.raises(StartError, match="not again"):
+        ensure_tokenizer(slow_gpt2, tmp_path)
 
-        monkeypatch.setattr(staging, "run_child", lambda command, seconds: "not again")
-        assert ensure_tokenizer(slow_gpt2, tmp_path) == first
-        (slow_gpt2.path / "merges.txt").write_text("#version: 0.2\nh e\n")
-        with pytest.raises(StartError, match="not again"):
-            ensure_tokenizer(slow_gpt2, tmp_path)
 
-    def test_no_tokenizer_at_all(self, tmp_path: Path) -> None:
-        """transformers would silently write an empty vocabulary."""
-        config = {"model_type": "gpt2", "vocab_size": 50257}
-        model = find_model(str(write_model(tmp_path / "m", config=config)), None, None)
-        with pytest.raises(StartError, match=r"no tokenizer\.json, .* vocabulary files are missing") as caught:
-            ensure_tokenizer(model, tmp_path / "cache")
-        assert str(caught.value).startswith(str(model.path))
-        assert "\n" not in str(caught.value)
-        assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
+def test_no_tokenizer_at_all(tmp_path: Path) -> None:
+    """transformers would silently write an empty vocabulary."""
+    config = {"model_type": "gpt2", "vocab_size": 50257}
+    model = find_model(str(write_model(tmp_path / "m", config=config)), None, None)
+    with pytest.raises(StartError, match=r"no tokenizer\.json, .* vocabulary files are missing") as caught:
+        ensure_tokenizer(model, tmp_path / "cache")
+    assert str(caught.value).startswith(str(model.path))
+    assert "\n" not in str(caught.value)
+    assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
 
-    def test_the_code_of_a_model_is_not_run(
-        self, slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(staging, "run_child", CHILD)
-        settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
-        write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
-        (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-        with pytest.raises(StartError, match="none can be made"):
-            ensure_tokenizer(slow_gpt2, tmp_path / "cache")
-        assert not (tmp_path / "ran").exists()
+
+def test_the_code_of_a_model_is_not_run(slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+    settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
+    (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(StartError, match="none can be made"):
+        ensure_tokenizer(slow_gpt2, tmp_path / "cache")
+    assert not (tmp_path / "ran").exists()
 
 
 BPE = {
@@ -141,7 +135,7 @@ def write_gguf(file: Path, oracle: sentencepiece.SentencePieceProcessor, options
     writer.close()
 
 
-@pytest.mark.parametrize("name", [*SENTENCEPIECE, "Llama, gguf", "T5, gguf", "mT5, gguf"])
+@pytest.mark.parametrize("name", [*SENTENCEPIECE, "Llama, gguf", "T5, gguf"])
 def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_path: Path) -> None:
     """Only texts with special tokens in them differ."""
     family, file, options, before, after = SENTENCEPIECE[name.partition(",")[0] if "gguf" in name else name]
@@ -156,7 +150,7 @@ def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_pa
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     draw = random.Random(0)
     pieces = ["a", "the", " ", "  ", "\n", "é", "日", "🙂", "1", "23", ".", "_", "def", "self", "tokenizer"]
-    texts = [*TEXTS, *("".join(draw.choices(pieces, k=draw.randint(1, 25))) for _ in range(100))]
+    texts = [*TEXTS, *("".join(draw.choices(pieces, k=draw.randint(1, 25))) for _ in range(30))]
     for text, found in zip(texts, made.encode_batch(texts), strict=True):
         assert found.ids == before + oracle.encode(text) + after, text
     assert made.decode(oracle.encode("def self")) == "def self"
@@ -172,43 +166,32 @@ def test_settings_say_whether_a_text_begins_with_a_token(add_bos: bool, tmp_path
     assert found == [1] * add_bos + oracle.encode("abc")
 
 
-def test_a_file_that_is_no_sentencepiece_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "run_child", CHILD)
+def test_a_file_that_is_no_sentencepiece_model(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m", config={"model_type": "llama"})
     (path / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(StartError, match=r"none can be made: .*sentencepiece.ModelProto"):
         add_tokenizer(find_model(str(path), None, None), None)
 
 
-class TestForGood:
-    def test_the_directory_of_the_model_gets_only_tokenizer_json(self, slow_gpt2: ModelFiles) -> None:
-        """Its other files are symlinks to blobs, which other revisions share."""
-        blob = slow_gpt2.path.parent / "blob"
-        settings = slow_gpt2.path / "tokenizer_config.json"
-        settings.rename(blob)
-        settings.symlink_to(blob)
-        before = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
-        assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path}/tokenizer.json was made"
-        tokenizer = Tokenizer.from_file(str(slow_gpt2.path / "tokenizer.json"))
-        assert tokenizer.encode("hello").tokens == ["hell", "o"]
-        after = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
-        assert after.pop("tokenizer.json")
-        assert after == before
-        assert settings.is_symlink()
+def test_the_directory_of_the_model_gets_only_tokenizer_json(slow_gpt2: ModelFiles) -> None:
+    """Its other files are symlinks to blobs, which other revisions share."""
+    blob = slow_gpt2.path.parent / "blob"
+    settings = slow_gpt2.path / "tokenizer_config.json"
+    settings.rename(blob)
+    settings.symlink_to(blob)
+    before = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+    assert add_tokenizer(slow_gpt2, None) == f"{slow_gpt2.path}/tokenizer.json was made"
+    after = {path.name: path.read_bytes() for path in slow_gpt2.path.iterdir()}
+    assert Tokenizer.from_str(after.pop("tokenizer.json").decode()).encode("hello").tokens == ["hell", "o"]
+    assert after == before
+    assert settings.is_symlink()
 
-    def test_another_directory_gets_the_whole_tokenizer(self, slow_gpt2: ModelFiles, tmp_path: Path) -> None:
-        out = write_model(tmp_path / "out", tokenizer_config={"old": True})
-        assert add_tokenizer(slow_gpt2, out) == f"{out}/tokenizer.json was made"
-        assert not (slow_gpt2.path / "tokenizer.json").exists()
-        assert find_model(str(out), None, None).config == {"model_type": "gpt2"}
-        assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("hello").tokens == ["hell", "o"]
-        assert "old" not in (out / "tokenizer_config.json").read_text()
-        assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
-    def test_a_failure_leaves_nothing(self, slow_gpt2: ModelFiles) -> None:
-        (slow_gpt2.path / "merges.txt").unlink()
-        (slow_gpt2.path / "vocab.json").unlink()
-        before = sorted(slow_gpt2.path.iterdir())
-        with pytest.raises(StartError, match="vocabulary files are missing"):
-            add_tokenizer(slow_gpt2, None)
-        assert sorted(slow_gpt2.path.iterdir()) == before
+def test_another_directory_gets_the_whole_tokenizer(slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+    out = write_model(tmp_path / "out", tokenizer_config={"old": True})
+    assert add_tokenizer(slow_gpt2, out) == f"{out}/tokenizer.json was made"
+    assert not (slow_gpt2.path / "tokenizer.json").exists()
+    assert find_model(str(out), None, None).config == {"model_type": "gpt2"}
+    assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("hello").tokens == ["hell", "o"]
+    assert "old" not in (out / "tokenizer_config.json").read_text()
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tgis.api.openai.chat_template import ChatTemplate
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import gguf
@@ -35,49 +34,37 @@ def entry(key: str, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
-def tensor(shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
-    return text("a") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+def tensor(shape: tuple[int, ...] = (32,), kind: int = 0) -> bytes:
+    return text("a") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0)
 
 
 ARCHITECTURE = entry("general.architecture", 8, text("llama"))
 
 
-def file(*entries: bytes, tensors: tuple[bytes, ...] = (), start: bytes = b"GGUF\3\0\0\0", count: int = 0) -> bytes:
-    counts = struct.pack("<QQ", count or len(tensors), len(entries))
-    header = start + counts + b"".join([*entries, *tensors])
+def file(*entries: bytes, tensors: tuple[bytes, ...] = ()) -> bytes:
+    header = b"GGUF\3\0\0\0" + struct.pack("<QQ", len(tensors), len(entries)) + b"".join([*entries, *tensors])
     return header + bytes(-len(header) % 32 + 128)
 
 
 UNREADABLE = "it is not a GGUF file that can be read: "
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", UNREADABLE),
-    "big-endian": (file(ARCHITECTURE, start=b"GGUF\0\0\0\3"), ""),
     "cut": (file(ARCHITECTURE)[:40], UNREADABLE),
     "no architecture": (file(entry("general.architecture", 0, b"\1")), "general.architecture 1, "),
     "type": (file(ARCHITECTURE, tensors=(tensor((256,), kind=10),)), "'a' has type Q2_K, only F32, F16, BF16, Q4_0"),
     "no numbers": (file(ARCHITECTURE, tensors=(tensor((0, 5)),)), "'a' has shape [5, 0]"),
-    "between": (file(ARCHITECTURE, tensors=(tensor((8,), offset=2),)), "'a' has shape [8] at byte "),
     "huge": (file(ARCHITECTURE, tensors=(tensor((2**63,) * 4),)), UNREADABLE),
-    "overflowing": (file(ARCHITECTURE, tensors=(tensor((2**32 + 1, 2**32)),)), UNREADABLE),
     "cut numbers": (file(ARCHITECTURE, tensors=(tensor(),))[:-1], UNREADABLE),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_broken_header_is_one_line(name: str, tmp_path: Path) -> None:
-    content, message = HOSTILE[name]
-    (tmp_path / "model.gguf").write_bytes(content)
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_broken_header_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "any.gguf").write_bytes(content)
     with pytest.raises(StartError) as caught:
-        gguf.read_file(tmp_path / "model.gguf")
+        gguf.read_file(tmp_path / "any.gguf")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "any.gguf"
-    path.write_bytes(file())
-    with pytest.raises(StartError, match=rf"^{path}: it has general\.architecture None"):
-        gguf.ensure_directory(str(path), tmp_path / "cache")
 
 
 def write(path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: str = "none", **strings: str) -> None:
@@ -119,15 +106,9 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert Tokenizer.from_file(f"{name}/tokenizer.json").encode("hell o<|eot|>").ids == [
         *(0, TOKENS.index("hell"), TOKENS.index("Ġ"), TOKENS.index("o"), 2)
     ]
-    template = ChatTemplate.load(model.path)
-    assert template is not None
-    assert template.mentions(TEMPLATE)
+    assert TEMPLATE in (model.path / "chat_template.jinja").read_text()
     config = AutoConfig.from_pretrained(name)
-    assert (config.rope_parameters["rope_theta"], config.head_dim, config.rms_norm_eps) == (
-        5000.0,
-        8,
-        pytest.approx(1e-6),
-    )
+    assert (config.rope_parameters["rope_theta"], config.head_dim) == (5000.0, 8)
 
 
 def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +132,11 @@ def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached.write_bytes(b"")
     assert gguf.find_gguf("org/name", commit, str(tmp_path)) == cached
     assert gguf.find_gguf("org/name", None, str(tmp_path)) is None
-    assert gguf.find_gguf("org/name") is None
     assert gguf.find_gguf("x" * 5000) is None
     (tmp_path / "a.gguf").write_bytes(b"")
     assert gguf.find_gguf(str(tmp_path)) == tmp_path / "a.gguf"
+    with pytest.raises(StartError, match=f"^{tmp_path}/a.gguf: it is not a GGUF file"):
+        gguf.ensure_directory(str(tmp_path), tmp_path / "cache")
     (tmp_path / "b.gguf").write_bytes(b"")
     with pytest.raises(StartError, match=r"has 2 GGUF files, MODEL_NAME must name one of them: a\.gguf, b\.gguf$"):
         gguf.find_gguf(str(tmp_path))
@@ -169,7 +151,6 @@ def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "message"),
     [
         ({"pre": "unheard-of"}, "its pre-tokenizer 'unheard-of' is unknown: put tokenizer.json next to the file"),
-        ({"pre": None}, "its pre-tokenizer None is unknown"),
         ({"kind": "rwkv"}, "its tokenizer 'rwkv' is unknown: put tokenizer.json next to the file"),
         ({"rope": "yarn"}, "of type 'llama' with rope.scaling.type 'yarn': put config.json next to the file"),
     ],

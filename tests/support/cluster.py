@@ -107,8 +107,7 @@ class Cluster:
     port: int = field(default_factory=free_port)
     nodes: list[Node] = field(default_factory=list)
 
-    def start(self, number: int, *wrapper: str, **options: object) -> Node:
-        """Start a node; `wrapper` is a command that starts it."""
+    def start(self, number: int, **options: object) -> Node:
         address = self.network.addresses[number]
         directory = Path(tempfile.mkdtemp(prefix=f"node{number}-", dir=self.directory))
         (directory / "termination").touch()
@@ -117,13 +116,11 @@ class Cluster:
             secret.write_text(secrets.token_hex())
         settings = {"GRPC_PORT": 0, "PORT": 0, "BIND_ADDRESS": address, "TERMINATION_LOG": directory / "termination"}
         settings |= {"ESTIMATE_MEMORY": "off", "NUM_THREADS": 1, "CACHE_DIR": TEST_CACHE, "KV_CACHE_SIZE_MB": 8}
-        settings |= {"DTYPE": "float32", "CLUSTER_SECRET_PATH": secret}
-        if not wrapper:
-            settings |= {"NNODES": 2, "NODE_RANK": number, "MASTER_PORT": self.port}
-            settings |= {"MASTER_ADDR": self.network.addresses[0]}
+        settings |= {"DTYPE": "float32", "CLUSTER_SECRET_PATH": secret, "NNODES": 2, "NODE_RANK": number}
+        settings |= {"MASTER_PORT": self.port, "MASTER_ADDR": self.network.addresses[0]}
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [*self.network.prefixes[number], *wrapper, *SERVE],
+                [*self.network.prefixes[number], *SERVE],
                 env=server_environment(**settings | self.options | options),
                 stdout=log,
                 stderr=subprocess.STDOUT,

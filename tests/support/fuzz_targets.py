@@ -20,23 +20,18 @@ import torch
 from batches import engine_options
 from transformers import PreTrainedConfig
 
-from tgis import config
 from tgis.api.grpc import convert
 from tgis.api.grpc.parsing import parse
 from tgis.engines.quantization.config import resolve_quantization
-from tgis.errors import OptionError, RequestError, TgisError, library_errors
+from tgis.errors import RequestError, TgisError, library_errors
 from tgis.frontend.calls import GenerateCall
-from tgis.frontend.detokenizer import TokenDecoder
-from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits, make_request, validate
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.messages import FromEngine, Submit, ToEngine
-from tgis.models import files
 from tgis.pb import generation_pb2 as pb
 from tgis.prompts.files import CONFIG, DECODER, ENCODER, PICKLE, SAFETENSORS, find_directory
 from tgis.prompts.store import read_adapter
 from tgis.prompts.tensor_file import TargetModel
-from tgis.security.bearer import TokenFile
 
 SEPARATOR = b"\n\xff\n"  # between the files of an input
 MAX_LENGTH, MAX_NEW, MAX_INPUTS = 64, 60, 100
@@ -118,29 +113,6 @@ def _torch_archive(pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "model.safetensors.index.json",
-    "model.safetensors",
-)
-
-
-def models(data: bytes) -> None:
-    """The files of a model: what they say can be sent to the engine."""
-    contents = dict(zip(MODEL_FILES, data.split(SEPARATOR), strict=False))
-    with _directory({name: content for name, content in contents.items() if content}) as path, _tgis_errors():
-        model = files.find_model(str(path), None, None)
-        files.is_encoder_decoder(model.config)
-        files.embedding_size(model.config)
-        files.pad_token_id(model.config)
-        for number in (files.max_sequence_length(model.config), *files.eos_token_ids(model)):
-            assert 0 <= number < 2**31
-        assert all(shard.parent == path for shard in files.find_weights(path))
-
-
 def quantized(data: bytes) -> None:
     """A quantized checkpoint: codes, scales and offsets of its layers fit together."""
     description, names, content = (data + 2 * SEPARATOR).split(SEPARATOR, 2)
@@ -169,29 +141,8 @@ def _safetensors(names: bytes, content: bytes) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + content[:end].ljust(end, b"1")
 
 
-def tokenizers(data: bytes) -> None:
-    """A tokenizer.json: one that is accepted makes tokens of text, and text of tokens."""
-    with _directory({"tokenizer.json": data}) as path, _tgis_errors():
-        tokenizer = Tokenizer.load(path, workers=1)
-        with contextlib.closing(tokenizer):
-            decoder = TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=False)
-            for token in [*tokenizer.encode_without_special_tokens("The Queen é"), 0, tokenizer.max_token_id]:
-                decoder.token_bytes(0, token)
-
-
-def options(data: bytes) -> None:
-    """Lines of a command line and of an environment, and a file of tokens."""
-    lines, _, tokens = data.partition(SEPARATOR)
-    words = lines.decode("utf-8", "surrogateescape").split("\n")
-    environ = dict(word.split("=", 1) for word in words if word[:1].isupper() and "=" in word)
-    with _tgis_errors(), contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):  # --help
-        config.parse([word for word in words if word.startswith("-")], {"MODEL_NAME": "m"} | environ, "tgis serve")
-    with _directory({"tokens": tokens}) as path, contextlib.suppress(OptionError):
-        TokenFile(path / "tokens").accepts("secret")
-
-
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (frames, requests, adapters, models, quantized, tokenizers, options)
+    target.__name__: target for target in (frames, requests, adapters, quantized)
 }
 
 

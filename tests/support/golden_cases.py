@@ -31,6 +31,7 @@ class ServerSpec:
     encoder_decoder: bool = False
     hub_cache: str | None = None  # the variable that names a hub cache; without it the model is a path
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)  # the texts of soft prompts, by file
+    slow: bool = False
 
     def model_directory(self, original: Path, scratch: Path) -> Path:
         """The model with these changes, in `scratch` if there are any."""

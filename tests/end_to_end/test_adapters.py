@@ -1,0 +1,187 @@
+"""LoRA adapters and soft prompts on a real server with a command line of vLLM: PEFT's answers, under load."""
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tuning
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module, unary_request
+from tokenizers import Tokenizer
+from tuning import Continuation, Tuned
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc as pb_grpc
+
+Stub = pb_grpc.GenerationServiceStub
+ADAPTER = "vllm_tgis_adapter"
+COPIES = 6  # of the largest adapter; three of them fit into the 1 MiB cache
+MAX_MODEL_LEN = 256
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def tuned(glassllm_dir: Path, cache_dir: Path) -> list[Tuned]:
+    """LoRA adapters, and soft prompts."""
+    return [tuning.tuned(name, glassllm_dir, cache_dir) for name in ("glassllm-lora", "glassllm")]
+
+
+@pytest.fixture(scope="module")
+def server(tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("server")
+    store = directory / "store"
+    shutil.copytree(tuned[0].store, store)
+    shutil.copytree(tuned[1].store, store / "soft")
+    for number in range(COPIES):
+        shutil.copytree(store / "queen", store / "copies" / str(number))
+    module = f'{{"name": "the king", "path": "{tuned[0].store}/nested/king", "base_model_name": "glassllm"}}'
+    flags = [
+        *("--model", str(glassllm_dir), "--served-model-name", "alice", "other", "--seed", str(SEED)),
+        *("--dtype", "float", "--host", "localhost", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--max-num-batched-tokens", "32", "--swap-space", "4", "--disable-log-requests"),
+        *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"hearts={store}/queen", module),
+    ]
+    options: dict[str, Any] = {"ADAPTER_CACHE": store, "PROMPT_CACHE_SIZE_MB": 1, "DEBUG_BATCH": True}
+    with running_module([ADAPTER, *flags], directory, **options) as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: Server) -> Path:
+    return server.log.parent / "store"
+
+
+@pytest.fixture
+def stub(server: Server) -> Iterator[Stub]:
+    with server.stub() as made:
+        yield made
+
+
+def call(text: str, adapter: str | None, new: int = tuning.MAX_NEW_TOKENS) -> pb.BatchedGenerationRequest:
+    return adapter_request(text, new, adapter_id=adapter)
+
+
+def streamed(stub: Stub, request: pb.BatchedGenerationRequest, count: int) -> list[Iterator[pb.GenerationResponse]]:
+    """Streams whose adapters are resolved: their first messages have come."""
+    streams = [stub.GenerateStream(as_stream_request(request), timeout=60) for _ in range(count)]
+    for stream in streams:
+        next(stream)
+    return streams
+
+
+def texts_of(stream: Iterator[pb.GenerationResponse]) -> list[str]:
+    return [token.text for message in stream for token in message.tokens]
+
+
+def test_requests_without_a_seed_get_the_same_seeds_in_every_run(stub: Stub) -> None:
+    """Before all other tests, which would draw seeds."""
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * 3)
+    request.params.method, request.params.stopping.max_new_tokens = pb.SAMPLE, 1
+    draws = random.Random(SEED)
+    assert [each.seed for each in stub.Generate(request).responses] == [draws.getrandbits(32) for _ in range(3)]
+
+
+def test_more_adapters_than_fit_into_the_cache_under_load(
+    server: Server, stub: Stub, tuned: list[Tuned], glassllm_dir: Path
+) -> None:
+    """All adapters and soft prompts at once, beside inputs without one; unary and streamed."""
+    tokenizer = Tokenizer.from_file(str(glassllm_dir / "tokenizer.json"))
+    texts = {tuple(tokenizer.encode(text).ids): text for text in tuning.INPUTS}
+    loras, prompts = (one.continuations for one in tuned)
+    copies = itertools.cycle(range(COPIES))
+    wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in loras]
+    wanted += [(one, f"soft/{one.prompt}") for one in prompts if one.prompt]
+    modules = {"queen": "hearts", "nested/king": "the king"}
+    wanted += [(one, modules[one.prompt]) for one in loras if one.prompt in modules]
+    random.Random(1).shuffle(wanted)
+
+    def ask(one: Continuation, name: str) -> tuple[list[str], list[str]]:
+        request = call(texts[tuple(one.tokens)], name or None)
+        return output_tokens(stub, request), texts_of(stub.GenerateStream(as_stream_request(request), timeout=60))
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, *zip(*wanted, strict=True)))
+    for (one, _), (unary, stream) in zip(wanted, answers, strict=True):
+        assert unary == stream == [tokenizer.id_to_token(token) for token in one.generated]
+    assert server.metric("tgi_prompt_load_duration_count") > len({name for _, name in wanted})
+    assert server.metric("tgi_prompt_load_failure") == 0
+
+
+def test_adapters_in_use_are_in_the_metrics(server: Server, stub: Stub) -> None:
+    scrape = ""
+    while 'running_lora_adapters="queen"' not in scrape:  # the stream may have ended before the scrape
+        (stream,) = streamed(stub, call("The Queen", "queen", 200), 1)
+        next(stream)
+        scrape = server.get("/metrics")[1]
+        assert len(list(stream)) > 0
+    assert server.metric("tgi_lora_running_adapters") == 0
+
+
+def test_either_field_may_name_a_soft_prompt_or_an_adapter(stub: Stub) -> None:
+    """The files in the directory decide which it is; an adapter adds no input tokens."""
+    assert output_tokens(stub, call("The Queen", "soft/queen", 4)) != output_tokens(stub, call("The Queen", None, 4))
+    by_adapter = stub.Generate(call("The Queen", "queen"), timeout=60).responses[0]
+    request = call("The Queen", None)
+    assert by_adapter.input_token_count == stub.Generate(request, timeout=60).responses[0].input_token_count
+    request.prefix_id = "queen"
+    assert stub.Generate(request, timeout=60).responses[0] == by_adapter
+    tokenized = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")], adapter_id="queen"))
+    assert tokenized.responses[0].token_count == 1
+
+
+def test_a_replaced_adapter_is_used_at_once(stub: Stub, store: Path) -> None:
+    shutil.copytree(store / "queen", store / "changing")
+    request = call("The Hatter", "changing")
+    first = output_tokens(stub, request)
+    shutil.copytree(store / "mouse", store / "new")
+    running = streamed(stub, request, 8)
+    shutil.rmtree(store / "changing")
+    (store / "new").rename(store / "changing")
+    assert first != output_tokens(stub, request) == output_tokens(stub, call("The Hatter", "mouse"))
+    assert all(texts_of(stream) == first for stream in running)
+
+
+def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub, store: Path) -> None:
+    """Its files are deleted and its cache entry is evicted while requests wait and run."""
+    shutil.copytree(store / "soft/queen", store / "leaving")
+    request = call("The Hatter", "leaving", 60)
+    expected = output_tokens(stub, request)
+    running = streamed(stub, request, 80)  # 64 run at once
+    shutil.rmtree(store / "leaving")
+    assert "does not exist" in failure(lambda: stub.Generate(request, timeout=20))[1]
+    assert all(texts_of(stream) == expected for stream in running)
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1024])
+def test_all_that_fits_where_more_or_nothing_is_asked_for(stub: Stub, max_new_tokens: int) -> None:
+    request = unary_request("Once upon a time", max_new_tokens)
+    counted = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="Once upon a time")]))
+    room = MAX_MODEL_LEN - counted.responses[0].token_count
+    request.params.stopping.min_new_tokens = room  # no EOS before
+    (response,) = stub.Generate(request, timeout=60).responses
+    assert (response.generated_token_count, response.stop_reason) == (room, pb.TOKEN_LIMIT)
+
+
+def test_what_the_server_says(server: Server) -> None:
+    assert json.loads(server.get("/debug/batch")[1])["max_prefill_tokens"] == 32
+    log = server.log.read_text()
+    assert "ignored options: --max-lora-rank, --swap-space" in log
+    assert "serving alice after" in log
+    assert 'model="alice"' in server.get("/metrics")[1]
+    assert not [line for line in log.splitlines() if " request: " in line and " WARNING " not in line]
+
+
+@pytest.mark.slow
+def test_a_lora_module_that_cannot_be_loaded_stops_the_start(glassllm_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    arguments = [ADAPTER, "--model", str(glassllm_dir), "--lora-modules", f"sql={tmp_path}"]
+    with (
+        pytest.raises(AssertionError, match=r"(?s)no server \(exit code 1\).*LORA_MODULES: sql: "),
+        running_module(arguments, tmp_path),
+    ):
+        pass
