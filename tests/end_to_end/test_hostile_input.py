@@ -265,7 +265,7 @@ async def send_junk(port: int, beginning: bytes, context: ssl.SSLContext | None)
             writer.transport.abort()
 
 
-SECURED = [pytest.param(port, 30, marks=pytest.mark.slow) for port in ("secured HTTP", "HTTP in TLS", "secured gRPC")]
+SECURED = [pytest.param(port, 10, marks=pytest.mark.slow) for port in ("secured HTTP", "HTTP in TLS", "secured gRPC")]
 
 
 @pytest.mark.parametrize(("port", "count"), [("HTTP", 4), ("gRPC", 4), *SECURED])
