@@ -284,5 +284,6 @@ async def test_malformed_requests_leave_no_memory(request: pytest.FixtureRequest
             await asyncio.gather(*(send_junk(listens, beginning, context) for _ in range(20)))
         if number == 1:
             before = memory(attacked, "VmRSS")  # what is imported and kept for later stays
-    assert memory(attacked, "VmRSS") - before < JUNK_BYTES
+    # the server trims its heap twice a minute
+    wait_until(lambda: memory(attacked, "VmRSS") - before < JUNK_BYTES, "memory given back", 40)
     assert attacked.get("/health")[0] == 200
