@@ -10,7 +10,6 @@ from tgis.models.files import read_if_any, special_tokens, tokenizer_settings
 
 # In the order in which new ones get their ids
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FIELDS = frozenset({"content", "single_word", "lstrip", "rstrip", "normalized", "special"})
 
 
 def add_tokens(backend: Tokenizer, directory: Path) -> None:
@@ -36,4 +35,4 @@ def add_tokens(backend: Tokenizer, directory: Path) -> None:
 
 def _token(value: str | dict[str, Any]) -> AddedToken:
     fields: dict[str, Any] = {"content": value} if isinstance(value, str) else value
-    return AddedToken(**{"special": True} | {name: fields[name] for name in _FIELDS & fields.keys()})
+    return AddedToken(**{"special": True} | {name: flag for name, flag in fields.items() if name != "__type"})

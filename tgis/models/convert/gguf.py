@@ -81,14 +81,16 @@ def _make(file: Path, companions: list[Path], out: Path) -> None:
 def convert_here(out: Path) -> None:
     """Write the header, and what no file next to the GGUF file says; the parent reports exceptions."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers
-    from tgis.models.convert.gguf_tokenizer import make_tokenizer  # noqa: PLC0415 - slow
+    from tgis.models.convert.gguf_tokenizer import end_ids, make_tokenizer, tokenizer_fields  # noqa: PLC0415 - slow
 
     metadata, header = read_file(out / WEIGHTS)
     (out / HEADER).write_bytes(msgspec.json.encode(header))
     config = out / CONFIG
     content = read_json(config) if config.is_file() else _config(metadata, header, out)
     if not any((out / name).is_file() for name in _VOCABULARIES):
-        content["eos_token_id"] = [*eos_token_ids(ModelFiles(out, content, {})), *make_tokenizer(metadata, out)]
+        make_tokenizer(metadata, out)
+    with library_errors("the tokens that end a text cannot be read"):
+        content["eos_token_id"] = [*eos_token_ids(ModelFiles(out, content, {})), *end_ids(tokenizer_fields(metadata))]
     config.unlink(missing_ok=True)  # it may be a link
     config.write_text(json.dumps(content | {"quantization_config": {"quant_method": "gguf"}}))
 

@@ -20,6 +20,7 @@ from tgis.models.gguf import WEIGHTS
 TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = {"t5": 1, "llama": 2}  # unigram and BPE, as in sentencepiece_model.proto
 _REQUIRED = {"gpt2": ("tokens", "merges")} | dict.fromkeys(_SENTENCEPIECE, ("tokens", "scores", "token_type"))
+_PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # types of tokens
 # Pre-tokenizers that split as GPT-2 does, and those that also split at every digit
 _GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo"})
@@ -40,21 +41,22 @@ _ENDS = frozenset({
 })  # fmt: skip
 
 
-def make_tokenizer(metadata: dict[str, Any], out: Path) -> list[int]:
-    """Write the tokenizer and its configuration, where that of a file that is there comes first, to directory `out`;
-    return the tokens that end a text.
-    """
-    prefix = "tokenizer.ggml."
-    fields = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+def tokenizer_fields(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What a header says of the tokenizer."""
+    return {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
+
+
+def make_tokenizer(metadata: dict[str, Any], out: Path) -> None:
+    """Write the tokenizer and its configuration, where that of a file that is there comes first, to directory `out`."""
+    fields = tokenizer_fields(metadata)
     kind = fields.get("model")
     if kind not in _REQUIRED:
         raise StartError(f"its tokenizer {kind!r:.40} is unknown: put {TOKENIZER} next to the file")
     if missing := [name for name in _REQUIRED[kind] if name not in fields]:
-        raise StartError(f"its header has no {prefix}{missing[0]}: put {TOKENIZER} next to the file")
+        raise StartError(f"its header has no {_PREFIX}{missing[0]}: put {TOKENIZER} next to the file")
     with library_errors(f"its tokenizer cannot be read, put {TOKENIZER} next to the file"):
-        ends = _end_ids(fields)
         if kind == "gpt2":
-            _byte_level(fields, ends).save(str(out / TOKENIZER))
+            _byte_level(fields).save(str(out / TOKENIZER))
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(out, gguf_file=WEIGHTS, local_files_only=True)
             tokenizer.backend_tokenizer.save(str(out / TOKENIZER))
@@ -64,23 +66,20 @@ def make_tokenizer(metadata: dict[str, Any], out: Path) -> list[int]:
         content = _config(metadata, fields) | read_if_any(config)
         config.unlink(missing_ok=True)  # it may be a link
         config.write_text(json.dumps(content))
-    return ends
 
 
-def _end_ids(fields: dict[str, Any]) -> list[int]:
-    """The tokens that the header names, then those that llama.cpp knows by their text."""
-    tokens, types = fields["tokens"], fields.get("token_type", ())
+def end_ids(fields: dict[str, Any]) -> list[int]:
+    """The tokens that end a text: those that the header names, then those that llama.cpp knows by their text."""
+    tokens, types = fields.get("tokens", ()), fields.get("token_type", ())
     named = (fields.get(f"{name}_token_id", -1) for name in _NAMED_ENDS)
     ids = {index: tokens[index] for index in named if 0 <= index < len(tokens)}
     for index, (text, kind) in enumerate(zip(tokens, types, strict=False)):
         # llama.cpp takes any token for an end, but "</s>" may also be a tag of HTML
         if text in _ENDS and (kind == _CONTROL or (kind == _USER_DEFINED and text != "</s>")):
             ids[index] = text
-    texts, not_last = set(ids.values()), set[str]()
-    if texts & {"<|call|>", "<|calls|>"} and texts & {"<|return|>", "<|flush|>"}:
-        not_last.add("<|end|>")  # of one of several messages
-    if "<|tool_response>" in texts:
-        not_last.add("</s>")
+    texts = set(ids.values())
+    has_messages = texts & {"<|call|>", "<|calls|>"} and texts & {"<|return|>", "<|flush|>"}
+    not_last = {"<|end|>" if has_messages else "", "</s>" if "<|tool_response>" in texts else ""}
     return [index for index, text in ids.items() if text not in not_last]
 
 
@@ -95,20 +94,18 @@ def _config(metadata: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     return config | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def _byte_level(fields: dict[str, Any], ends: list[int]) -> Tokenizer:
+def _byte_level(fields: dict[str, Any]) -> Tokenizer:
     """Byte-level BPE. Control tokens may have any characters: they stay whole."""
     tokens, splitter = fields["tokens"], fields.get("pre")
-    pre_tokenizer = _pre_tokenizer(splitter)
     merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
     vocabulary = {text: index for index, text in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitter in _WHOLE_WORDS))
     if splitter in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
-    types = dict(enumerate(fields.get("token_type", ()))) | dict.fromkeys(ends, _CONTROL)
-    whole = {index: kind for index, kind in sorted(types.items()) if kind in (_CONTROL, _USER_DEFINED)}
-    flags = {"normalized": False}
-    tokenizer.add_tokens([AddedToken(tokens[i], special=kind == _CONTROL, **flags) for i, kind in whole.items()])
+    tokenizer.pre_tokenizer, tokenizer.decoder = _pre_tokenizer(splitter), decoders.ByteLevel()
+    types = dict(enumerate(fields.get("token_type", ()))) | dict.fromkeys(end_ids(fields), _CONTROL)
+    added = {tokens[i]: kind == _CONTROL for i, kind in sorted(types.items()) if kind in (_CONTROL, _USER_DEFINED)}
+    tokenizer.add_tokens([AddedToken(text, special=flag, normalized=False) for text, flag in added.items()])
     adds = {"bos": splitter in _WHOLE_WORDS, "eos": False}
     ids = {name: fields.get(f"{name}_token_id") for name in adds if fields.get(f"add_{name}_token", adds[name])}
     bos, eos = ([tokens[ids[name]]] if ids.get(name) is not None else [] for name in adds)
