@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizer_families
-from real_tokenizers import CONTROL, NORMAL, USER_DEFINED, fetch, write_header, write_tokenizer
+from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, fetch, write_header, write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
@@ -167,6 +167,16 @@ def test_ends_are_those_of_llama_cpp(tokens: dict[str, int], ends: set[str], tmp
     for index, (text, type_) in enumerate(tokens.items(), len(BYTES) + 4):
         assert (tokenizer.encode_without_special_tokens(f"a{text}")[1:] == [index]) == (type_ != NORMAL)
         assert tokenizer.is_special(index) == (type_ == CONTROL or text in ends)
+
+
+def test_control_tokens_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
+    """As in its tokenizer.json, and in llama.cpp."""
+    tokens = {"<unk>": 2, "<s>": CONTROL, "</s>": CONTROL, "<0x0A>": BYTE, "▁": NORMAL, "a": NORMAL, "<|end|>": CONTROL}
+    fields = {"model": "llama", "tokens": [*tokens], "token_type": [*tokens.values()], "scores": [0.0] * len(tokens)}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": False}
+    tokenizer, ends = made(tmp_path, architecture="phi3", **fields, **ids)
+    assert tokenizer.encode_without_special_tokens("a<|end|>\n a<s>\n") == [5, 6, 5, 1, 3]
+    assert ends == {"</s>", "<|end|>"}
 
 
 def test_the_header_names_ends(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _WHOLE_WORDS = frozenset({
 })  # fmt: skip
 # The original tokenizers compose characters first, which llama.cpp leaves out
 _COMPOSED = frozenset({"qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "mpt", "olmo", "command-r"})
+_KEEP_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _ENDS = frozenset({
@@ -59,6 +60,9 @@ def make_tokenizer(metadata: dict[str, Any], out: Path) -> None:
             _byte_level(fields).save(str(out / TOKENIZER))
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(out, gguf_file=WEIGHTS, local_files_only=True)
+            if metadata["general.architecture"] == "phi3":  # its control tokens take the space after them
+                texts = {token.content for token in tokenizer.added_tokens_decoder.values()} - _KEEP_SPACE
+                tokenizer.add_tokens([AddedToken(text, rstrip=True, special=True) for text in texts])
             tokenizer.backend_tokenizer.save(str(out / TOKENIZER))
             settings = {"add_bos_token": fields.get("add_bos_token", kind == "llama")}
             follow_sentencepiece(_sentencepiece(kind, fields), out / TOKENIZER, settings)
