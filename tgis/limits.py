@@ -83,6 +83,7 @@ def engine_options(
     limits: RequestLimits,
     model: ModelFiles,
     eos_ids: Sequence[int],
+    config_eos_ids: Sequence[int],
     adapter_store: AdapterStoreOptions | None,
 ) -> EngineOptions:
     """Fields that are not given here are the options of the same names; the engine process checks their types."""
@@ -90,6 +91,7 @@ def engine_options(
         "model_path": str(model.path),
         "dtype": None if config.dtype == "auto" else config.dtype,
         "eos_ids": eos_ids,
+        "config_eos_ids": config_eos_ids,
         "max_sequence_length": limits.max_sequence_length,
         "max_prefill_tokens": config.max_batch_prefill_tokens,
         "compile": config.pt2_compile,

@@ -47,7 +47,8 @@ class Preparation:
 
     def engine_options(self) -> EngineOptions:
         """The options that the engine process starts with."""
-        return engine_options(self.config, self.limits, self.model, self.eos_ids, self.adapter_store)
+        ends = self.eos_ids, eos_token_ids(self.model)
+        return engine_options(self.config, self.limits, self.model, *ends, self.adapter_store)
 
     def limits_of(self, info: EngineInfo) -> RequestLimits:
         """The limits of requests once the engine has reported its own."""
@@ -85,7 +86,7 @@ def prepare(config: Config) -> Preparation:
     directory = ensure_tokenizer(model, config.cache_dir)
     tokenizer = Tokenizer.load(directory, config.tokenization_workers, add_special_tokens=config.add_special_tokens)
     limits = request_limits(config, model)
-    eos_ids = tuple(eos_token_ids(model) or tokenizer.eos_ids)
+    eos_ids = tuple(dict.fromkeys([*eos_token_ids(model), *tokenizer.eos_ids]))
     store = adapter_store_options(config, limits)
     return Preparation(config, model, tokenizer, eos_ids, limits, store, certificates, tokens)
 

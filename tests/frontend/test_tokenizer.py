@@ -83,7 +83,8 @@ def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
         ({"tokenizer_config": {"eos_token": "B"}}, (1,)),
         ({"tokenizer_config": {"eos_token": {"content": "<end>"}}}, (2,)),
         ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<end>"}}, (2,)),
-        *(({"tokenizer_config": {"eos_token": named}}, ()) for named in ("<no>", "", None, 7)),
+        ({"tokenizer_config": {"eos_token": "<new>"}}, (3,)),
+        *(({"tokenizer_config": {"eos_token": named}}, ()) for named in ("", None, 7)),
         ({}, ()),
     ],
 )

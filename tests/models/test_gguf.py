@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tgis.api.openai.chat_template import ChatTemplate
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import gguf
@@ -106,7 +107,9 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert Tokenizer.from_file(f"{name}/tokenizer.json").encode("hell o<|eot|>").ids == [
         *(0, TOKENS.index("hell"), TOKENS.index("Ġ"), TOKENS.index("o"), 2)
     ]
-    assert TEMPLATE in (model.path / "chat_template.jinja").read_text()
+    template = ChatTemplate.load(model.path)
+    assert template is not None
+    assert template.mentions(TEMPLATE)
     config = AutoConfig.from_pretrained(name)
     assert (config.rope_parameters["rope_theta"], config.head_dim) == (5000.0, 8)
 

@@ -132,6 +132,9 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Glm4Moe": HEAD | ROUTED_EXPERTS,
     "GraniteMoe": LLAMA_LIKE | EXPERTS,
     "GraniteMoeShared": LLAMA_LIKE | EXPERTS | {"shared_intermediate_size": 16},
+    "GraniteMoeHybrid": LLAMA_LIKE
+    | {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"}
+    | {"shared_intermediate_size": 48, "mamba_n_heads": 8},
     "Helium": HEAD,
     "HunYuanDenseV1": HEAD,
     "Jamba": LLAMA_LIKE | {"num_experts": 2},

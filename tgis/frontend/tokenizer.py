@@ -18,11 +18,12 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tgis.errors import InvalidRequest, StartError
+from tgis.models.added_tokens import add_tokens
 from tgis.models.files import read_json, special_tokens
 from tgis.utils.thread_pool import WorkPool
 
 # The library raises nothing more specific than Exception, and its panics are not even that.
-_NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit)
+_NOT_OF_LIBRARY = (KeyboardInterrupt, SystemExit, StartError)
 
 # Pre-tokenizers whose output does not have all of the text.
 _DROPS_TEXT = ('"Removed"', '"Whitespace"', '"WhitespaceSplit"', '"BertPreTokenizer"', '"CharDelimiterSplit"')
@@ -100,6 +101,7 @@ class Tokenizer:
         read_json(path)  # says more about what is wrong than the library
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            add_tokens(backend, directory)
             description = json.loads(backend.to_str())  # the file may leave types out
         except _NOT_OF_LIBRARY:
             raise

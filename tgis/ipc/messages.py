@@ -32,6 +32,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     num_threads: int  # of all shards on this machine
     log_level: str
     json_output: bool
+    config_eos_ids: tuple[int, ...] = ()  # those that length penalties boost; empty: all
     prefix_cache: bool = True
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
     kv_cache_dtype: str = "auto"  # int8, or bfloat16, which must be that of the model

@@ -54,13 +54,9 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
     """
     with file_errors(f"cannot read model {name!r}"):
         path = find_directory(name, revision, cache_dir)
-        config, generation = read_json(path / "config.json"), path / "generation_config.json"
+        config = read_json(path / "config.json")
         _check_counts(config, path / "config.json")
-        return ModelFiles(
-            path=path,
-            config=config,
-            generation_config=read_json(generation) if generation.is_file() else {},
-        )
+        return ModelFiles(path, config, read_if_any(path / "generation_config.json"))
 
 
 def _check_counts(config: dict[str, Any], path: Path) -> None:
@@ -148,6 +144,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_if_any(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty without the file."""
+    return read_json(path) if path.is_file() else {}
+
+
 def read_text(path: Path) -> str:
     """The UTF-8 text in a file of limited size."""
     try:
@@ -202,16 +203,19 @@ def _check_safetensors(shard: Path) -> None:
         raise StartError(f"{shard} is not a safetensors file, {hint}: {' '.join(str(error).split()):.200}") from error
 
 
+def tokenizer_settings(directory: Path) -> dict[str, Any]:
+    """What stands beside tokenizer.json. special_tokens_map.json comes first where older versions have written it."""
+    settings = read_if_any(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | read_if_any(directory / "special_tokens_map.json")
+
+
 def special_tokens(directory: Path) -> dict[str, str]:
-    """What a tokenizer's files call `bos_token`, `eos_token` and so on; later files override earlier ones."""
-    found: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_json(directory / name) if (directory / name).is_file() else {}
-        for key, value in config.items():
-            text = value.get("content") if isinstance(value, dict) else value  # an AddedToken with its flags
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-    return found
+    """The texts of `bos_token`, `eos_token` and so on in a tokenizer's settings."""
+    values = {key: value for key, value in tokenizer_settings(directory).items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

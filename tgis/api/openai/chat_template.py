@@ -11,7 +11,7 @@ from typing import Any, Self
 from jinja2 import TemplateError as JinjaError
 
 from tgis.errors import InvalidRequest, StartError
-from tgis.models.files import read_json, read_text, special_tokens
+from tgis.models.files import read_if_any, read_text, special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _read_templates(directory: Path) -> dict[str, str]:
     found = {name: read_text(path) for name, path in files.items() if path.is_file()}
     if not found:
         config = directory / "tokenizer_config.json"
-        given = read_json(config).get("chat_template") if config.is_file() else None
+        given = read_if_any(config).get("chat_template")
         found = {_DEFAULT: given} if isinstance(given, str) else _named(given or [], config)
     if found and _DEFAULT not in found:
         raise StartError(f"{directory} has chat templates, but none with the name default")

@@ -273,8 +273,8 @@ def _check_finite(model: PreTrainedModel, path: str) -> None:
 
 def _has_other_state(model: PreTrainedModel) -> bool:
     """Whether some layer keeps state other than keys and values of all tokens: a convolution, a state space."""
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    return model._is_stateful or not _ATTENTION_LAYERS.issuperset(kinds)
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return not _ATTENTION_LAYERS.issuperset(kinds) if kinds else model._is_stateful  # hybrids may be all attention
 
 
 def default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -68,7 +68,7 @@ class PaddedEngine(NoReservedCache):
         self.info = self._model.info
         ops = select_ops(self._device, select_kernels(options, self._device))
         vocab_size, history_of = self.info.vocab_size, self._model.token_history
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history_of, ops)
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history_of, ops, options.config_eos_ids)
         self._seqs: list[Sequence] = []
 
     def warm_up(self) -> None:

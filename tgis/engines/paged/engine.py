@@ -89,7 +89,7 @@ class PagedEngine:
         self.runner = runner = ModelRunner(options, block_size)
         history = runner.encoder.outputs.token_history if runner.encoder else _token_history
         vocab_size, ops = runner.vocab_size, select_ops(runner.device, runner.kernels)
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops)
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, options.config_eos_ids)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder

@@ -8,7 +8,7 @@ that they are the same with every device and detectors can make them again.
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ _MAX_SCORE = 1e38  # of a penalized token, in float32
 # As in transformers and TGI: a seed, the share of the vocabulary that gains, and the gain of its logits.
 _WATERMARK_KEY, _WATERMARK_SHARE, _WATERMARK_BIAS = 15485863, 0.5, 2.0
 _CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millisecond
+
+
+class Ends(NamedTuple):
+    """The tokens [n] int64 that end a sequence, and those of them that a length penalty makes likelier."""
+
+    ids: Tensor
+    boosted: Tensor
 
 
 class _Penalty(Protocol):
@@ -231,13 +238,14 @@ _IN_ANY_DTYPE = _AllowedTokens, _BadWords, _MinLength  # which compute nothing
 class Penalties:
     """The penalties of some rows, in the order in which they apply."""
 
-    def __init__(self, params: list[SamplingParams], indices: list[int], eos: Tensor) -> None:
-        """`indices` are the places of the rows in the whole batch; `eos` [ids] int64."""
+    def __init__(self, params: list[SamplingParams], indices: list[int], eos: Ends) -> None:
+        """`indices` are the places of the rows in the whole batch."""
         self._penalties = []
         for kind, is_used_by in _USED_BY.items():
             if rows := [row for row, row_params in enumerate(params) if is_used_by(row_params)]:
                 in_batch, users = [indices[row] for row in rows], [params[row] for row in rows]
-                self._penalties.append(kind(users, column(rows, torch.int64, eos.device), in_batch, eos))
+                ids = eos.boosted if kind is _LengthPenalty else eos.ids
+                self._penalties.append(kind(users, column(rows, torch.int64, ids.device), in_batch, ids))
 
     @staticmethod
     def used_by(params: SamplingParams) -> bool:

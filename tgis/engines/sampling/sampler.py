@@ -26,7 +26,7 @@ from tgis.engines.sampling.logprobs import (
     token_logprobs,
     token_ranks,
 )
-from tgis.engines.sampling.penalties import Penalties
+from tgis.engines.sampling.penalties import Ends, Penalties
 from tgis.ipc.messages import FailureKind
 from tgis.ipc.request import TokenLogprobs
 
@@ -49,18 +49,18 @@ Method = Callable[["SamplingGroup", StepInputs], Tensor]  # the table of the row
 class SamplingGroup:
     """The rows of a batch that are sampled by the same method, and their parameters."""
 
-    def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Tensor) -> None:
-        """The rows at `indices` of the batch; penalties on the end of a sequence apply to tokens `eos` [ids]."""
+    def __init__(self, method: Method, seqs: list[Sequence], indices: list[int], vocab_size: int, eos: Ends) -> None:
+        """The rows at `indices` of the batch."""
         params = [seqs[index].request.sampling_params for index in indices]
         options = [seqs[index].request.output_details for index in indices]
         needed = [max(p.top_k or _TOP_P_CANDIDATES, o.top_n_tokens) for p, o in zip(params, options, strict=True)]
         is_whole_batch = len(indices) == len(seqs)
         self.method = method
         self.indices = indices
-        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.device)
+        self.selector = slice(None) if is_whole_batch else to_device(indices, torch.int64, eos.ids.device)
         self.penalties = Penalties(params, indices, eos)
-        self.filters = Filters.of(params, vocab_size, eos.device)
-        self.logprob_request = LogprobRequest.of(options, vocab_size, eos.device)
+        self.filters = Filters.of(params, vocab_size, eos.ids.device)
+        self.logprob_request = LogprobRequest.of(options, vocab_size, eos.ids.device)
         # Without top_k the filters of a row need the mass of the whole vocabulary.
         self.needs_stats = any(not 0 < row.top_k < vocab_size for row in params)
         self.num_candidates = list_length(needed, vocab_size)
@@ -82,8 +82,8 @@ class SamplingGroup:
         return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
 
 
-def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Tensor) -> list[SamplingGroup]:
-    """Group a batch by method; penalties on the end of a sequence apply to tokens `eos` [ids]."""
+def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Ends) -> list[SamplingGroup]:
+    """Group a batch by method."""
     indices: dict[Method, list[int]] = {}
     for index, seq in enumerate(seqs):
         method = _method(seq, vocab_size)
@@ -204,15 +204,18 @@ class BatchSampler:
         device: torch.device,
         history_of: Callable[[Sequence], list[int]],
         ops: SamplingOps,
+        config_eos_ids: Iterable[int] = (),
     ) -> None:
-        """`vocab_size` is the width of the logits. Penalties on the end of a sequence apply to all of `eos_ids`; a
-        repetition penalty and a watermark apply to the tokens that `history_of` returns, those of the output last.
+        """`vocab_size` is the width of the logits. A minimum length excludes all of `eos_ids`; a length penalty boosts
+        `config_eos_ids`, if given. A repetition penalty and a watermark apply to the tokens that `history_of` returns,
+        those of the output last.
         """
         self._vocab_size = vocab_size
         self._device = device
         self._history_of = history_of
         self._ops = ops
-        self._eos = to_device(sorted({token for token in eos_ids if 0 <= token < vocab_size}), torch.int64, device)
+        ends = [sorted({id_ for id_ in ids if 0 <= id_ < vocab_size}) for ids in (eos_ids, config_eos_ids or eos_ids)]
+        self._eos = Ends(*(to_device(ids, torch.int64, device) for ids in ends))
         self._slots = HistorySlots(device)
         self._num_generated = np.empty(0, np.int64)  # tokens of each sequence in the step that is prepared
         self._set_batch([])

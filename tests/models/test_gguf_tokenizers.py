@@ -1,0 +1,230 @@
+"""Tokenizers that come from the headers of GGUF files: the ids of the original ones, and the ends of llama.cpp."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_families
+from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, fetch, write_header, write_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
+
+from tgis.api.openai.chat_template import ChatTemplate
+from tgis.errors import StartError
+from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
+from tgis.models.convert import gguf
+from tgis.models.files import eos_token_ids, find_model
+
+PAGE = """English: The quick brown fox doesn't jump; it'S over 1234567 lazy dogs — 3.14159, isn't it?  Two  spaces.
+Deutsch: Größe, Straße, naïve café, cafe\u0301 n\u0303 a\u0308\u0323.  Tiếng Việt: nhiều việc hợp.
+Русский: Быстрая бурая лиса прыгает через 42 ленивых собак.  Ελληνικά: Η γρήγορη αλεπού ά\u0301
+العربية: مرحبا بالعالم، كيف حالك؟ ١٢٣  עברית: שלום עולם, שָׁלוֹם
+हिन्दी: नमस्ते दुनिया, क्षि १२३।  ไทย: สวัสดีชาวโลก
+中文：你好，世界。一二三  日本語：こんにちは世界。カタカナ か\u3099
+한국어: 안녕하세요 \u1112\u1161\u11ab\u1100\u1173\u11af
+emoji: 👨‍👩‍👧‍👦 👩🏽‍🚒 🇩🇪🇫🇷 ½ ① ﬁ
+code:\r\n    def f(x):\n\t\treturn x  # comment\n\n\n  </s> <s>strike</s> `x`  \n   """
+FIM = {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
+QWEN2, OLD = {"pre": "qwen2", "bos_token_id": 151643, "add_bos_token": False}, {"pre": "default"}
+# family: the fields that converters write, and the ends
+FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "gpt2": ({"pre": "gpt-2", "bos_token_id": 50256, "eos_token_id": 50256}, {"<|endoftext|>"}),
+    "neox": ({"pre": "olmo", "eos_token_id": 0}, {"<|endoftext|>"}),
+    "mistral": (OLD | {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}, {"</s>"}),
+    "llama3": (
+        {"pre": "llama-bpe", "bos_token_id": 128000, "eos_token_id": 128009},
+        {"<|eot_id|>", "<|end_of_text|>"},  # the package has <|reserved_special_token_2|> for <|eom_id|>
+    ),
+    "qwen3": (QWEN2 | {"eos_token_id": 151645}, {"<|im_end|>", "<|endoftext|>"} | FIM),
+    "distill": (
+        {"pre": "deepseek-r1-qwen", "bos_token_id": 151646, "eos_token_id": 151643, "add_bos_token": True},
+        {"<｜end▁of▁sentence｜>"} | FIM,
+    ),
+    "gemma3": (
+        OLD
+        | {"architecture": "gemma3", "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
+        | {"add_bos_token": True, "add_space_prefix": False},
+        {"<eos>", "<end_of_turn>"},
+    ),
+}
+DISTILLED = ["<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<|EOT|>"]
+
+
+def original(family: str, cache: Path) -> Tokenizer:
+    """A DeepSeek distill has the vocabulary of Qwen and other control tokens."""
+    if family in tokenizer_families.REAL:
+        return Tokenizer.from_str(tokenizer_families.description(family, cache))
+    content = json.loads((fetch("qwen3" if family == "distill" else family, cache) / "tokenizer.json").read_text())
+    if family == "distill":
+        for token, text in zip(content["added_tokens"], DISTILLED, strict=False):
+            token["content"] = text
+        bos = {"id": DISTILLED[3], "ids": [151646], "tokens": [DISTILLED[3]]}
+        single = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        special = {"special_tokens": {bos["id"]: bos}}
+        content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": pair} | special
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def slow_if_large(family: str) -> Any:
+    return pytest.param(family, marks=[] if family in tokenizer_families.REAL else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("family", [slow_if_large(family) for family in FAMILIES])
+def test_ids_are_those_of_the_original(family: str, cache_dir: Path, tmp_path: Path) -> None:
+    expected, (fields, ends) = original(family, cache_dir), FAMILIES[family]
+    write_tokenizer(tmp_path / "model.gguf", expected, **fields)
+    gguf.convert_here(tmp_path)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    added = [token.content for token in expected.get_added_tokens_decoder().values()][:40]
+    chat = "".join(f"{text}user\nHi there!{text}" for text in added)
+    for text in (PAGE, chat, PAGE + chat, ""):
+        ids = expected.encode(text).ids
+        assert made.encode(text).ids == ids
+        assert made.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
+    assert made.get_vocab_size() == expected.get_vocab_size()
+    assert {made.id_to_token(index) for index in eos_token_ids(find_model(str(tmp_path), None, None))} == ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma3"])
+@pytest.mark.parametrize("kept", [None, 5])
+def test_ids_of_a_directory_are_those_of_auto_tokenizer(
+    family: str, kept: int | None, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Also if tokenizer_config.json has more added tokens than tokenizer.json."""
+    source = fetch(family, cache_dir)
+    content = json.loads((source / "tokenizer.json").read_text())
+    chat = "".join(f"{token['content']}user\nHi{token['content']}" for token in content["added_tokens"][:300])
+    content["added_tokens"] = content["added_tokens"][:kept]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").symlink_to(source / "tokenizer_config.json")
+    ours, expected = OurTokenizer.load(tmp_path, 1), AutoTokenizer.from_pretrained(tmp_path)
+    ours.close()
+    for text in (PAGE, chat, PAGE + chat):
+        assert ours.encode_without_special_tokens(text) == expected.encode(text, add_special_tokens=False)
+    assert ours.eos_ids == (expected.eos_token_id,)
+
+
+BYTES = sorted(ByteLevel.alphabet())
+
+
+def header(*more: tuple[str, int], **fields: Any) -> dict[str, Any]:
+    """A byte-level tokenizer with two merges, one token that they do not make, and more with their types."""
+    tokens = ["<s>", *BYTES, "he", "ll", "hell", *(text for text, _ in more)]
+    types = [CONTROL] + [NORMAL] * (len(BYTES) + 3) + [type_ for _, type_ in more]
+    common = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types, "merges": ["h e", "l l"]}
+    return common | {"bos_token_id": 0} | fields
+
+
+def made(path: Path, **fields: Any) -> tuple[OurTokenizer, set[str]]:
+    """The tokenizer, and the texts of the ends."""
+    write_header(path / "model.gguf", **fields)
+    gguf.convert_here(path)
+    tokenizer = OurTokenizer.load(path, workers=1)
+    tokenizer.close()
+    return tokenizer, {tokenizer.token_text(index) for index in eos_token_ids(find_model(str(path), None, None))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"pre": "llama-bpe"}, ["<s>", "hell", "o"]),
+        ({"pre": "tekken"}, ["<s>", "hell", "o"]),
+        ({"pre": "falcon3", "add_bos_token": False}, ["he", "ll", "o"]),  # not a word alone
+        ({"pre": "qwen2"}, ["he", "ll", "o"]),
+        ({"pre": "qwen2", "add_bos_token": True}, ["<s>", "he", "ll", "o"]),
+        ({"pre": "qwen2", "add_eos_token": True, "eos_token_id": 0}, ["he", "ll", "o", "<s>"]),
+    ],
+)
+def test_pre_tokenizers_that_say_more(fields: dict[str, Any], tokens: list[str], tmp_path: Path) -> None:
+    text = "hell" if "hell" in tokens else "hello"
+    tokenizer, _ = made(tmp_path, **header(**fields))
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).tokens
+    assert found == [token for token in tokens if token != "o" or text == "hello"]
+    assert tokenizer.bos_token_id == (0 if tokens[0] == "<s>" else None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        ({"<|eot_id|>": CONTROL, "<|eom_id|>": CONTROL, "<|python_tag|>": CONTROL}, {"<|eot_id|>", "<|eom_id|>"}),
+        ({"<|im_end|>": USER_DEFINED, "<|im_start|>": CONTROL}, {"<|im_end|>"}),
+        ({"<｜end▁of▁sentence｜>": CONTROL, "<｜User｜>": CONTROL}, {"<｜end▁of▁sentence｜>"}),
+        ({"<|end|>": CONTROL, "<|endoftext|>": CONTROL, "<|user|>": CONTROL}, {"<|end|>", "<|endoftext|>"}),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"<|return|>", "<|call|>"}),
+        ({"<|end|>": CONTROL, "<|flush|>": CONTROL, "<|calls|>": CONTROL}, {"<|flush|>", "<|calls|>"}),
+        ({"</s>": CONTROL, "<turn|>": CONTROL, "<|tool_response>": CONTROL}, {"<turn|>", "<|tool_response>"}),
+        ({"</s>": CONTROL}, {"</s>"}),
+        ({"</s>": NORMAL, "<|im_end|>": NORMAL}, set()),
+    ],
+)
+def test_ends_are_those_of_llama_cpp(tokens: dict[str, int], ends: set[str], tmp_path: Path) -> None:
+    tokenizer, found = made(tmp_path, **header(*tokens.items()))
+    assert found == ends
+    for index, (text, type_) in enumerate(tokens.items(), len(BYTES) + 4):
+        assert (tokenizer.encode_without_special_tokens(f"a{text}")[1:] == [index]) == (type_ != NORMAL)
+        assert tokenizer.is_special(index) == (type_ == CONTROL or text in ends)
+
+
+def test_control_tokens_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
+    """As in its tokenizer.json, and in llama.cpp."""
+    tokens = {"<unk>": 2, "<s>": CONTROL, "</s>": CONTROL, "<0x0A>": BYTE, "▁": NORMAL, "a": NORMAL, "<|end|>": CONTROL}
+    fields = {"model": "llama", "tokens": [*tokens], "token_type": [*tokens.values()], "scores": [0.0] * len(tokens)}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": False}
+    tokenizer, ends = made(tmp_path, architecture="phi3", **fields, **ids)
+    assert tokenizer.encode_without_special_tokens("a<|end|>\n a<s>\n") == [5, 6, 5, 1, 3]
+    assert ends == {"</s>", "<|end|>"}
+
+
+def test_the_header_names_ends(tmp_path: Path) -> None:
+    more = ("<end>", CONTROL), ("<turn>", CONTROL), ("<message>", CONTROL)
+    first = len(BYTES) + 4
+    ids = {"eos_token_id": first, "eot_token_id": first + 1, "eom_token_id": first + 2, "fim_pad_token_id": 9999}
+    _, ends = made(tmp_path, **header(*more, **ids))
+    assert ends == {"<end>", "<turn>", "<message>"}
+
+
+def test_all_templates_are_kept(tmp_path: Path) -> None:
+    """Unless files next to it have some; these are never written to."""
+    templates = {"chat_template": "plain", "chat_template.tool_use": "tools", "chat_template.rag": "rag"}
+    made(tmp_path, **header(**templates, eos_token_id=0))
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    user = [{"role": "user", "content": "a"}]
+    assert [template.render(user), template.render(user, [{}]), template.mentions("rag")] == ["plain", "tools", True]
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == {
+        "default": "plain",
+        "tool_use": "tools",
+        "rag": "rag",
+    }
+    beside = tmp_path / "beside.json"
+    beside.write_text(json.dumps({"chat_template": "mine", "model_max_length": 7}))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").symlink_to(beside)
+    (tmp_path / "tokenizer.json").unlink()
+    gguf.convert_here(tmp_path)
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(user) == "mine"
+    assert json.loads(beside.read_text()) == {"chat_template": "mine", "model_max_length": 7}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"merges": None}, "its header has no tokenizer.ggml.merges: put tokenizer.json next to the file"),
+        ({"tokens": None}, "its header has no tokenizer.ggml.tokens: put tokenizer.json next to the file"),
+        ({"model": "llama"}, "its header has no tokenizer.ggml.scores: put tokenizer.json next to the file"),
+        ({"merges": ["he"]}, "its tokenizer cannot be read, put tokenizer.json next to the file: "),
+        ({"bos_token_id": 9999}, "its tokenizer cannot be read, put tokenizer.json next to the file: IndexError"),
+    ],
+)
+def test_a_header_that_leaves_something_out_is_one_line(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given = {name: value for name, value in (header() | fields).items() if value is not None}
+    with pytest.raises(StartError) as caught:
+        made(tmp_path, **given)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
