@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA, kernels_of
+from slow_cases import slow_except
 from tiny_models import (
     OWN_ATTENTION,
     generate_all,
@@ -31,6 +32,7 @@ from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.errors import Unsupported
 
 ROWS = 4
+FAST = {"Llama", "Gemma2", "OPT", "T5", "Marian", "BLOOM", "GPT-J"}
 REPLAYED = ["Llama", "Mistral", "Gemma", "Gemma2", "Qwen2", "Qwen3", "Phi", "Phi3", "Granite", "StableLm", "GPTNeoX"]
 REPLAYED += ["OPT", "OPT, galactica", "OPT, 350m", "GPT2", "GPTBigCode", "GPTBigCode, many heads", "Starcoder2"]
 REPLAYED += ["Nemotron", "Persimmon", "BioGpt", "Arcee", "BitNet"]
@@ -65,9 +67,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model_from_config(make_wide_config("Llama"), tmp_path)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_from_config(make_wide_config("Llama"), tmp_path_factory.mktemp("model"))
 
 
 def generated(model: Path, **options: Any) -> list[list[int]]:
@@ -97,7 +99,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=True)
 
 
-@pytest.mark.parametrize("name", OWN_ATTENTION)
+@pytest.mark.parametrize("name", slow_except(FAST, OWN_ATTENTION))
 def test_models_with_attention_of_their_own_are_replayed(
     name: str, tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,8 +107,7 @@ def test_models_with_attention_of_their_own_are_replayed(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=name not in ("GPT-J", "CodeGen"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize(("onednn", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, onednn: bool, dtype: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=False, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", slow_except(FAST, REPLAYED))
 def test_replayed_steps_call_no_operators_of_pytorch(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
