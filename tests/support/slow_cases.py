@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 
-def slow_except(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """The values as parameters, all but these marked slow."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def slow_except(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """All but the fast cases are marked slow; a tuple has the values of several names."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=[] if case in fast else pytest.mark.slow)
+        for case in cases
+    ]

@@ -73,7 +73,7 @@ SLOW = [(*case, range(2, 50)) for case in product((SYNCHRONOUS, ASYNCHRONOUS), (
 
 @pytest.mark.parametrize(
     ("subject", "few_blocks", "prefix_cache", "seeds"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    slow_except(FAST, FAST + SLOW),
     indirect=["subject"],
 )
 def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, seeds: range) -> None:
@@ -93,7 +93,6 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
 PROPOSING = [
     (SYNCHRONOUS, ForcedLookup),
     (SYNCHRONOUS, Adversary),
-    ((*SYNCHRONOUS, "Llama"), ForcedDrafts),
     ((*SYNCHRONOUS, "Mistral"), ForcedDrafts),
 ]
 
@@ -101,12 +100,8 @@ PROPOSING = [
 @pytest.mark.parametrize(
     ("subject", "kind", "few_blocks", "seeds"),
     [
-        *((*PROPOSING[at], few_blocks, range(100, 102)) for at, few_blocks in ((0, False), (1, True), (3, True))),
-        *(
-            pytest.param(*case, few_blocks, range(100, 108), marks=pytest.mark.slow)
-            for case in PROPOSING
-            for few_blocks in (False, True)
-        ),
+        *((*PROPOSING[at], few_blocks, range(100, 102)) for at, few_blocks in ((0, False), (1, True), (2, True))),
+        *slow_except((), ((*case, few, range(100, 108)) for case in PROPOSING for few in (False, True))),
     ],
     indirect=["subject"],
 )
@@ -127,11 +122,10 @@ def test_interleavings_with_proposals(subject: Subject, few_blocks: bool, kind: 
     assert (total["preemptions"] > 0) == few_blocks
 
 
-WINDOW = ("Mistral", 1, "float64", False)
-OTHERS = ("Llama", 1, "float64", False), ("Gemma2", 1, "float32", False), ("GptOss", 1, "float32", False)
+CHUNKED = [(("Mistral", 1, "float64", False),), (("Gemma2", 1, "float32", False),), (("GptOss", 1, "float32", False),)]
 
 
-@pytest.mark.parametrize("subject", slow_except([WINDOW], [WINDOW, *OTHERS]), indirect=True)
+@pytest.mark.parametrize("subject", slow_except(CHUNKED[:1], CHUNKED), indirect=True)
 def test_chunks_of_any_size(subject: Subject) -> None:
     """Alone, and beside a decode."""
     long = Request(1, PROMPTS[5], 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
