@@ -78,16 +78,10 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @given(
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    batch=batches(),
-    eos=st.lists(st.integers(0, 50), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), batches(), st.lists(st.integers(0, 50), max_size=3)
 )
-@settings(max_examples=80)
-def test_rows_match_the_naive_sampler(
-    dtype: torch.dtype,
-    batch: Batch,
-    eos: list[int],
-) -> None:
+@settings(max_examples=60)
+def test_rows_match_the_naive_sampler(dtype: torch.dtype, batch: Batch, eos: list[int]) -> None:
     params, asked, outputs, logits, context, allowed = batch
     rows = [make_row(s, d, output=own) for s, d, own in zip(params, asked, outputs, strict=True)]
     ends = sorted({token for token in eos if token < len(logits[0])})
