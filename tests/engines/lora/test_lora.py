@@ -4,6 +4,7 @@ import gc
 import random
 import warnings
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from adapter_batches import (
     store_for,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from slow_cases import slow_except
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 from tuning import Tuned
@@ -74,14 +76,12 @@ def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
 
 
 # several kinds of layers: Linear and Conv1D, of two or three dimensions, merged QKV, with a router
-MODELS: list[Any] = ["Llama", "GPT2", "GPTNeoX", "Mixtral", "DeepseekV3"]
-MODELS += [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("GPTBigCode", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3")
-]
+MODELS = ["Llama", "GPT2", "GPTNeoX", "Mixtral", "DeepseekV3"]
+MODELS += ["GPTBigCode", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3"]
+FAST = [("Llama", "paged"), ("GPT2", "padded"), ("GPTNeoX", "paged"), ("Mixtral", "padded"), ("DeepseekV3", "padded")]
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), slow_except(FAST, product(MODELS, ENGINES)))
 def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path / "model")
     try:
@@ -103,9 +103,9 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
     assert check_mixed(setup, models, adapters) >= 7
 
 
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize(
-    "name", ["T5", "Bart", "T5Gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("M2M100", "LongT5"))]
+    ("name", "kind"),
+    slow_except([("T5", "paged"), ("Bart", "padded")], product(("T5", "Bart", "T5Gemma", "M2M100", "LongT5"), ENGINES)),
 )
 def test_adapters_change_encoder_and_decoder_beside_soft_prompts(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,13 +173,10 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequence(
     bad.adapter = LoraAdapter(99, layers)
     rows = [bad]
     for job in jobs:
-        row = Sequence(job.request(next(setup.ids)), 0.0)
-        row.adapter = job.prompt
-        rows.append(row)
-    at = 0
-    for row in rows:
-        row.block_table = list(range(at, at + 3))
-        at += 3
+        rows.append(Sequence(job.request(next(setup.ids)), 0.0))
+        rows[-1].adapter = job.prompt
+    for at, row in enumerate(rows):
+        row.block_table = list(range(3 * at, 3 * at + 3))
     result = setup.engine.step(StepPlan.compute_all(rows))
     setup.engine.release(rows)
     assert list(result.failed) == [bad.id]
@@ -188,9 +185,7 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequence(
 
 def test_merged_layers_are_changed_separately() -> None:
     """As on CUDA, where the projections to queries, keys and values are merged."""
-    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = small_llama(intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     layers, ids = LoraLayers(model), torch.tensor([[1, 2, 3], [4, 5, 6]])
     linears = layers.targets
     adapters = [
@@ -207,21 +202,23 @@ def test_merged_layers_are_changed_separately() -> None:
             torch.testing.assert_close(model(ids).logits, expected)
 
 
-def small_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    return LlamaForCausalLM(config).eval()
+def small_llama(**sizes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    small = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **small | sizes)).eval()
+
+
+def one_layer(layers: LoraLayers, version: int, rank: int) -> LoraAdapter:
+    """An adapter of ones for the first layer."""
+    name, (inputs, outputs) = next(iter(layers.targets.items()))
+    return LoraAdapter(version, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
 
 
 @pytest.mark.parametrize("min_columns", [0, MAX_ADAPTER_RANKS])
 def test_a_newcomer_evicts_only_idle_adapters_and_as_few_as_needed(min_columns: int) -> None:
     layers = LoraLayers(small_llama(), None, min_columns)
-    (name, (inputs, outputs)), *_ = layers.targets.items()
-
-    def adapter(version: int, rank: int) -> LoraAdapter:
-        return LoraAdapter(version, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
-
-    first = [adapter(version, MAX_ADAPTER_RANKS // 16) for version in range(16)]
-    idle, running, newcomer = first[::2], first[1::2], adapter(16, MAX_ADAPTER_RANKS // 16 + 1)
+    first = [one_layer(layers, version, MAX_ADAPTER_RANKS // 16) for version in range(16)]
+    idle, running, newcomer = first[::2], first[1::2], one_layer(layers, 16, MAX_ADAPTER_RANKS // 16 + 1)
     for adapters in (first, *[[one] for one in idle[2:]], running):
         layers.place(adapters)
     captured = layers._bank.version
@@ -237,13 +234,9 @@ def test_a_bank_that_grows_needs_no_memory_for_both(monkeypatch: pytest.MonkeyPa
     """What is replaced is gone before, also if there is no memory for the rest; then no adapter and no hook is left."""
     model = small_llama()
     layers = LoraLayers(model)
-    (name, (inputs, outputs)), *_ = layers.targets.items()
-    first, second = (
-        LoraAdapter(rank, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
-        for rank in (4, 9)
-    )
+    first, second = (one_layer(layers, rank, rank) for rank in (4, 9))
     with layers.applied([first]):
-        replaced = [weakref.ref(buffer) for buffer in layers._bank._buffers[name]]
+        replaced = [weakref.ref(buffer) for buffer in layers._bank._buffers[next(iter(first.layers))]]
     assert all(ref() is not None for ref in replaced)
 
     def fail(*_: Any) -> None:
