@@ -148,14 +148,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
             expected[n, k] = float(scales[k // 16, n]) * (int(codes[k, n]) - int(zeros[k // 16, n]))
 
     def packed(numbers: np.ndarray) -> Tensor:
-        rows = [
-            [
-                sum(int(row[8 * j + (0, 2, 4, 6, 1, 3, 5, 7)[i]]) << 4 * i for i in range(8))
-                for j in range(len(row) // 8)
-            ]
-            for row in numbers
-        ]
-        return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
+        return words(numbers.reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape), 4)
 
     tensors = {"qweight": packed(codes), "qzeros": packed(zeros), "scales": torch.from_numpy(scales)}
     return tensors, torch.from_numpy(expected)

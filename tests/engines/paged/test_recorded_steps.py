@@ -8,13 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from batches import engine_options, limits
+from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
 from slow_cases import slow_except
 from tiny_models import (
     OWN_ATTENTION,
     generate_all,
     greedy_requests,
+    limits_of,
     make_model_from_config,
     make_wide_config,
     paged_engine,
@@ -76,7 +77,7 @@ def generated(model: Path, **options: Any) -> list[list[int]]:
     """The tokens of a dozen requests that come at random times, some to an idle engine."""
     engine = PagedEngine(engine_options(model, ROWS, **options))
     draw = random.Random(1)
-    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    bounds = limits_of(engine, 25, prefill_tokens=16)
     return generate_all(engine, bounds, greedy_requests(12, 9, draw, longest=40), draw)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from adapter_batches import AdapterRequest, EngineSetup, generate_all
-from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from fake_cuda_graphs import record
-from tiny_models import EOS, VOCAB_SIZE, make_model_from_config, make_wide_config, paged_engine
+from tiny_models import EOS, VOCAB_SIZE, limits_of, make_model_from_config, make_wide_config, paged_engine
 from torch import Tensor
 
 from tgis.batcher.sequence import StepPlan
@@ -67,7 +66,7 @@ def generated(engine: PagedEngine, ranks: list[int]) -> list[list[int]]:
     """By requests with each adapter and none, which arrive at random steps; first some, then all."""
     adapters: list[Any] = [None, *make_adapters(engine, ranks)]
     draw = random.Random(2)
-    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    bounds = limits_of(engine, 25, prefill_tokens=16)
     setup, tokens = EngineSetup(engine, bounds), []
     for some in (adapters[:2], adapters):
         prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 30))] for _ in range(3 * len(some))]

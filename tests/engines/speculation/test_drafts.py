@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
@@ -20,6 +19,7 @@ from tiny_models import (
     LONG,
     VOCAB_SIZE,
     Outcome,
+    limits_of,
     make_model_from_config,
     make_wide_config,
     outcomes,
@@ -97,16 +97,8 @@ def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngin
 def generated_by(
     engine: PagedEngine, asked: list[Request], drafted: int, blocks: int, draw: random.Random, **others: Any
 ) -> tuple[list[Outcome], Counter[str]]:
-    bounds = limits(
-        blocks * 16,
-        prefix_cache=True,
-        proposed_tokens=15,
-        drafted_tokens=drafted,
-        padded=False,
-        block_size=16,
-        prefill_tokens=50,
-        max_batch_size=ROWS,
-    )
+    how = {"prefix_cache": True, "proposed_tokens": 15, "drafted_tokens": drafted, "prefill_tokens": 50}
+    bounds = limits_of(engine, blocks, **how)
     found, counts = outcomes(engine, bounds, asked, draw, **others)
     return [*found.values()], counts
 
@@ -121,7 +113,7 @@ def requests(draw: random.Random, sampling: list[SamplingParams]) -> list[Reques
 def test_drafts_change_nothing(engine: PagedEngine) -> None:
     """With every way to sample, few blocks, and prefixes of the cache."""
     draw = random.Random(4)
-    asked = requests(draw, [*KINDS, *KINDS])
+    asked = requests(draw, KINDS)
     expected, none = generated_by(engine, asked, 0, 100, draw)
     assert not none["asked"]
     preempted = 0
