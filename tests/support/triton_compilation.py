@@ -8,12 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import decode_cases
 import filtered_cases
 import gumbel_max_cases
-import prefill_cases
 import quantized_cases
 import torch
+from attention_cases import BFLOAT16_CHUNKS, BFLOAT16_DECODES, chunk_inputs, decode_inputs
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -59,12 +58,12 @@ def build(kernel: str, capability: int, launch: Callable[[], object]) -> tuple[i
 
 
 def decode(name: str) -> None:
-    tensors, params = decode_cases.inputs(decode_cases.BFLOAT16[name], "cpu")
+    tensors, params = decode_inputs(BFLOAT16_DECODES[name], "cpu")
     paged_decode.paged_decode(*tensors, params=params, num_sms=132)
 
 
 def prefill(name: str) -> None:
-    made, params = prefill_cases.inputs(prefill_cases.BFLOAT16[name], "cpu")
+    made, params = chunk_inputs(BFLOAT16_CHUNKS[name], "cpu")
     paged_prefill.paged_prefill(made.q, *made.layer, make_paged_chunks(made.batch.chunks), params)
 
 
@@ -98,7 +97,7 @@ def main() -> None:
     }
     for name, capability in (("Llama", 90), ("StarCoder", 90), ("GPT-OSS", 90), ("Gemma", 86)):
         builds[f"{name} on sm_{capability}"] = build("_split_attention", capability, partial(decode, name))
-    for name, capability in (*((name, 90) for name in prefill_cases.BFLOAT16), ("Gemma", 86)):
+    for name, capability in (*((name, 90) for name in BFLOAT16_CHUNKS), ("Gemma", 86)):
         builds[f"{name} on sm_{capability}, prefill"] = build("_prefill_attention", capability, partial(prefill, name))
     for name, rows in PRODUCTS:
         for capability in (86, 90):

@@ -3,8 +3,8 @@
 import pytest
 import quantized_cases
 import torch
+from attention_cases import expected_decodes
 from chunk_batches import chunk_batch
-from decode_cases import expected
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
@@ -32,7 +32,7 @@ def test_a_captured_decode_reads_new_block_tables_and_lengths() -> None:
         batch.block_tables.copy_(torch.randperm(12)[:12].view(3, 4))
         q.normal_()
         graph.replay()
-        oracle = expected(q, keys, values, batch.block_tables, batch.seq_lens, params=params)
+        oracle = expected_decodes(q, keys, values, batch.block_tables, batch.seq_lens, params=params)
         torch.testing.assert_close(output.double(), oracle, atol=3e-2, rtol=0)
 
 

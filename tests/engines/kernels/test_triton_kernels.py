@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import decode_cases
 import filtered_cases
 import gumbel_max_cases
-import prefill_cases
 import pytest
 import quantized_cases
 import torch
+from attention_cases import BFLOAT16_CHUNKS, BFLOAT16_DECODES, CHUNKS, DECODES, Case, decode_error, prefill_error
 from batches import engine_options, limits
 from quantized_formats import FORMATS, load, quantized_copy
 from repository import run_python
@@ -36,7 +35,7 @@ pytestmark = [
 if find_spec("triton") is not None:
     from triton.runtime import interpreter
 
-    from tgis.engines.kernels.cuda import kv_cache, paged_decode, quantized, sampling
+    from tgis.engines.kernels.cuda import kv_cache, quantized, sampling
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -113,15 +112,14 @@ def test_the_best_token_is_the_first_of_a_scan_from_the_left(scores: Tensor, dty
             assert found[0] in range(len(row))
 
 
-@pytest.mark.parametrize("case", cases(decode_cases.CASES, decode_cases.BFLOAT16 if ON_GPU else {}))
-def test_decode_attention_is_the_oracles(case: decode_cases.Case) -> None:
-    error = decode_cases.error(case, DEVICE.type, paged_decode.paged_decode, num_sms=case.num_sms)
-    assert error < TOLERANCE[case.dtype]
+@pytest.mark.parametrize("case", cases(DECODES, BFLOAT16_DECODES if ON_GPU else {}))
+def test_decode_attention_is_the_oracles(case: Case) -> None:
+    assert decode_error(case, DEVICE.type) < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("case", cases(prefill_cases.CASES, prefill_cases.BFLOAT16 if ON_GPU else {}))
-def test_prefill_attention_is_the_oracles(case: prefill_cases.Case) -> None:
-    assert prefill_cases.error(case, DEVICE.type) < TOLERANCE[case.dtype]
+@pytest.mark.parametrize("case", cases(CHUNKS, BFLOAT16_CHUNKS if ON_GPU else {}))
+def test_prefill_attention_is_the_oracles(case: Case) -> None:
+    assert prefill_error(case, DEVICE.type) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("case", cases(gumbel_max_cases.CASES))

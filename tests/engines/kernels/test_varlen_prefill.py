@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import CHUNKS, chunk_inputs
 from attention_oracle import reference_attention
 from chunk_batches import chunk_batch
-from prefill_cases import CASES, inputs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -77,10 +77,10 @@ def test_the_chunks_of_a_step_are_one_call(
     assert varlen.calls == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CHUNKS)
 def test_plain_pytorch_matches_the_oracle(name: str) -> None:
     """Chunks, and their last tokens as decodes."""
-    chunks, params = inputs(CASES[name], "cpu")
+    chunks, params = chunk_inputs(CHUNKS[name], "cpu")
     expected, batch, q = chunks.expected(params), chunks.batch, chunks.q
     tables = pad_sequence([chunk.block_table for chunk in batch.chunks], batch_first=True)
     decodes = replace(batch, block_tables=tables, seq_lens=torch.tensor([chunk.seq_len for chunk in batch.chunks]))
