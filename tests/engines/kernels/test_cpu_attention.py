@@ -2,11 +2,12 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
+import attention_cases
 import pytest
 import torch
-from attention_cases import BFLOAT16_DECODES, DECODES, Case, decode_inputs, expected_decodes
-from attention_oracle import random_bias
+from attention_cases import BFLOAT16_DECODES, Case, chunk_inputs, decode_inputs, expected_decodes
 from chunk_batches import ChunkedBatch, chunk_batch
 from cpu_kernels import kernels_here, num_threads, of_each_isa
 from slow_cases import slow_except
@@ -18,29 +19,19 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales
 from tgis.engines.paged.attention_metadata import AttentionMetadata
 
-FITTING = {
-    name: case for name, case in DECODES.items() if not (case.k_size % 16 or (case.v_size or 0) % 16 or case.block % 16)
-}
+
+def fitting(cases: dict[str, Case]) -> dict[str, Case]:
+    """Those with sizes that the kernel supports."""
+    sizes = {name: (case.k_size, case.v_size or 16, case.block) for name, case in cases.items()}
+    return {name: case for name, case in cases.items() if not any(size % 16 for size in sizes[name])}
+
+
+DECODES, CHUNKS = fitting(attention_cases.DECODES), fitting(attention_cases.CHUNKS)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ROWS = [(0, 2), (0, 16), (0, 130), (127, 2), (126, 5), (509, 7), (1000, 33), (15, 64)]  # tokens before, new tokens
-PARAMS = {
-    "plain": AttentionParams(0.3),
-    "window of one token": AttentionParams(0.3, 1),
-    "window": AttentionParams(0.3, 100),
-    "window longer than a span": AttentionParams(0.3, 600),
-    "soft cap": AttentionParams(0.3, softcap=3.0),
-    "sinks": AttentionParams(0.3, sinks=torch.linspace(-2, 2, 6)),
-    "bias by distance": AttentionParams(0.3, **random_bias(6, 1300, by_distance=True)),
-    "bias by key": AttentionParams(0.3, **random_bias(6, 1300, by_distance=False)),
-    "not causal": AttentionParams(0.3, causal=False),
-    "not causal, bias by distance": AttentionParams(
-        0.3, **random_bias(6, 1300, by_distance=True, causal=False), causal=False
-    ),
-    "not causal, all at once": AttentionParams(
-        *(0.3, None, 3.0, torch.linspace(-2, 2, 6)), **random_bias(6, 1300, by_distance=False), causal=False
-    ),
-    "all at once": AttentionParams(0.3, 70, 3.0, torch.linspace(-2, 2, 6), **random_bias(6, 1300, by_distance=True)),
-}
+TOTAL = 1300
+PLAIN = Case([(0, TOTAL)], 6, 2, 32)
+ALL_AT_ONCE = replace(PLAIN, window=70, softcap=3.0, sinks=True, bias="distance")
 
 
 kernels = of_each_isa
@@ -133,23 +124,26 @@ def prefill_error(kernels: list[CpuAttention], chunks: ChunkedBatch, params: Att
     return max(float((prefill_by(kernel, chunks, params).double() - expected).abs().max()) for kernel in kernels)
 
 
-@pytest.mark.parametrize("name", [*FITTING, *BFLOAT16_DECODES])
+@pytest.mark.parametrize("name", [*DECODES, *BFLOAT16_DECODES])
 def test_decodes_match_the_oracle(every_kernel: list[CpuAttention], name: str) -> None:
-    case = replace((FITTING | BFLOAT16_DECODES)[name], index=torch.int64)
+    case = replace((DECODES | BFLOAT16_DECODES)[name], index=torch.int64)
     case = case if name in BFLOAT16_DECODES else replace(case, dtype=torch.float32)
     tensors, params = decode_inputs(case, "cpu")
     oracle = expected_decodes(*tensors, params=params)
-    for kernel in every_kernel if name in FITTING else every_kernel[-1:]:
+    for kernel in every_kernel if name in DECODES else every_kernel[-1:]:
         found = decode_by(kernel, *tensors, params=params).double()
         assert ((found - oracle).abs() < TOLERANCE[case.dtype]).all()  # and no NaN
 
 
-@pytest.mark.parametrize("name", slow_except({"window longer than a span", "not causal", "all at once"}, PARAMS))
+@pytest.mark.parametrize(
+    "name", slow_except({"a window that is longer than a span", "not causal", "all at once"}, CHUNKS)
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_chunks_see_their_context_and_themselves(
     every_kernel: list[CpuAttention], name: str, dtype: torch.dtype
 ) -> None:
-    assert prefill_error(every_kernel, chunk_batch(ROWS, 6, 2, 32, dtype), PARAMS[name]) < TOLERANCE[dtype]
+    chunks, params = chunk_inputs(replace(CHUNKS[name], dtype=dtype), "cpu")
+    assert prefill_error(every_kernel, chunks, params) < TOLERANCE[dtype]
 
 
 SHAPES = [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1, 16), (2, 1, 512), (256, 1, 512)]
@@ -160,8 +154,8 @@ SHAPES = [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1,
 def test_chunks_of_many_shapes(
     every_kernel: list[CpuAttention], heads: int, kv_heads: int, size: int, dtype: torch.dtype
 ) -> None:
-    chunks = chunk_batch([(0, 40), (130, 3)], heads, kv_heads, size, dtype)
-    assert prefill_error(every_kernel, chunks, AttentionParams(size**-0.5)) < TOLERANCE[dtype]
+    chunks, params = chunk_inputs(Case([(0, 40), (130, 3)], heads, kv_heads, size, dtype=dtype), "cpu")
+    assert prefill_error(every_kernel, chunks, params) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -171,13 +165,14 @@ def test_chunks_of_random_shapes(every_kernel: list[CpuAttention], seed: int, dt
     rows = [(draw.choice([0, draw.randint(1, 700)]), draw.randint(1, 60)) for _ in range(draw.randint(1, 5))]
     kv_heads, causal = draw.randint(1, 4), draw.random() < 0.7
     heads = kv_heads * draw.choice([1, 1, 2, 3, 7, 48])
-    size, v_size = (16 * draw.choice([1, 1, 2, 3, 5, 8]) for _ in range(2))
-    window = draw.choice([None, None, 1, draw.randint(2, 600)]) if causal else None
-    sinks = torch.randn(heads) if draw.random() < 0.3 else None
-    longest, by_distance = max(map(sum, rows)), draw.random() < 0.5
-    bias = random_bias(heads, longest, by_distance=by_distance, causal=causal) if draw.random() < 0.3 else {}
-    params = AttentionParams(size**-0.5, window, draw.choice([None, None, 5.0]), sinks, **bias, causal=causal)
-    chunks = chunk_batch(rows, heads, kv_heads, size, dtype, v_size=v_size)
+    k_size, v_size = (16 * draw.choice([1, 1, 2, 3, 5, 8]) for _ in range(2))
+    rules: dict[str, Any] = {
+        "window": draw.choice([None, None, 1, draw.randint(2, 600)]) if causal else None,
+        "softcap": draw.choice([None, None, 5.0]),
+        "sinks": draw.random() < 0.3,
+        "bias": draw.choice([None, None, "distance", "key"]),
+    }
+    chunks, params = chunk_inputs(Case(rows, heads, kv_heads, k_size, v_size, dtype, causal=causal, **rules), "cpu")
     with num_threads(draw.choice([1, 2, 3, 5])):
         assert prefill_error(every_kernel, chunks, params) < 2 * TOLERANCE[dtype]
 
@@ -239,25 +234,24 @@ def test_codes_of_a_token_depend_on_no_other_token(kernel: CpuAttention, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("params", "dtype", "coded"),
+    ("case", "dtype", "coded"),
     [
-        (PARAMS["plain"], torch.float32, False),
-        (PARAMS["all at once"], torch.bfloat16, False),
-        (PARAMS["all at once"], torch.float32, True),
-        (PARAMS["plain"], torch.bfloat16, True),
+        (PLAIN, torch.float32, False),
+        (ALL_AT_ONCE, torch.bfloat16, False),
+        (ALL_AT_ONCE, torch.float32, True),
+        (PLAIN, torch.bfloat16, True),
     ],
 )
 def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
-    kernel: CpuAttention, params: AttentionParams, dtype: torch.dtype, *, coded: bool
+    kernel: CpuAttention, case: Case, dtype: torch.dtype, *, coded: bool
 ) -> None:
     """However a prompt is cut, by however many threads, and beside whomever."""
-    total = 1300
-    chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
+    chunks, params = chunk_inputs(replace(case, dtype=dtype), "cpu")
     whole, blocks = prefill_by(kernel, chunks, params, coded=coded), chunks.batch.chunks[0].block_table
     cache = cache_of(kernel, chunks, coded=coded)
     cuts = ([1, 1, 14, 1, 240, 255, 1, 511, 276], [130] * 10, [1024, 276], [37] * 35 + [5])
     for count, cut in zip((1, 2, 7, 2), cuts, strict=True):
-        assert sum(cut) == total
+        assert sum(cut) == TOTAL
         parts, before = [], 0
         for size in cut:
             start = 2 + before
@@ -269,21 +263,18 @@ def test_a_token_gets_the_same_bits_in_any_chunk_and_company(
         assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("not causal", torch.bfloat16), ("not causal, bias by distance", torch.float32)]
-)
+@pytest.mark.parametrize(("bias", "dtype"), [(None, torch.bfloat16), ("distance", torch.float32)])
 def test_a_token_that_sees_all_gets_the_same_bits_beside_any_others(
-    kernel: CpuAttention, name: str, dtype: torch.dtype
+    kernel: CpuAttention, bias: str | None, dtype: torch.dtype
 ) -> None:
     """In a step of its whole sequence and of the last tokens alone; the last one of all decodes."""
-    total = 1300
-    chunks = chunk_batch([(0, total)], 6, 2, 32, dtype)
-    whole, blocks = prefill_by(kernel, chunks, PARAMS[name]), chunks.batch.chunks[0].block_table
-    for threads, count in ((1, 1), (2, 1), (7, 40), (3, 700), (2, total)):
-        rows = [[0, 1, 1, blocks.data_ptr()], [2 + total - count, count, total, blocks.data_ptr()]]
+    chunks, params = chunk_inputs(replace(PLAIN, bias=bias, dtype=dtype, causal=False), "cpu")
+    whole, blocks = prefill_by(kernel, chunks, params), chunks.batch.chunks[0].block_table
+    for threads, count in ((1, 1), (2, 1), (7, 40), (3, 700), (2, TOTAL)):
+        rows = [[0, 1, 1, blocks.data_ptr()], [2 + TOTAL - count, count, TOTAL, blocks.data_ptr()]]
         with num_threads(threads):
-            output = kernel.attend(chunks.q, *in_panels(*chunks.layer), torch.tensor(rows), PARAMS[name])
-        assert torch.equal(output[2 + total - count :], whole[-count:]), count
+            output = kernel.attend(chunks.q, *in_panels(*chunks.layer), torch.tensor(rows), params)
+        assert torch.equal(output[2 + TOTAL - count :], whole[-count:]), count
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -116,26 +116,20 @@ def test_norms_of_transformers_are_replaced(
     kernels: CpuKernels, make: Callable[[int, float], nn.Module], formula: NormFormula, dtype: torch.dtype
 ) -> None:
     for size in (1, 17, 576):
-        check_norm(kernels, make, formula, size, dtype)
-
-
-def check_norm(
-    kernels: CpuKernels, make: Callable[[int, float], nn.Module], formula: NormFormula, size: int, dtype: torch.dtype
-) -> None:
-    norm = drawn(make(size, 1e-6), dtype)
-    model = Holder(norm).to(dtype)
-    assert fuse(model, kernels) == 1
-    assert isinstance(model.part, Norm)
-    x = torch.randn(2, 40, size).to(dtype) * torch.logspace(-4, 4, 40)[:, None].to(dtype)
-    parameters = (getattr(norm, name, None) for name in ("weight", "bias"))
-    expected = formula(x.double(), *(None if each is None else each.double() for each in parameters))
-    assert error(expected, model.part(x)) < ERROR[dtype]
-    assert torch.equal(model.part(x)[:, 7:8], model.part(x[:, 7:8]))
-    assert torch.equal(model.part(x.transpose(0, 1)), model.part(x).transpose(0, 1))
-    heads = torch.cat([x, x], -1).unflatten(1, (5, 8))[None, ..., size:]  # of a wider product
-    assert torch.equal(model.part(heads), model.part(x).unflatten(1, (5, 8))[None])
-    assert torch.equal(model.part(heads.transpose(1, 2))[0, :, 0], model.part(x)[0].unflatten(0, (5, 8)))
-    assert torch.equal(model.part(x[0].T.contiguous().T), model.part(x[0]))
+        norm = drawn(make(size, 1e-6), dtype)
+        model = Holder(norm).to(dtype)
+        assert fuse(model, kernels) == 1
+        assert isinstance(model.part, Norm)
+        x = torch.randn(2, 40, size).to(dtype) * torch.logspace(-4, 4, 40)[:, None].to(dtype)
+        parameters = (getattr(norm, name, None) for name in ("weight", "bias"))
+        expected = formula(x.double(), *(None if each is None else each.double() for each in parameters))
+        assert error(expected, model.part(x)) < ERROR[dtype]
+        assert torch.equal(model.part(x)[:, 7:8], model.part(x[:, 7:8]))
+        assert torch.equal(model.part(x.transpose(0, 1)), model.part(x).transpose(0, 1))
+        heads = torch.cat([x, x], -1).unflatten(1, (5, 8))[None, ..., size:]  # of a wider product
+        assert torch.equal(model.part(heads), model.part(x).unflatten(1, (5, 8))[None])
+        assert torch.equal(model.part(heads.transpose(1, 2))[0, :, 0], model.part(x)[0].unflatten(0, (5, 8)))
+        assert torch.equal(model.part(x[0].T.contiguous().T), model.part(x[0]))
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cpu_kernels import kernels_here, kernels_of, num_threads, seeded
 from quantized_cases import GROUPS, KINDS, Kind
+from quantized_formats import e4m3_value
 from torch import Tensor, nn
 
 from tgis.engines.kernels.cpu.gemm import Gemm
@@ -25,13 +26,8 @@ ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 
 def value_of(table: Tensor, code: int) -> float:
-    if table is INT4:
-        return code
-    if table is INT8:
-        return code - 128
-    assert table is E4M3
-    exponent, mantissa, sign = code >> 3 & 15, code & 7, -1 if code > 127 else 1
-    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+    assert table is INT4 or table is INT8 or table is E4M3
+    return e4m3_value(code) if table is E4M3 else code - 128 * (table is INT8)
 
 
 def numbers_of(weight: QuantizedWeight) -> Tensor:

@@ -151,7 +151,7 @@ def test_compiled_layers_with_steps_of_their_own_share_a_graph() -> None:
 @pytest.mark.skipif(ON_GPU, reason="test_models_gpu.py loads them")
 @pytest.mark.parametrize("kind", ["int4", "gptq, act-order"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_a_model_that_is_loaded_as_for_a_gpu(kind: str, tmp_path: Path) -> None:
+def test_a_quantized_model_loaded_as_for_a_gpu_has_the_logits_of_its_weights(kind: str, tmp_path: Path) -> None:
     path, ids = make_model("Llama", tmp_path), torch.tensor([[5, 9, 13, 7, 40]])
     if kind in FORMATS:
         config, quantize = FORMATS[kind]
@@ -190,6 +190,7 @@ def test_an_engine_with_interpreted_kernels_generates_what_transformers_does(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the other tests compile them")
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Attention with wide asynchronous copies and tensor cores, within the shared memory of smaller chips."""
     variables = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

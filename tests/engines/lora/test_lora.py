@@ -10,22 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import tuning
-from adapter_batches import (
-    ENGINES,
-    AdapterRequest,
-    EngineSetup,
-    check_mixed,
-    find_adapter,
-    generate_all,
-    make_setup,
-    store_for,
-)
+from adapter_batches import ENGINES, AdapterRequest, EngineSetup, check_mixed, generate_all, make_setup, store_for
 from peft import LoraConfig, PeftModel, get_peft_model
 from slow_cases import slow_except
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
-from tuning import Tuned
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -37,22 +26,6 @@ from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
-from tgis.prompts.store import AdapterStore
-
-
-@pytest.fixture(scope="module")
-def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
-    return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
-    return make_setup(request.param, glassllm_dir)
-
-
-@pytest.fixture(scope="module")
-def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
-    return store_for(setup, tuned.store)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +74,16 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
     adapters: list[Any] = [None, *(store.find(str(number)).adapter for number in (1, 2, 3))]
     assert set(adapters[1].layers) == set(setup.engine.info.lora_targets if layers == "all-linear" else layers)
     assert check_mixed(setup, models, adapters) >= 7
+    check_prompt_logprobs(setup, models[1], adapters[1])
+
+
+def check_prompt_logprobs(setup: EngineSetup, model: Any, adapter: Any) -> None:
+    tokens, details = [50, 62, 17, 30, 9], LogprobOptions(input_tokens=True, logprobs=True)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    _, (facts,) = generate_all(setup, [AdapterRequest(tokens, adapter, 3, details)])
+    expected = [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
+    assert [fact.logprob for fact in facts[1:]] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -141,46 +124,27 @@ def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
     check_best(logits[:-1], output)
 
 
-def test_prompt_logprobs_are_those_of_the_adapted_model(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
-) -> None:
-    tokens = [500, 62, 17, 300, 9]
-    base = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
-        adapted = PeftModel.from_pretrained(base, str(tuned.store / "queen")).eval()
-    with torch.no_grad():
-        logprobs = adapted(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-    adapter: Any = store.find("queen").adapter
-    details = LogprobOptions(input_tokens=True, logprobs=True)
-    _, facts = generate_all(
-        setup, [AdapterRequest(tokens, adapter, 3, details), AdapterRequest(tokens, None, 3, details)]
-    )
-    for place in range(1, len(tokens)):
-        assert facts[0][place].logprob == pytest.approx(float(logprobs[place - 1, tokens[place]]), abs=1e-3)
-    assert facts[0][1:] != facts[1][1:]
-
-
-def test_an_adapter_that_overflows_fails_only_its_own_sequence(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned
-) -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_adapter_that_overflows_fails_only_its_own_sequence(kind: str, tmp_path: Path) -> None:
     """Its products are infinite for all sequences, and masked for all but its own."""
-    good: Any = store.find("queen").adapter
-    layers = {name: LoraLayerWeights(layer.lora_a * 1e38, layer.lora_b) for name, layer in good.layers.items()}
-    wanted = [one for one in tuned.continuations if one.prompt in ("queen", "")]
-    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    bad = Sequence(AdapterRequest([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
-    bad.adapter = LoraAdapter(99, layers)
-    rows = [bad]
-    for job in jobs:
-        rows.append(Sequence(job.request(next(setup.ids)), 0.0))
-        rows[-1].adapter = job.prompt
-    for at, row in enumerate(rows):
-        row.block_table = list(range(3 * at, 3 * at + 3))
+    setup = make_setup(kind, make_model("Llama", tmp_path))
+    targets = setup.engine.info.lora_targets
+    bad, good = (
+        LoraAdapter(
+            version,
+            {name: LoraLayerWeights(torch.full((2, i), a), torch.ones(2, o)) for name, (i, o) in targets.items()},
+        )
+        for version, a in ((1, 3e38), (2, 0.1))
+    )
+    jobs = [AdapterRequest([5, 6, 7], adapter, 3) for adapter in (bad, good, None)]
+    expected, _ = generate_all(setup, jobs[1:], eos=EOS)
+    rows = [Sequence(job.request(next(setup.ids)), 0.0) for job in jobs]
+    for at, (row, job) in enumerate(zip(rows, jobs, strict=True)):
+        row.adapter, row.block_table = job.prompt, list(range(3 * at, 3 * at + 3))
     result = setup.engine.step(StepPlan.compute_all(rows))
     setup.engine.release(rows)
-    assert list(result.failed) == [bad.id]
-    assert result.tokens[1:] == [one.generated[:1] for one in wanted]
+    assert list(result.failed) == [rows[0].id]
+    assert result.tokens[1:] == [tokens[:1] for tokens in expected]
 
 
 def test_merged_layers_are_changed_separately() -> None:

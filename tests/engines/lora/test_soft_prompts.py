@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapter_batches import (
-    ENGINES,
-    PLACEHOLDER,
-    AdapterRequest,
-    EngineSetup,
-    check_mixed,
-    generate_all,
-    make_setup,
-)
+from adapter_batches import ENGINES, PLACEHOLDER, AdapterRequest, EngineSetup, check_mixed, generate_all, make_setup
 from peft import PeftModelForCausalLM, PromptTuningConfig
 from slow_cases import slow_except
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
@@ -34,18 +26,23 @@ def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
     return make_setup(request.param, glassllm_dir)
 
 
-def embeddings_of(model: Path, tokens: list[int], version: int = 1) -> SoftPrompt:
+@pytest.fixture(scope="module")
+def glassllm(glassllm_dir: Path) -> Any:
+    """The model in transformers."""
+    return AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()
+
+
+def embeddings_of(reference: Any, tokens: list[int], version: int = 1) -> SoftPrompt:
     """A soft prompt of the embeddings of these tokens."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return SoftPrompt(version, reference.get_input_embeddings().weight.detach()[tokens])
 
 
-def test_a_prompt_of_token_embeddings_equals_these_tokens(setup: EngineSetup, glassllm_dir: Path) -> None:
+def test_a_prompt_of_token_embeddings_equals_these_tokens(setup: EngineSetup, glassllm: Any) -> None:
     """The logprobs of the real tokens are the same, too."""
     words, tokens = [40, 41, 300, 7, 99], [500, 62, 17, 300]
     details = LogprobOptions(input_tokens=True, logprobs=True, ranks=True)
     jobs = [
-        AdapterRequest(tokens, embeddings_of(glassllm_dir, words), 12, details),
+        AdapterRequest(tokens, embeddings_of(glassllm, words), 12, details),
         AdapterRequest(words + tokens, None, 12, details),
     ]
     generated, (ours, real) = generate_all(setup, jobs)
@@ -57,16 +54,15 @@ def test_a_prompt_of_token_embeddings_equals_these_tokens(setup: EngineSetup, gl
         assert one.rank == other.rank
 
 
-def test_repetition_is_penalised_for_real_tokens_only(setup: EngineSetup, glassllm_dir: Path) -> None:
+def test_repetition_is_penalised_for_real_tokens_only(setup: EngineSetup, glassllm: Any) -> None:
     """Placeholders are not tokens: the penalty neither applies to their id nor to anything else in a soft prompt."""
     words, tokens = [4, *[PLACEHOLDER] * 6], [500, 62, 17, 300]
-    (generated,), _ = generate_all(setup, [AdapterRequest(tokens, embeddings_of(glassllm_dir, words), 16, penalty=1.7)])
-    assert generated == penalised_greedy(glassllm_dir, words, tokens, 1.7, 16)
+    (generated,), _ = generate_all(setup, [AdapterRequest(tokens, embeddings_of(glassllm, words), 16, penalty=1.7)])
+    assert generated == penalised_greedy(glassllm, words, tokens, 1.7, 16)
 
 
-def penalised_greedy(model: Path, words: list[int], tokens: list[int], penalty: float, count: int) -> list[int]:
+def penalised_greedy(reference: Any, words: list[int], tokens: list[int], penalty: float, count: int) -> list[int]:
     """`words` count for the model and not for the penalty."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     generated: list[int] = []
     for _ in range(count):
@@ -77,12 +73,12 @@ def penalised_greedy(model: Path, words: list[int], tokens: list[int], penalty: 
     return generated
 
 
-def test_cached_blocks_are_not_shared_between_prompts(setup: EngineSetup, glassllm_dir: Path) -> None:
+def test_cached_blocks_are_not_shared_between_prompts(setup: EngineSetup, glassllm: Any) -> None:
     """All sequences have the same ids, enough to fill blocks: placeholders, and real tokens of the same id."""
     tokens = [500, 62, 17, 300]
     draw = random.Random(3)
     words = [[draw.randrange(4, 1024) for _ in range(40)] for _ in range(3)]
-    prompts = [embeddings_of(glassllm_dir, some, version) for version, some in enumerate(words, 1)]
+    prompts = [embeddings_of(glassllm, some, version) for version, some in enumerate(words, 1)]
     bare = [AdapterRequest(some + tokens, None, 8) for some in [*words, [PLACEHOLDER] * 40]]
     expected, _ = generate_all(setup, bare)
     assert len({tuple(some) for some in expected}) == 4

@@ -81,6 +81,11 @@ def generated(model: Path, **options: Any) -> list[list[int]]:
     return generate_all(engine, bounds, greedy_requests(12, 9, draw, longest=40), draw)
 
 
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return generated(model)
+
+
 def assert_replayed_like_eager(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, prefills: bool | None, **options: Any
 ) -> None:
@@ -129,10 +134,9 @@ def test_replayed_steps_call_no_operators_of_pytorch(
 
 
 def test_a_recorded_step_that_gives_other_logits_is_not_used(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one would that depends on numbers on the host."""
-    expected = generated(model)
     monkeypatch.setattr(Recorder, "record", lambda _, run: (lambda: None, run().clone()))
     monkeypatch.setattr(ResizablePass, "__call__", lambda *_: None)
     assert generated(model) == expected
@@ -141,10 +145,8 @@ def test_a_recorded_step_that_gives_other_logits_is_not_used(
 
 
 def test_a_model_that_cannot_be_recorded_runs_eagerly(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    expected = generated(model)
-    replays.clear()
     monkeypatch.setattr(RecorderMemory, "empty", mock.Mock(side_effect=Unsupported("aten.item looks at numbers")))
     assert generated(model) == expected
     assert [text for text in caplog.messages if "recorded" in text] == [
@@ -154,10 +156,8 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly(
 
 
 def test_after_a_lack_of_memory_steps_are_recorded_again(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    expected = generated(model)
-    replays.clear()
     monkeypatch.setattr(recorded_steps, "_PAUSE", 5)
     empty, fails = RecorderMemory.empty, iter([True, True] + [False] * 60 + [True])
 

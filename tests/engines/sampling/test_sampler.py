@@ -27,10 +27,10 @@ INFINITY = math.inf
 
 
 def choose(
-    rows: list[Sequence], logits: torch.Tensor, context: torch.Tensor | None = None, eos: Collection[int] = ()
+    rows: list[Sequence], logits: torch.Tensor, context: Collection[int] = (0,), eos: Collection[int] = ()
 ) -> Sampled:
-    """One step; the history is token 0 alone where a test does not care."""
-    return sample_batch(rows, logits, [[0]] * len(rows) if context is None else context.tolist(), eos)
+    """One step, with the same history for all rows."""
+    return sample_batch(rows, logits, [[*context]] * len(rows), eos)
 
 
 def logprobs_of(sampled: Sampled, row: int = 0) -> TokenLogprobs:
@@ -40,18 +40,12 @@ def logprobs_of(sampled: Sampled, row: int = 0) -> TokenLogprobs:
 
 
 def candidates(
-    sampling: SamplingParams,
-    logits: Collection[float] | torch.Tensor,
-    generated: int = 0,
-    eos: Collection[int] = (),
-    context: Collection[int] = (0,),
+    sampling: SamplingParams, logits: list[float] | torch.Tensor, context: Collection[int] = (0,)
 ) -> dict[int, float]:
     """The logprob of each token that a single row may sample."""
     scores = torch.as_tensor(logits, dtype=torch.float32)[None]
-    row = make_row(
-        sampling, LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=scores.shape[1]), generated
-    )
-    return dict(logprobs_of(choose([row], scores, torch.tensor([context]), eos)).top_logprobs)
+    row = make_row(sampling, replace(LOGPROBS, top_n_tokens=scores.shape[1]))
+    return dict(logprobs_of(choose([row], scores, context)).top_logprobs)
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -115,7 +109,7 @@ def test_extreme_repetition_penalties_stay_finite(penalty: float, logits: list[f
     assert [token for token, logprob in found.items() if logprob > -50] == best
     assert found[best[0]] == pytest.approx(-math.log(len(best)))
     greedy = SamplingParams(repetition_penalty=penalty)
-    assert choose([make_row(greedy)], torch.tensor([logits]), torch.tensor([range(4)])).tokens == best[:1]
+    assert choose([make_row(greedy)], torch.tensor([logits]), range(4)).tokens == best[:1]
 
 
 @pytest.mark.parametrize(
@@ -145,17 +139,6 @@ ROWS = [
     (SamplingParams(temperature=1.0, typical_p=0.5, repetition_penalty=2.0), replace(LOGPROBS, top_n_tokens=9)),
     (SamplingParams(temperature=1.1, top_p=0.99, typical_p=0.9), RANKS),
 ]
-
-
-def same(left: TokenLogprobs | None, right: TokenLogprobs | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return (
-        left.rank == right.rank
-        and left.logprob == pytest.approx(right.logprob, abs=1e-6)
-        and [token for token, _ in left.top_logprobs] == [token for token, _ in right.top_logprobs]
-        and [each for _, each in left.top_logprobs] == pytest.approx([each for _, each in right.top_logprobs], abs=1e-6)
-    )
 
 
 @pytest.mark.parametrize("poison", ["one nan", "infinite", "nothing left", "only the end"])
@@ -210,12 +193,9 @@ def test_prompt_logprobs(dtype: torch.dtype, shape: tuple[int, int], monkeypatch
     logits = normal(*shape, spread=1.5).to(dtype)
     tokens = torch.randint(0, shape[1], (shape[0],)).tolist()
     for logprobs, ranks, n in itertools.product((True, False), (True, False), (0, 1, 4, shape[1] + 1)):
-        found = prompt_logprobs(logits, tokens, LogprobOptions(False, True, logprobs, ranks, n))
-        for row, token, facts in zip(logits.double(), tokens, found, strict=True):
-            expected = oracle.ProcessedScores(row.numpy())
-            top = expected.top(n, logprobs)
-            logprob = float(expected.logprobs()[token]) if logprobs else 0.0
-            assert same(facts, TokenLogprobs(logprob, expected.rank(token) if ranks else 0, top))
+        details = LogprobOptions(False, True, logprobs, ranks, n)
+        for row, token, found in zip(logits.double(), tokens, prompt_logprobs(logits, tokens, details), strict=True):
+            oracle.check_logprobs(found, token, oracle.ProcessedScores(row.numpy()), details)
 
 
 @pytest.mark.parametrize("n", [1, 5, 20])
