@@ -110,7 +110,7 @@ bench-gpu: $(if $(WHEELS),,venv) ## measure tgis_native on this machine's GPU; A
 	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m benchmarks.gpu $(ARGS)
 
 test-gpu: $(if $(WHEELS),,venv) ## run the tests that need a GPU; ARGS goes to pytest
-	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m pytest -p no:benchmark tests/engines/*/test_*_gpu.py $(ARGS)
+	$(if $(WHEELS),$(OFFLINE),$(BIN)/python) -m pytest -p no:benchmark tests/engines/*/test_*_gpu.py tests/engines/kernels/test_triton_kernels.py $(ARGS)
 
 wheels: ## fetch into WHEELS what Python 3.12 on a GPU machine may lack beside torch and transformers
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --constraint constraints.txt \

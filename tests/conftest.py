@@ -26,6 +26,8 @@ from tgis.utils import logs, queued_stream
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():  # Triton decides when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # the servers of tests are on this machine
 os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "localhost", "127.0.0.1", "::1"]))
 

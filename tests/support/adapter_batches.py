@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from batches import engine_options, limits
 from tiny_models import EOS, VOCAB_SIZE, check_best, outcomes
-from tuning import Continuation
 
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
@@ -96,14 +95,6 @@ def store_for(setup: EngineSetup, path: Path) -> AdapterStore:
         info.embedding_size, 64, torch.float32, torch.device("cpu"), info.encoder_decoder, info.lora_targets
     )
     return AdapterStore(str(path), 16 << 20, target)
-
-
-def find_adapter(store: AdapterStore, continuation: Continuation) -> LoadedAdapter | None:
-    if not continuation.prompt:
-        return None
-    prompt = store.find(continuation.prompt).adapter
-    assert isinstance(prompt, LoadedAdapter)
-    return prompt
 
 
 def check_mixed(setup: EngineSetup, models: list[Any], adapters: list[LoadedAdapter | None]) -> int:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import sampling_oracle as oracle
 import torch
-from batches import check_pool, commit, limits, pool_of
+from batches import check_pool, commit, pool_of
 from random_requests import KINDS, WISHES
-from tiny_models import EOS, VOCAB_SIZE
+from tiny_models import EOS, VOCAB_SIZE, limits_of
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -103,12 +103,9 @@ class Subject:
 
     def run(self, blocks: int, **bounds: Any) -> "Run":
         """With this number of blocks."""
-        info = self.engine.info
-        values: dict[str, Any] = {"padded": False, "block_size": info.block_size, "max_batch_size": info.max_batch_size}
-        values |= {"lookahead": info.lookahead, "drafted_tokens": info.drafted_tokens} | bounds
         self.facts.clear()
         self.inputs.clear()
-        return Run(self, Batcher(limits(blocks * info.block_size, **values), {EOS}))
+        return Run(self, Batcher(limits_of(self.engine, blocks, **bounds), {EOS}))
 
 
 @dataclass

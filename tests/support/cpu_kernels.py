@@ -65,6 +65,11 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def kernels_here() -> list[CpuKernels]:
+    """Those for each instruction set of this CPU, the best one last."""
+    return [kernels_of(isa) for isa in isa_flags() if ISAS[isa] <= cpu_flags()]
+
+
 @pytest.fixture(params=[*isa_flags()])
 def of_each_isa(request: pytest.FixtureRequest) -> CpuKernels:
     """Those for each instruction set; a test file gives it the name `kernels`."""

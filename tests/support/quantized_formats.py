@@ -4,7 +4,7 @@ that share no code with the readers.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +109,24 @@ def rounded(x: Tensor, scale: float | None = None) -> Tensor:
     return torch.tensor(found, dtype=torch.float64).view(x.shape)
 
 
+def layer_calls(model: PreTrainedModel, names: Collection[str], **inputs: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The input and the output of these layers in a forward pass."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in names:
+        keep = lambda _module, args, output, name=name: seen.update({name: (args[0], output)})  # noqa: E731
+        model.get_submodule(name).register_forward_hook(keep)
+    model(**inputs)
+    assert seen.keys() == set(names)
+    return seen
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def check_layers(
     model: PreTrainedModel, expected: PreTrainedModel, ids: Tensor, inputs: Callable[[Tensor], Tensor]
 ) -> None:
     """Compare the output of each layer with its weight in `expected` times what `inputs` makes of its input."""
-    layers, seen = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)}, {}
-    for name in layers - {"lm_head"}:
-        keep = lambda _module, args, output, name=name: seen.update({name: (args[0], output)})  # noqa: E731
-        model.get_submodule(name).register_forward_hook(keep)
-    model(ids)
-    assert seen.keys() == layers - {"lm_head"}
-    for name, (x, y) in seen.items():
+    layers = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    for name, (x, y) in layer_calls(model, layers, input_ids=ids).items():
         answer = inputs(x) @ expected.get_submodule(name).weight.double().T
         assert (y - answer).abs().max() < 1e-4 * answer.abs().max(), name
 
@@ -148,14 +154,7 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
             expected[n, k] = float(scales[k // 16, n]) * (int(codes[k, n]) - int(zeros[k // 16, n]))
 
     def packed(numbers: np.ndarray) -> Tensor:
-        rows = [
-            [
-                sum(int(row[8 * j + (0, 2, 4, 6, 1, 3, 5, 7)[i]]) << 4 * i for i in range(8))
-                for j in range(len(row) // 8)
-            ]
-            for row in numbers
-        ]
-        return torch.from_numpy(np.array(rows, dtype=np.uint32).view(np.int32))
+        return words(numbers.reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape), 4)
 
     tensors = {"qweight": packed(codes), "qzeros": packed(zeros), "scales": torch.from_numpy(scales)}
     return tensors, torch.from_numpy(expected)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from batches import commit, engine_options
+from batches import commit, engine_options, limits
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
@@ -328,6 +328,16 @@ def check_best(logits: torch.Tensor, tokens: list[int]) -> int:
         assert scores.max() - scores[token] < NEAR_TIE
     top = logits.topk(2).values
     return int((top[:, 0] - top[:, 1] > 2 * NEAR_TIE).sum())
+
+
+def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
+    """Limits of batches of a paged engine with this number of KV blocks."""
+    info = engine.info
+    values = {
+        name: getattr(info, name)
+        for name in ("block_size", "max_batch_size", "lookahead", "drafted_tokens", "encoder_decoder")
+    }
+    return limits(blocks * info.block_size, padded=False, **values | changes)
 
 
 def run_steps(

@@ -26,8 +26,7 @@ def gumbel_max(kernels: CpuKernels) -> CpuGumbelMax:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 5, 16, 33, 4099])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("vocab_size", "threads"), [(1, 1), (5, 2), (16, 1), (33, 1), (4099, 2)])
 def test_of_equal_scores_the_lowest_id(argmax: CpuArgmax, dtype: torch.dtype, vocab_size: int, threads: int) -> None:
     scores = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(0)).mul(2).round().to(dtype)
     scores[0], scores[1] = 0.0, -3e38
@@ -39,8 +38,7 @@ def test_of_equal_scores_the_lowest_id(argmax: CpuArgmax, dtype: torch.dtype, vo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 5, 16, 4095, 4099, 49152])
-@pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 3.0), (5, 200.0), (16, 0.01), (4099, 3.0), (49152, 0.01)])
 def test_details_are_those_of_float64(argmax: CpuArgmax, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     scores = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0)).mul(spread).to(dtype)
     scores[2, 1:] = -math.inf  # as a grammar leaves them
@@ -74,13 +72,13 @@ def test_a_row_is_invalid_if_its_highest_score_is_not_finite(argmax: CpuArgmax, 
     assert ((found[:, 0] >= 0) & (found[:, 0] < 100)).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_tokens_are_those_of_plain_pytorch(gumbel_max: CpuGumbelMax, case: Case, threads: int) -> None:
+def test_tokens_are_those_of_plain_pytorch(gumbel_max: CpuGumbelMax, case: Case) -> None:
     scores, keys = inputs(case)
-    with num_threads(threads):
-        found = gumbel_max(scores.values, scores.max_score, scores.temperature, keys)
-    assert torch.equal(found, draw(scores, keys))
+    expected = draw(scores, keys)
+    for threads in (1, 2):
+        with num_threads(threads):
+            assert torch.equal(gumbel_max(scores.values, scores.max_score, scores.temperature, keys), expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

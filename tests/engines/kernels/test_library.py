@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cpu_kernels import CACHE_DIR, kernels_of
@@ -102,9 +103,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None:
     for _ in range(2):
         load_kernels.cache_clear()
-        kernels = load_kernels("generic", str(tmp_path))
-        assert kernels is not None
-        assert kernels.isa == "generic"
+        assert load_kernels("generic", str(tmp_path)) is not None
     assert compiled == ["generic"]
     (directory,) = tmp_path.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
@@ -145,11 +144,7 @@ def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.
     ],
 )
 def test_a_machine_without_a_compiler_says_so_once(
-    compiler: str | None,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    compiler: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     if compiler is not None:
         (tmp_path / "cc").write_text(compiler)

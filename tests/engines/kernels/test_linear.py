@@ -57,7 +57,7 @@ def error(gemm: Gemm, weight: Tensor, bias: Tensor | None, x: Tensor) -> float:
 
 
 def check_errors(make: MakeGemm, dtype: torch.dtype, inputs: int, outputs: int) -> None:
-    for rows in (1, 2, 3, 7, 8, 65, 200):
+    for rows in (1, 2, 7, 65, 200):
         weight, bias, x = tensors(inputs, outputs, dtype, rows)
         gemm = make(weight)
         assert error(gemm, weight, None, x) < ERROR[dtype]
@@ -75,13 +75,12 @@ def test_onednn_multiplies(dtype: torch.dtype, inputs: int, outputs: int) -> Non
     check_errors(OneDnnGemm, dtype, inputs, outputs)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_no_row_depends_on_others(ours: Ours, threads: int) -> None:
+def test_no_row_depends_on_others(ours: Ours) -> None:
     weight, bias, x = tensors(288, 100, ours.dtype, 70)
     gemm = ours.make(weight)
     alone = torch.cat([gemm(row[None], bias) for row in x])
-    with num_threads(threads):
-        for rows in (2, 9, 64, 70):
+    for threads, rows in ((1, 9), (1, 70), (2, 2), (2, 64), (5, 70)):
+        with num_threads(threads):
             assert torch.equal(gemm(x[:rows], bias), alone[:rows])
 
 

@@ -3,38 +3,31 @@ whatever is beside it and under every instruction set.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import kernels_of, num_threads, seeded
+from cpu_kernels import kernels_here, kernels_of, num_threads, seeded
 from quantized_cases import GROUPS, KINDS, Kind
+from quantized_formats import e4m3_value
 from torch import Tensor, nn
 
-from tgis.engines.kernels.cpu.library import ISAS as FLAGS
-from tgis.engines.kernels.cpu.library import cpu_flags
+from tgis.engines.kernels.cpu.gemm import Gemm
 from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.kernels.cpu.quantized import PlainGemm, QuantizedGemm
 from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, INT4, INT8, ActivationCodes, QuantizedWeight, quantize
 
-ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
-SIZES = [(2, 1), (33, 5), (96, 70), (576, 31), (577, 33), (420, 5)]
+SIZES = [(2, 1), (33, 5), (96, 70), (577, 33), (420, 5)]
 deterministic = seeded
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 
 def value_of(table: Tensor, code: int) -> float:
-    if table is INT4:
-        return code
-    if table is INT8:
-        return code - 128
-    assert table is E4M3
-    exponent, mantissa, sign = code >> 3 & 15, code & 7, -1 if code > 127 else 1
-    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+    assert table is INT4 or table is INT8 or table is E4M3
+    return e4m3_value(code) if table is E4M3 else code - 128 * (table is INT8)
 
 
 def numbers_of(weight: QuantizedWeight) -> Tensor:
@@ -49,12 +42,6 @@ def numbers_of(weight: QuantizedWeight) -> Tensor:
         for column, code in enumerate(codes):
             row[order[column]] = value_of(weight.table, code) * scales[column // size] + added[column // size]
     return found
-
-
-@cache
-def made(name: str, outputs: int, inputs: int) -> tuple[QuantizedWeight, Tensor]:
-    weight = KINDS[name].weight(outputs, inputs)
-    return weight, numbers_of(weight)
 
 
 def rounded(number: Any) -> np.float32:
@@ -113,25 +100,27 @@ def test_rounding_gives_the_codes_of_the_definition(bits: int) -> None:
         assert error(quantize(weight, bits).dequantized(), oracle_weight(weight, bits)) < 1e-6
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ERROR)
+def every_gemm(selectors: list[GemmSelector], weight: QuantizedWeight, dtype: torch.dtype) -> list[Gemm]:
+    return [PlainGemm(weight), *(selector.quantized_gemm(weight, dtype) for selector in selectors)]
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_layers_are_their_definition(name: str, dtype: torch.dtype, isa: str) -> None:
-    kernels, kind = kernels_of(isa), KINDS[name]
-    gemms = GemmSelector(kernels)
+def test_layers_are_their_definition(name: str) -> None:
+    kind = KINDS[name]
+    gemms = [GemmSelector(kernels) for kernels in kernels_here()]
     for inputs, outputs in SIZES:
-        weight, by = made(name, outputs, inputs)
-        bias, x = torch.randn(outputs).to(dtype), (torch.randint(-250, 251, (11, inputs)) / 32).to(dtype)
+        weight, x = kind.weight(outputs, inputs), torch.randint(-250, 251, (11, inputs)) / 32  # exact in bfloat16
         x[:, ::32] = -251 / 32  # a prime: no number is halfway between two codes
         x[1] = 0
         order = torch.arange(inputs) if weight.order is None else weight.order
-        product = oracle_activations(x[:, order], kind.activations) @ by[:, order].T
-        gemm = gemms.quantized_gemm(weight, dtype)
-        for each in (bias, None):
-            expected = product if each is None else product + each.double()
-            assert error(gemm(x, each), expected) < ERROR[dtype]
-            assert error(PlainGemm(weight)(x, each), expected) < ERROR[dtype]
-    assert all(found.endswith(f" by {isa}") for found in gemms.counts)
+        product = oracle_activations(x[:, order], kind.activations) @ numbers_of(weight)[:, order].T
+        for dtype, tolerance in ERROR.items():
+            bias = torch.randn(outputs).to(dtype)
+            for gemm in every_gemm(gemms, weight, dtype):
+                assert error(gemm(x.to(dtype), bias), product + bias.double()) < tolerance
+                assert error(gemm(x.to(dtype), None), product) < tolerance
+    for kernels, selector in zip(kernels_here(), gemms, strict=True):
+        assert all(found.endswith(f" by {kernels.isa}") for found in selector.counts)
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -140,31 +129,28 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: to
     weight, bias = KINDS[name].weight(100, 330), torch.randn(100).to(dtype)
     x = (torch.randn(70, 330) * torch.logspace(-30, 30, 70)[:, None]).to(dtype)
     every_isa = []
-    for isa in ISAS:
-        if not FLAGS[isa] <= cpu_flags():
-            continue  # the others are worth a test nevertheless
-        layer = GemmSelector(kernels_of(isa)).quantized_gemm(weight, dtype)
+    for kernels in kernels_here():
+        layer = GemmSelector(kernels).quantized_gemm(weight, dtype)
         rows = torch.cat([layer(row[None], bias) for row in x])
         every_isa.append(rows)
-        for threads in (1, 2, 5):
+        for threads, count in ((1, 2), (1, 33), (2, 9), (5, 70)):
             with num_threads(threads):
-                for count in (2, 9, 33, 70):
-                    assert torch.equal(layer(x[:count], bias), rows[:count])
+                assert torch.equal(layer(x[:count], bias), rows[:count])
         assert torch.equal(layer(x.view(7, 10, 330), bias).view(70, 100), rows)
         assert layer(x[:0], bias).shape == (0, 100)
     if weight.activations:  # plain ones are multiplied by gemm.c, some of whose instruction sets round in other ways
         assert all(torch.equal(rows, every_isa[0]) for rows in every_isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", KINDS)
-def test_nan_and_infinity_stay_in_their_row(name: str, isa: str) -> None:
+def test_nan_and_infinity_stay_in_their_row(name: str) -> None:
     x, how = torch.randn(9, 64), KINDS[name].activations
     x[3, 5], x[6, 0] = float("nan"), -float("inf")
-    y = GemmSelector(kernels_of(isa)).quantized_gemm(KINDS[name].weight(40, 64), torch.float32)(x, None)
-    assert y[3].isnan().all()
-    assert y[6].isfinite().any() == (how is not None and how.scale is not None)  # the largest code there is
-    assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
+    for kernels in kernels_here():
+        y = GemmSelector(kernels).quantized_gemm(KINDS[name].weight(40, 64), torch.float32)(x, None)
+        assert y[3].isnan().all()
+        assert y[6].isfinite().any() == (how is not None and how.scale is not None)  # the largest code there is
+        assert y[[0, 1, 2, 4, 5, 7, 8]].isfinite().all()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -5,20 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_kernels import kernels_of, of_best_isa, of_each_isa, seeded
-from tiny_models import ENCODER_DECODERS, make_config
+from cpu_kernels import of_best_isa, of_each_isa, seeded
 from torch import Tensor, nn
 from torch.nn.functional import dropout, embedding, linear
-from transformers import AttentionInterface, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.gemm import MakeGemm, OneDnnGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.kernels.cpu.norms import Norm, NormFormula
 from tgis.engines.kernels.cpu.recording import Recorder
-from tgis.engines.loading.merged_linear import merge_linears
-from tgis.engines.loading.rope import tabulate_angles
 from tgis.errors import Unsupported
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -183,58 +177,3 @@ def test_what_depends_on_numbers_in_tensors_cannot_be_recorded(
     replay, output = recorder.record(lambda: x + x)  # others can be, later
     replay()
     assert torch.equal(output, x + x)
-
-
-class Positions(nn.Module):  # type: ignore[misc]
-    """Embeddings of positions that are given beforehand."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.table, self.positions = torch.randn(40, size).bfloat16(), torch.arange(40)
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        return embedding(self.positions[None, : self.count], self.table)
-
-
-def without_attention(name: str) -> PreTrainedModel:
-    """An encoder-decoder as it is loaded, whose attention gives its input, without masks."""
-    config, ids = make_config(name), torch.ones(1, 2, dtype=torch.int64)
-    config.scale_embedding = config.scale_decoder_outputs = True
-    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.bfloat16).eval()
-    merge_linears(model, input_ids=ids, decoder_input_ids=ids)
-    pack_linears(model, GemmSelector(kernels_of("auto")))
-    fuse(model, kernels_of("auto"))
-    tabulate_angles(model, 40)
-    AttentionInterface.register("without masks", lambda *_, **__: None)
-    model.set_attn_implementation("without masks")
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("Attention") and "Layer" not in kind:
-            nothing = (None,) * (2 if kind in {"T5Attention", "MT5Attention"} else 1)
-            module.forward = lambda hidden_states, *_, nothing=nothing, **__: (hidden_states, *nothing)
-    for part in (model.get_encoder(), model.get_decoder()):
-        part.embed_positions = Positions(config.d_model) if hasattr(part, "embed_positions") else None
-    return model
-
-
-@pytest.mark.parametrize("name", sorted(ENCODER_DECODERS.keys() - {"LongT5", "PegasusX", "Mvp"}))
-def test_encoder_decoders_are_kernels_but_for_attention(name: str) -> None:
-    """The encoder-decoders that are left out attend in ways of their own."""
-    model, recorder = without_attention(name), Recorder(kernels_of("auto"))
-    ids, masks = torch.randint(3, 60, (2, 40)), {"full_attention": None, "sliding_attention": None}
-    others = {"attention_mask": masks, "decoder_attention_mask": masks} if name == "T5Gemma" else {}
-
-    def run(sizes: tuple[int, ...]) -> Tensor:
-        for part, count in zip((model.get_encoder(), model.get_decoder()), sizes, strict=True):
-            vars(part.embed_positions or part)["count"] = count
-        inputs, outputs = (each[None, :count] for each, count in zip(ids, sizes, strict=True))
-        found: Tensor = model(input_ids=inputs, decoder_input_ids=outputs, use_cache=False, **others).logits
-        return found
-
-    with torch.inference_mode():
-        replay, logits = recorder.record_resizable(run, (40, 30))
-        for sizes in ((40, 30), (1, 5), (7, 1)):
-            ids.copy_(torch.randint(3, 60, ids.shape))
-            replay(sizes)
-            assert torch.equal(logits[:, : sizes[1]], run(sizes)), sizes
-        assert run((40, 30)).isfinite().all()

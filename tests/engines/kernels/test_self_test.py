@@ -73,20 +73,17 @@ def test_a_share_of_integers_may_differ_where_near_ties_decide() -> None:
     assert torch.equal(KernelSelfTest().run("a", kernel, plain, torch.clone, x), plain(x))
 
 
-def test_numbers_that_are_not_finite_must_be_the_same() -> None:
-    x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
-    problems = {torch.nan: 0.0, torch.inf: -torch.inf, -torch.inf: torch.nan}
-
-    def kernel(x: Tensor) -> Tensor:
+@pytest.mark.parametrize(("index", "other"), [(1, 0.0), (2, -torch.inf), (3, torch.nan)])
+def test_numbers_that_are_not_finite_must_be_the_same(index: int, other: float) -> None:
+    def right(x: Tensor) -> Tensor:
         return x + 1.00001
 
-    assert torch.equal(KernelSelfTest().run("a", kernel, plain, torch.clone, x)[:1], kernel(x)[:1])
-    for index, other in enumerate(problems.values(), 1):
+    def wrong(x: Tensor) -> Tensor:
+        return right(x).index_fill(0, torch.tensor(index), other)
 
-        def wrong(x: Tensor, index: int = index, other: float = other) -> Tensor:
-            return kernel(x).index_fill(0, torch.tensor(index), other)
-
-        assert torch.equal(KernelSelfTest().run("a", wrong, plain, torch.clone, x)[:1], plain(x)[:1])
+    x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
+    for kernel, used in ((right, right), (wrong, plain)):
+        assert torch.equal(KernelSelfTest().run("a", kernel, plain, torch.clone, x)[:1], used(x)[:1])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Weights that other libraries have quantized (tests/support/library_checkpoints.py), and what these make of them."""
+"""Weights quantized by compressed-tensors 0.20 and bitsandbytes 0.50, and what these libraries make of them.
+
+`git show 78c46fa3:tests/support/library_checkpoints.py` made the files.
+"""
 
 import shutil
 from collections.abc import Callable

@@ -25,6 +25,7 @@ from quantized_formats import (
     quantized_copy,
 )
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
 from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -52,22 +53,14 @@ def check_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
     assert (found(**inputs).logits - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
-# 43 inputs or outputs are no multiple of anything; words of gptq and awq cannot hold them
-ODD = {"intermediate_size": 43}
-HOLD_ODD = [name for name in FORMATS if not name.startswith(("awq", "gptq")) and "act-order" not in name]
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "name"),
-    [
-        *((model, {}, name) for model in ("Llama", "T5") for name in FORMATS),
-        *(("Llama", ODD, name) for name in HOLD_ODD),
-    ],
-)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("model", slow_except(["Llama"], ["Llama", "T5"]))
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_logits(model: str, changes: dict[str, int], name: str, tmp_path: Path) -> None:
+def test_logits(model: str, name: str, tmp_path: Path) -> None:
+    """43 inputs or outputs are no multiple of anything; words of gptq and awq cannot hold them."""
     config, quantize = FORMATS[name]
-    path = make_model_from_config(make_config(model, **changes), tmp_path) if changes else make_model(model, tmp_path)
+    is_odd = model == "Llama" and not name.startswith(("awq", "gptq")) and "act-order" not in name
+    path = make_model_from_config(make_config(model, **({"intermediate_size": 43} if is_odd else {})), tmp_path)
     expected = quantized_copy(path, quantize, config)
     check_logits(load(path), expected)
 
@@ -138,6 +131,7 @@ def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq", "gptq_8_bits", "auto_round"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_files_of_auto_round(name: str, tmp_path: Path) -> None:
+    """Made by auto-round 0.16: `git show 78c46fa3:tests/support/auto_round_files.py`."""
     files = Path(__file__).parent / "auto_round_files" / name
     shutil.copy(files / "config.json", tmp_path)
     tensors = load_file(files / "model.safetensors")
@@ -195,10 +189,7 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (GPTQ | {"bits": {"q_proj": 4}}, "gptq with {'q_proj': 4} bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "gptq with 4 bits, checkpoint_format 'marlin' is not supported"),
         (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
-        (
-            AUTO_ROUND | {"packing_format": "auto_round:mx_fp"},
-            "gptq with 4 bits, checkpoint_format 'mx_fp'",
-        ),
+        (AUTO_ROUND | {"packing_format": "auto_round:mx_fp"}, "gptq with 4 bits, checkpoint_format 'mx_fp'"),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),
         (
             BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -224,14 +215,13 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         load(path)
 
 
-GGUF = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "d_model": 256, "d_ff": 256, "d_kv": 64}
 
 
 @pytest.mark.parametrize(
     ("model", "architecture", "kind"),
-    [("Llama", "llama", kind) for kind in GGUF]
-    + [
+    [
+        *(("Llama", "llama", kind) for kind in ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_K", "Q6_K")),
         ("Qwen2", "qwen2", "Q4_0"),
         ("Gemma2", "gemma2", "Q8_0"),
         ("Gemma3Text", "gemma3", "Q6_K"),
@@ -254,12 +244,12 @@ def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path
 
 
 def test_corrupted_gguf(tmp_path: Path) -> None:
-    """Each of 200 files is refused in one line, or holds finite numbers."""
+    """Each of 100 files is refused in one line, or holds finite numbers."""
     config, path = make_config("Llama"), tmp_path / "model.gguf"
     config.update({name: size for name, size in WIDE.items() if hasattr(config, name)} | {"vocab_size": 8})
     write_gguf(path, config, "llama", "Q4_K", permuted)
     content, draw, errors = path.read_bytes(), random.Random(0), []
-    for number in range(200):
+    for number in range(100):
         at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))
         path.write_bytes(content[:at] + bits + content[at + len(bits) :])
         try:
@@ -269,7 +259,7 @@ def test_corrupted_gguf(tmp_path: Path) -> None:
                 assert layer.checked().dequantized().isfinite().all()
         except StartError as error:
             errors.append(str(error))
-    assert 50 < len(errors) < 150
+    assert 25 < len(errors) < 75
     assert not any("\n" in error for error in errors)
 
 
@@ -279,11 +269,7 @@ def test_other_models_in_gguf(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", config, "llama", "F16")
     content = (tmp_path / "model.gguf").read_bytes()
     for old, new, message in (
-        (
-            b"\5\0\0\0\0\0\0\0llama",
-            b"\5\0\0\0\0\0\0\0mamba",
-            "of models of type 'mamba' are not supported, only of gemma2",
-        ),
+        (b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba", "of models of type 'mamba' are not supported"),
         (b"output_norm", b"output_morm", "the tensor 'output_morm.weight', .* has no place in LlamaForCausalLM"),
     ):
         assert old in content

@@ -4,26 +4,17 @@ import gc
 import random
 import warnings
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import tuning
-from adapter_batches import (
-    ENGINES,
-    AdapterRequest,
-    EngineSetup,
-    check_mixed,
-    find_adapter,
-    generate_all,
-    make_setup,
-    store_for,
-)
+from adapter_batches import ENGINES, AdapterRequest, EngineSetup, check_mixed, generate_all, make_setup, store_for
 from peft import LoraConfig, PeftModel, get_peft_model
+from slow_cases import slow_except
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
-from tuning import Tuned
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence, StepPlan
@@ -35,22 +26,6 @@ from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
-from tgis.prompts.store import AdapterStore
-
-
-@pytest.fixture(scope="module")
-def tuned(glassllm_dir: Path, cache_dir: Path) -> Tuned:
-    return tuning.tuned("glassllm-lora", glassllm_dir, cache_dir)
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def setup(request: pytest.FixtureRequest, glassllm_dir: Path) -> EngineSetup:
-    return make_setup(request.param, glassllm_dir)
-
-
-@pytest.fixture(scope="module")
-def store(setup: EngineSetup, tuned: Tuned) -> AdapterStore:
-    return store_for(setup, tuned.store)
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +49,12 @@ def with_lora(base: Any, directory: Path, number: int, **options: Any) -> Any:
 
 
 # several kinds of layers: Linear and Conv1D, of two or three dimensions, merged QKV, with a router
-MODELS: list[Any] = ["Llama", "GPT2", "GPTNeoX", "Mixtral", "DeepseekV3"]
-MODELS += [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("GPTBigCode", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3")
-]
+MODELS = ["Llama", "GPT2", "GPTNeoX", "Mixtral", "DeepseekV3"]
+MODELS += ["GPTBigCode", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3"]
+FAST = [("Llama", "paged"), ("GPT2", "padded"), ("GPTNeoX", "paged"), ("Mixtral", "padded"), ("DeepseekV3", "padded")]
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), slow_except(FAST, product(MODELS, ENGINES)))
 def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: Path, kind: str) -> None:
     tiny = make_model(name, tmp_path / "model")
     try:
@@ -101,11 +74,21 @@ def test_every_kind_of_model_generates_what_peft_generates(name: str, tmp_path: 
     adapters: list[Any] = [None, *(store.find(str(number)).adapter for number in (1, 2, 3))]
     assert set(adapters[1].layers) == set(setup.engine.info.lora_targets if layers == "all-linear" else layers)
     assert check_mixed(setup, models, adapters) >= 7
+    check_prompt_logprobs(setup, models[1], adapters[1])
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+def check_prompt_logprobs(setup: EngineSetup, model: Any, adapter: Any) -> None:
+    tokens, details = [50, 62, 17, 30, 9], LogprobOptions(input_tokens=True, logprobs=True)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    _, (facts,) = generate_all(setup, [AdapterRequest(tokens, adapter, 3, details)])
+    expected = [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
+    assert [fact.logprob for fact in facts[1:]] == pytest.approx(expected, abs=1e-3)
+
+
 @pytest.mark.parametrize(
-    "name", ["T5", "Bart", "T5Gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("M2M100", "LongT5"))]
+    ("name", "kind"),
+    slow_except([("T5", "paged"), ("Bart", "padded")], product(("T5", "Bart", "T5Gemma", "M2M100", "LongT5"), ENGINES)),
 )
 def test_adapters_change_encoder_and_decoder_beside_soft_prompts(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,56 +124,32 @@ def check_output(model: Any, tokens: list[int], output: list[int]) -> None:
     check_best(logits[:-1], output)
 
 
-def test_prompt_logprobs_are_those_of_the_adapted_model(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned, glassllm_dir: Path
-) -> None:
-    tokens = [500, 62, 17, 300, 9]
-    base = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
-        adapted = PeftModel.from_pretrained(base, str(tuned.store / "queen")).eval()
-    with torch.no_grad():
-        logprobs = adapted(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-    adapter: Any = store.find("queen").adapter
-    details = LogprobOptions(input_tokens=True, logprobs=True)
-    _, facts = generate_all(
-        setup, [AdapterRequest(tokens, adapter, 3, details), AdapterRequest(tokens, None, 3, details)]
-    )
-    for place in range(1, len(tokens)):
-        assert facts[0][place].logprob == pytest.approx(float(logprobs[place - 1, tokens[place]]), abs=1e-3)
-    assert facts[0][1:] != facts[1][1:]
-
-
-def test_an_adapter_that_overflows_fails_only_its_own_sequence(
-    setup: EngineSetup, store: AdapterStore, tuned: Tuned
-) -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_adapter_that_overflows_fails_only_its_own_sequence(kind: str, tmp_path: Path) -> None:
     """Its products are infinite for all sequences, and masked for all but its own."""
-    good: Any = store.find("queen").adapter
-    layers = {name: LoraLayerWeights(layer.lora_a * 1e38, layer.lora_b) for name, layer in good.layers.items()}
-    wanted = [one for one in tuned.continuations if one.prompt in ("queen", "")]
-    jobs = [AdapterRequest(one.tokens, find_adapter(store, one), tuning.MAX_NEW_TOKENS) for one in wanted]
-    bad = Sequence(AdapterRequest([5, 6, 7], LoraAdapter(99, layers), 3).request(next(setup.ids)), 0.0)
-    bad.adapter = LoraAdapter(99, layers)
-    rows = [bad]
-    for job in jobs:
-        row = Sequence(job.request(next(setup.ids)), 0.0)
-        row.adapter = job.prompt
-        rows.append(row)
-    at = 0
-    for row in rows:
-        row.block_table = list(range(at, at + 3))
-        at += 3
+    setup = make_setup(kind, make_model("Llama", tmp_path))
+    targets = setup.engine.info.lora_targets
+    bad, good = (
+        LoraAdapter(
+            version,
+            {name: LoraLayerWeights(torch.full((2, i), a), torch.ones(2, o)) for name, (i, o) in targets.items()},
+        )
+        for version, a in ((1, 3e38), (2, 0.1))
+    )
+    jobs = [AdapterRequest([5, 6, 7], adapter, 3) for adapter in (bad, good, None)]
+    expected, _ = generate_all(setup, jobs[1:], eos=EOS)
+    rows = [Sequence(job.request(next(setup.ids)), 0.0) for job in jobs]
+    for at, (row, job) in enumerate(zip(rows, jobs, strict=True)):
+        row.adapter, row.block_table = job.prompt, list(range(3 * at, 3 * at + 3))
     result = setup.engine.step(StepPlan.compute_all(rows))
     setup.engine.release(rows)
-    assert list(result.failed) == [bad.id]
-    assert result.tokens[1:] == [one.generated[:1] for one in wanted]
+    assert list(result.failed) == [rows[0].id]
+    assert result.tokens[1:] == [tokens[:1] for tokens in expected]
 
 
 def test_merged_layers_are_changed_separately() -> None:
     """As on CUDA, where the projections to queries, keys and values are merged."""
-    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = small_llama(intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
     layers, ids = LoraLayers(model), torch.tensor([[1, 2, 3], [4, 5, 6]])
     linears = layers.targets
     adapters = [
@@ -207,21 +166,23 @@ def test_merged_layers_are_changed_separately() -> None:
             torch.testing.assert_close(model(ids).logits, expected)
 
 
-def small_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-    return LlamaForCausalLM(config).eval()
+def small_llama(**sizes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    small = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **small | sizes)).eval()
+
+
+def one_layer(layers: LoraLayers, version: int, rank: int) -> LoraAdapter:
+    """An adapter of ones for the first layer."""
+    name, (inputs, outputs) = next(iter(layers.targets.items()))
+    return LoraAdapter(version, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
 
 
 @pytest.mark.parametrize("min_columns", [0, MAX_ADAPTER_RANKS])
 def test_a_newcomer_evicts_only_idle_adapters_and_as_few_as_needed(min_columns: int) -> None:
     layers = LoraLayers(small_llama(), None, min_columns)
-    (name, (inputs, outputs)), *_ = layers.targets.items()
-
-    def adapter(version: int, rank: int) -> LoraAdapter:
-        return LoraAdapter(version, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
-
-    first = [adapter(version, MAX_ADAPTER_RANKS // 16) for version in range(16)]
-    idle, running, newcomer = first[::2], first[1::2], adapter(16, MAX_ADAPTER_RANKS // 16 + 1)
+    first = [one_layer(layers, version, MAX_ADAPTER_RANKS // 16) for version in range(16)]
+    idle, running, newcomer = first[::2], first[1::2], one_layer(layers, 16, MAX_ADAPTER_RANKS // 16 + 1)
     for adapters in (first, *[[one] for one in idle[2:]], running):
         layers.place(adapters)
     captured = layers._bank.version
@@ -237,13 +198,9 @@ def test_a_bank_that_grows_needs_no_memory_for_both(monkeypatch: pytest.MonkeyPa
     """What is replaced is gone before, also if there is no memory for the rest; then no adapter and no hook is left."""
     model = small_llama()
     layers = LoraLayers(model)
-    (name, (inputs, outputs)), *_ = layers.targets.items()
-    first, second = (
-        LoraAdapter(rank, {name: LoraLayerWeights(torch.ones(rank, inputs), torch.ones(rank, outputs))})
-        for rank in (4, 9)
-    )
+    first, second = (one_layer(layers, rank, rank) for rank in (4, 9))
     with layers.applied([first]):
-        replaced = [weakref.ref(buffer) for buffer in layers._bank._buffers[name]]
+        replaced = [weakref.ref(buffer) for buffer in layers._bank._buffers[next(iter(first.layers))]]
     assert all(ref() is not None for ref in replaced)
 
     def fail(*_: Any) -> None:

@@ -16,7 +16,6 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged.batch import StaticInputs
 from tgis.engines.paged.cuda_graphs import DecodeGraphs
-from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import LogprobOptions, SamplingParams
 
 SIZE, ROWS = 4, 6
@@ -45,52 +44,6 @@ def commit(plan: StepPlan, result: StepResult) -> None:
         row.num_computed_tokens += count
     for row, tokens in zip(plan.sampled, result.tokens, strict=True):
         row.tokens += tokens
-
-
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_any_plan_may_follow_any_other(
-    subject: Subject, launches: Launches, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences that pause, in any order, in chunks of any size, with lookahead blocks or not; some are preempted."""
-    if captured:
-        runner = subject.engine.runner
-        inputs = StaticInputs(ROWS, 64, runner.device)
-        graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
-        monkeypatch.setattr(runner, "graphs", graphs)
-    tokens = back = 0
-    for seed in range(4):
-        rng = random.Random(seed)
-        rows = [Sequence(random_request(rng, number), 0.0) for number in range(ROWS)]
-        for _ in range(40):
-            alive = [row for row in rows if row.num_remaining_tokens > 0]
-            chosen = rng.sample(alive, rng.choice([len(alive), len(alive), rng.randint(0, len(alive))]))
-            if not chosen:
-                continue
-            back += _make_room(subject.engine, rng, rows, chosen)
-            counts = [1 if row.decoding else rng.randint(1, row.num_uncomputed_tokens) for row in chosen]
-            plan = StepPlan.of(chosen, counts)
-            commit(plan, subject.step(plan))
-            tokens += len(plan.sampled)
-        subject.engine.release(rows)
-        for row in rows:
-            subject.check(row)
-    reused = tokens - sum(launches.rows("planned"))
-    assert reused > tokens // 4
-    assert sum(launches.rows("ahead")) > reused + 20
-    assert back > 5
-
-
-def _make_room(engine: PagedEngine, rng: random.Random, rows: list[Sequence], chosen: list[Sequence]) -> int:
-    """Give each the blocks that it needs, of its own; some are preempted first."""
-    lost = [row for row in chosen if row.num_computed_tokens and row.num_generated_tokens and rng.random() < 0.05]
-    engine.release(lost)
-    for row in lost:
-        row.num_computed_tokens, row.block_table = 0, []
-    for row in chosen:
-        needed = -(-len(row.tokens) // SIZE)
-        first = rows.index(row) * 8  # a row has 26 tokens at the most
-        row.block_table = list(range(first, first + max(needed + (rng.random() < 0.9), len(row.block_table))))
-    return len(lost)
 
 
 def test_a_steady_batch_takes_one_step_per_token(subject: Subject, launches: Launches) -> None:
@@ -140,6 +93,11 @@ def test_sequences_with_invalid_logits_fail_alone(
 def test_a_failed_launch_changes_no_result(
     subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
+    """Of captured steps."""
+    runner = subject.engine.runner
+    inputs = StaticInputs(ROWS, 64, runner.device)
+    graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
+    monkeypatch.setattr(runner, "graphs", graphs)
     launch: Callable[..., Any] = getattr(subject.engine._decoder, failing)
     calls = 0
 

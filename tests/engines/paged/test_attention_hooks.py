@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
+from slow_cases import slow_except
 from tiny_models import (
     OWN_ATTENTION,
     VOCAB_SIZE,
@@ -24,10 +26,15 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import Unsupported
 
 CHUNKS = 150, 249, 1, 1
+FAST = [
+    ("MPT", "auto"),
+    ("Falcon RW", "none"),
+    ("GPT-Neo", "auto"),
+    ("CodeGen", "none"),
+]  # BLOOM: test_recorded_steps.py
 
 
-@pytest.mark.parametrize("kernels", ["auto", "none"])
-@pytest.mark.parametrize("name", OWN_ATTENTION)
+@pytest.mark.parametrize(("name", "kernels"), slow_except(FAST, product(OWN_ATTENTION, ("auto", "none"))))
 def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernels: str, tmp_path: Path) -> None:
     """Where biases are large and rounded, and beyond a window, which the short prompt at load does not reach."""
     if kernels == "auto":
@@ -46,12 +53,11 @@ def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernel
 ALIBI = attention_hooks._alibi
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("alibi", "message"),
+    ("alibi", "message", "dtype"),
     [
-        (lambda *arguments: 1.2 * ALIBI(*arguments), "own attention in layer 0 "),
-        (lambda *_: None, "^the hooks do not fit the attention of BloomForCausalLM: AttributeError"),
+        (lambda *arguments: 1.2 * ALIBI(*arguments), "own attention in layer 0 ", "bfloat16"),
+        (lambda *_: None, "^the hooks do not fit the attention of BloomForCausalLM: AttributeError", "float32"),
     ],
 )
 def test_a_hook_that_does_not_fit_the_model_is_not_used(

@@ -5,9 +5,7 @@ In float64 where the model's attention is computed in it.
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -15,6 +13,7 @@ import pytest
 import torch
 from checked_runs import Run, Subject, random_request
 from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
+from slow_cases import slow_except
 from tiny_models import VOCAB_SIZE, make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
@@ -37,16 +36,10 @@ PROMPTS = _prompts()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a tiny model, by name."""
-    return cache(lambda name: make_model(name, tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest, model: Callable[[str], Path]) -> Subject:
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     name, block_size, dtype, async_decode, *drafters = request.param
-    directory = model(name)
-    drafts: dict[str, Any] = {"speculation": "auto", "speculator_path": str(model(drafters[0]))} if drafters else {}
+    directory, *drafting = (make_model(each, tmp_path_factory.mktemp("model")) for each in (name, *drafters))
+    drafts: dict[str, Any] = {"speculation": "auto", "speculator_path": str(drafting[0])} if drafters else {}
     how = {"async_decode": async_decode, "block_size": block_size, "dtype": dtype}
     engine = paged_engine(directory, MAX_BATCH_SIZE, **how, **drafts)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
@@ -73,16 +66,15 @@ def _interleave(rng: random.Random, run: Run, to_come: list[Request]) -> Counter
     return Counter({**msgspec.structs.asdict(run.batcher.take_counters()), "left": left})
 
 
+SYNCHRONOUS, ASYNCHRONOUS = ("Llama", 2, "float64", False), ("Llama", 2, "float64", True)
+FAST = [(SYNCHRONOUS, True, True, range(2, 5)), (ASYNCHRONOUS, True, False, range(2, 5))]
+SLOW = [(*case, range(2, 50)) for case in product((SYNCHRONOUS, ASYNCHRONOUS), (False, True), (False, True))]
+
+
 @pytest.mark.parametrize(
-    "subject",
-    [("Llama", 2, "float64", False), ("Llama", 2, "float64", True)],
-    indirect=True,
-    ids=["synchronous", "asynchronous"],
-)
-@pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few_blocks blocks"])
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-@pytest.mark.parametrize(
-    "seeds", [range(2, 5), pytest.param(range(5, 50), marks=pytest.mark.slow)], ids=["three", "45 more"]
+    ("subject", "few_blocks", "prefix_cache", "seeds"),
+    slow_except(FAST, FAST + SLOW),
+    indirect=["subject"],
 )
 def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, seeds: range) -> None:
     total = Counter[str]()
@@ -98,17 +90,18 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert total["queue_jumps"] or not few_blocks
 
 
-@pytest.mark.parametrize("few_blocks", [False, True], ids=["many blocks", "few blocks"])
+PROPOSING = [
+    (SYNCHRONOUS, ForcedLookup),
+    (SYNCHRONOUS, Adversary),
+    ((*SYNCHRONOUS, "Mistral"), ForcedDrafts),
+]
+
+
 @pytest.mark.parametrize(
-    "seeds", [range(100, 103), pytest.param(range(103, 108), marks=pytest.mark.slow)], ids=["three", "five more"]
-)
-@pytest.mark.parametrize(
-    ("subject", "kind"),
+    ("subject", "kind", "few_blocks", "seeds"),
     [
-        (("Llama", 2, "float64", False), ForcedLookup),
-        (("Llama", 2, "float64", False), Adversary),
-        (("Llama", 2, "float64", False, "Llama"), ForcedDrafts),
-        (("Llama", 2, "float64", False, "Mistral"), ForcedDrafts),
+        *((*PROPOSING[at], few_blocks, range(100, 102)) for at, few_blocks in ((0, False), (1, True), (2, True))),
+        *slow_except((), ((*case, few, range(100, 108)) for case in PROPOSING for few in (False, True))),
     ],
     indirect=["subject"],
 )
@@ -129,23 +122,14 @@ def test_interleavings_with_proposals(subject: Subject, few_blocks: bool, kind: 
     assert (total["preemptions"] > 0) == few_blocks
 
 
-PLAIN, SLIDING_WINDOW, SOFT_CAPPING, SINKS = (
-    ("Llama", 1, "float64", False),
-    ("Mistral", 1, "float64", False),
-    ("Gemma2", 1, "float32", False),
-    ("GptOss", 1, "float32", False),
-)
+CHUNKED = [(("Mistral", 1, "float64", False),), (("Gemma2", 1, "float32", False),), (("GptOss", 1, "float32", False),)]
 
 
-@pytest.mark.parametrize(
-    "subject",
-    [SLIDING_WINDOW, *(pytest.param(model, marks=pytest.mark.slow) for model in (PLAIN, SOFT_CAPPING, SINKS))],
-    indirect=True,
-)
-def test_chunks_of_every_size(subject: Subject) -> None:
+@pytest.mark.parametrize("subject", slow_except(CHUNKED[:1], CHUNKED), indirect=True)
+def test_chunks_of_any_size(subject: Subject) -> None:
     """Alone, and beside a decode."""
     long = Request(1, PROMPTS[5], 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
-    for chunk in range(1, len(long.tokens) + 1):
+    for chunk in (1, 2, 7, 8, 9, 16, len(long.tokens)):  # the window has 8
         for beside in (0, 1):
             run = subject.run(100, prefill_tokens=8 * chunk if beside else chunk)  # beside decodes, about an eighth
             run.batcher.submit([Request(0, [5, 6], MAX_NEW_TOKENS)] * beside, 0.0)

@@ -4,13 +4,13 @@ Where oneDNN multiplies, sums may depend on the number of rows.
 """
 
 import random
+import re
 from typing import Any
 
 import msgspec
 import pytest
-from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
-from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
+from proposers import Adversary, ForcedLookup, proposing
 from quantized_formats import (
     CHANNELS,
     FORMATS,
@@ -24,12 +24,14 @@ from quantized_formats import (
     with_input_scale,
 )
 from random_requests import KINDS
+from slow_cases import slow_except
 from tiny_models import (
     LONG,
     OWN_ATTENTION,
     VOCAB_SIZE,
     WIDE_ENCODER_DECODERS,
     Outcome,
+    limits_of,
     make_model_from_config,
     make_wide_config,
     outcomes,
@@ -40,7 +42,6 @@ from transformers import PreTrainedConfig
 from tgis.engines.kernels.cpu.library import cpu_flags, resolve_isa
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
-from tgis.speculation.speculator import Speculator
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     **{name: make_wide_config(name, **LONG) for name in ("Llama", "Qwen3", "GPTNeoX")},
@@ -53,19 +54,12 @@ LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
-CASES: list[Any] = [("Llama", "bfloat16", "auto"), ("Gemma2", "float32", "auto"), ("GPT2", "bfloat16", "auto")]
-CASES += [("T5", "bfloat16", "auto"), ("Llama", "bfloat16", "avx2")]
-CASES += [
-    pytest.param((name, dtype, "auto"), marks=pytest.mark.slow)
-    for name in CONFIGS
-    for dtype in ("bfloat16", "float32")
-    if (name, dtype, "auto") not in CASES
-]
 QUANTIZED: dict[str, Any] = {
     "int8": {"quantize": "int8", "quantize_logits": True},
     "int4": {"quantize": "int4"},
     "int4, plain activations": {"quantize": "int4", "quantize_activations": "none"},
     "KV int8": {"kv_cache_dtype": "int8"},
+    "int8 and KV int8": {"quantize": "int8", "quantize_logits": True, "kv_cache_dtype": "int8"},
 }
 STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arithmetic
@@ -78,30 +72,33 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Quantize]] = {  # one for each arit
     "W8A8 static": (compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC), with_input_scale),
 }
 # kernels/test_quantized.py tries all kernels in milliseconds, and with several threads
-SOME_KERNELS = ("int8", "KV int8", "W8A8 by token")
-CASES += [*(("Llama", "bfloat16", "auto", kind) for kind in SOME_KERNELS), ("Marian", "float32", "auto", "KV int8")]
-SLOW: list[Any] = [
-    ("Llama", "bfloat16", "auto", kind) for kind in (*QUANTIZED, *CHECKPOINTS) if kind not in SOME_KERNELS
+FAST = [
+    "Llama, bfloat16, auto",
+    "Gemma2, float32, auto",
+    "T5, bfloat16, auto",
+    "Llama, bfloat16, auto, int8 and KV int8",
 ]
-SLOW += [("Llama", "float32", "avx2"), ("GPT2", "float32", "avx2", "int8")]
-SLOW += [("Llama", "float32", "auto", "gptq, act-order")]
-SLOW += [("Llama", "float32", "avx2", kind) for kind in ("awq", "E4M3 in blocks", "W8A8 static", "KV int8")]
-SLOW += [("Gemma2", "float32", "auto", "KV int8"), ("T5", "bfloat16", "auto", "KV int8")]
-CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
+CASES = [
+    *(f"{name}, {dtype}, auto" for name in CONFIGS for dtype in ("bfloat16", "float32")),
+    *(f"Llama, bfloat16, auto, {kind}" for kind in (*QUANTIZED, *CHECKPOINTS)),
+    *("Llama, bfloat16, avx2", "Llama, float32, avx2", "GPT2, float32, avx2, int8", "Llama, float32, auto, awq"),
+    *(f"Llama, float32, avx2, {kind}" for kind in ("awq", "E4M3 in blocks", "W8A8 static", "KV int8")),
+    *(f"{case}, auto, KV int8" for case in ("Gemma2, float32", "T5, bfloat16", "Marian, float32")),
+]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+@pytest.fixture(scope="module", params=slow_except(FAST, CASES))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
-    name, dtype, isa, *kind = request.param
+    name, dtype, isa, kind = re.split(r", (\w*float\d+), (\w+)(?:, )?", request.param)
     if isa == resolve_isa("auto", cpu_flags()):
         pytest.skip(f"{isa} is the best of this CPU, which the other cases use")
     isa = CPU_ISA if isa == "auto" else isa
     kernels_of(isa)
     path = make_model_from_config(CONFIGS[name], tmp_path_factory.mktemp("model"))
-    if kind and kind[0] in CHECKPOINTS:
-        config, quantize = CHECKPOINTS[kind[0]]
+    if kind in CHECKPOINTS:
+        config, quantize = CHECKPOINTS[kind]
         quantized_copy(path, quantize, config)
-    changes = QUANTIZED.get(kind[0], {}) if kind else {}
+    changes = QUANTIZED.get(kind, {})
     return paged_engine(path, ROWS, num_threads=1 if kind else 2, dtype=dtype, cpu_isa=isa, **changes)
 
 
@@ -121,17 +118,8 @@ def generated_by(
     engine: PagedEngine, together: list[Request], chunk: int, blocks: int, rng: random.Random, proposed: int = 0
 ) -> list[Outcome]:
     """What each request gets when they come at random times; `chunk` prompt tokens at the most in a step."""
-    bounds = limits(
-        blocks * 16,
-        prefix_cache=not engine.info.encoder_decoder,
-        proposed_tokens=proposed,
-        drafted_tokens=engine.info.drafted_tokens,
-        padded=False,
-        block_size=16,
-        prefill_tokens=chunk,
-        max_batch_size=ROWS,
-        encoder_decoder=engine.info.encoder_decoder,
-    )
+    prefix_cache = not engine.info.encoder_decoder
+    bounds = limits_of(engine, blocks, prefix_cache=prefix_cache, proposed_tokens=proposed, prefill_tokens=chunk)
     return [*outcomes(engine, bounds, together, rng)[0].values()]
 
 
@@ -139,33 +127,18 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
     draw = random.Random(2)
     asked = requests()
     alone = [generated_by(engine, [request], 512, 100, draw)[0] for request in asked]
-    for chunk in (3, 16, 50):
+    for chunk in (3, 50):
         draw.shuffle(asked)
         together = generated_by(engine, asked, chunk, draw.choice([24, 100]), draw)
         for request, outcome in zip(asked, together, strict=True):
             assert outcome == alone[request.id], (chunk, request.id)
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [(ForcedLookup, 5, 24), (Adversary, 15, 100)],
-        pytest.param([(Adversary, 5, 24), (ForcedLookup, 15, 100)], marks=pytest.mark.slow),
-        pytest.param([(ForcedDrafts, 5, 24), (ForcedDrafts, 15, 100)], marks=pytest.mark.slow),
-    ],
-    ids=["proposals", "more proposals", "drafts"],
-)
-def test_proposals_change_nothing(engine: PagedEngine, runs: list[tuple[type[Speculator], int, int]]) -> None:
-    """With every sampling method; proposals are often right. Decoder-only models draft for themselves.
-
-    A run has a speculator, the most tokens that it proposes, and the number of KV blocks.
-    """
-    drafts = runs[0][0] is ForcedDrafts
-    if drafts and engine.info.encoder_decoder:
-        pytest.skip("drafts are for decoder-only models")
+def test_proposals_change_nothing(engine: PagedEngine) -> None:
+    """With every sampling method; proposals are often right."""
     draw = random.Random(3)
     penalty = SamplingParams(watermark=True, logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
-    sampling = [*KINDS, *KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]
+    sampling = [*KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]
     motif = [draw.randrange(3, VOCAB_SIZE) for _ in range(9)]
     asked = [
         Request(number, motif * draw.randint(1, 5), 16, False, params, DETAILS)
@@ -173,10 +146,7 @@ def test_proposals_change_nothing(engine: PagedEngine, runs: list[tuple[type[Spe
     ]
     expected = generated_by(engine, asked, 512, 100, draw)
     right = [request.tokens + own.tokens for request, own in zip(asked, expected, strict=True)]
-    if drafts:
-        changes = {"speculation": "auto", "speculator_path": engine._options.model_path}
-        engine = PagedEngine(msgspec.structs.replace(engine._options, **changes))
-        engine.warm_up()
+    runs = (ForcedLookup, 5, 24), (Adversary, 15, 100)  # with the most tokens, and blocks
     for kind, most, blocks in runs:
         with proposing(kind, right):
             outputs = generated_by(engine, asked, 512, blocks, draw, most)

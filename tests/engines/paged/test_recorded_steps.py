@@ -8,12 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from batches import engine_options, limits
+from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
+from slow_cases import slow_except
 from tiny_models import (
     OWN_ATTENTION,
     generate_all,
     greedy_requests,
+    limits_of,
     make_model_from_config,
     make_wide_config,
     paged_engine,
@@ -31,6 +33,7 @@ from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.errors import Unsupported
 
 ROWS = 4
+FAST = {"Llama", "Gemma2", "OPT", "T5", "Marian", "BLOOM", "GPT-J"}
 REPLAYED = ["Llama", "Mistral", "Gemma", "Gemma2", "Qwen2", "Qwen3", "Phi", "Phi3", "Granite", "StableLm", "GPTNeoX"]
 REPLAYED += ["OPT", "OPT, galactica", "OPT, 350m", "GPT2", "GPTBigCode", "GPTBigCode, many heads", "Starcoder2"]
 REPLAYED += ["Nemotron", "Persimmon", "BioGpt", "Arcee", "BitNet"]
@@ -65,17 +68,22 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model_from_config(make_wide_config("Llama"), tmp_path)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_from_config(make_wide_config("Llama"), tmp_path_factory.mktemp("model"))
 
 
 def generated(model: Path, **options: Any) -> list[list[int]]:
     """The tokens of a dozen requests that come at random times, some to an idle engine."""
     engine = PagedEngine(engine_options(model, ROWS, **options))
     draw = random.Random(1)
-    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    bounds = limits_of(engine, 25, prefill_tokens=16)
     return generate_all(engine, bounds, greedy_requests(12, 9, draw, longest=40), draw)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return generated(model)
 
 
 def assert_replayed_like_eager(
@@ -97,7 +105,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=True)
 
 
-@pytest.mark.parametrize("name", OWN_ATTENTION)
+@pytest.mark.parametrize("name", slow_except(FAST, OWN_ATTENTION))
 def test_models_with_attention_of_their_own_are_replayed(
     name: str, tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,8 +113,7 @@ def test_models_with_attention_of_their_own_are_replayed(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=name not in ("GPT-J", "CodeGen"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize(("onednn", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, onednn: bool, dtype: str
 ) -> None:
@@ -117,7 +124,7 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=False, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", slow_except(FAST, REPLAYED))
 def test_replayed_steps_call_no_operators_of_pytorch(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,10 +134,9 @@ def test_replayed_steps_call_no_operators_of_pytorch(
 
 
 def test_a_recorded_step_that_gives_other_logits_is_not_used(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one would that depends on numbers on the host."""
-    expected = generated(model)
     monkeypatch.setattr(Recorder, "record", lambda _, run: (lambda: None, run().clone()))
     monkeypatch.setattr(ResizablePass, "__call__", lambda *_: None)
     assert generated(model) == expected
@@ -139,10 +145,8 @@ def test_a_recorded_step_that_gives_other_logits_is_not_used(
 
 
 def test_a_model_that_cannot_be_recorded_runs_eagerly(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    expected = generated(model)
-    replays.clear()
     monkeypatch.setattr(RecorderMemory, "empty", mock.Mock(side_effect=Unsupported("aten.item looks at numbers")))
     assert generated(model) == expected
     assert [text for text in caplog.messages if "recorded" in text] == [
@@ -152,10 +156,8 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly(
 
 
 def test_after_a_lack_of_memory_steps_are_recorded_again(
-    model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, expected: list[list[int]], replays: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    expected = generated(model)
-    replays.clear()
     monkeypatch.setattr(recorded_steps, "_PAUSE", 5)
     empty, fails = RecorderMemory.empty, iter([True, True] + [False] * 60 + [True])
 

@@ -4,17 +4,16 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from adapter_batches import AdapterRequest, EngineSetup, generate_all
-from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from fake_cuda_graphs import record
-from tiny_models import EOS, VOCAB_SIZE, make_model_from_config, make_wide_config, paged_engine
+from tiny_models import EOS, VOCAB_SIZE, limits_of, make_model_from_config, make_wide_config, paged_engine
 from torch import Tensor
 
 from tgis.batcher.sequence import StepPlan
@@ -22,7 +21,7 @@ from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.replay import RecordedPass
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged import model_runner
-from tgis.engines.paged.cuda_graphs import DecodeGraphs, Replay
+from tgis.engines.paged.cuda_graphs import Replay
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence
@@ -30,11 +29,18 @@ from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 ROWS, NEW = 4, 9  # ROWS of `paged_engine`
+Tokens = Callable[..., list[list[int]]]  # by ranks of adapters
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_from_config(make_wide_config("Llama"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def eager(model: Path) -> Tokens:
+    """Of eager steps in float64."""
+    return cache(lambda *ranks: generated(paged_engine(model, dtype="float64"), [*ranks]))
 
 
 def make_adapters(engine: PagedEngine, ranks: list[int]) -> list[LoraAdapter]:
@@ -60,7 +66,7 @@ def generated(engine: PagedEngine, ranks: list[int]) -> list[list[int]]:
     """By requests with each adapter and none, which arrive at random steps; first some, then all."""
     adapters: list[Any] = [None, *make_adapters(engine, ranks)]
     draw = random.Random(2)
-    bounds = limits(400, padded=False, block_size=16, max_batch_size=ROWS, prefill_tokens=16)
+    bounds = limits_of(engine, 25, prefill_tokens=16)
     setup, tokens = EngineSetup(engine, bounds), []
     for some in (adapters[:2], adapters):
         prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 30))] for _ in range(3 * len(some))]
@@ -118,11 +124,11 @@ def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
 
 @pytest.mark.parametrize(("ranks", "grows"), [([2, 1, 1], False), ([2, 3, 5, 1], True)])
 def test_captured_steps_read_what_the_bank_holds(
-    model: Path, captured: tuple[PagedEngine, Counter[str]], ranks: list[int], grows: bool
+    eager: Tokens, captured: tuple[PagedEngine, Counter[str]], ranks: list[int], grows: bool
 ) -> None:
     """Later adapters too; as long as it does not grow: one capture for each batch size and set of layers."""
     engine, counts = captured
-    assert generated(engine, ranks) == generated(paged_engine(model, dtype="float64"), ranks)
+    assert generated(engine, ranks) == eager(*ranks)
     if grows:
         assert counts["captured"] > 3
     else:
@@ -148,7 +154,7 @@ def test_a_prompt_captures_nothing(captured: tuple[PagedEngine, Counter[str]]) -
 
 
 def test_adapters_that_cannot_be_captured_run_eagerly(
-    model: Path,
+    eager: Tokens,
     captured: tuple[PagedEngine, Counter[str]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -160,36 +166,20 @@ def test_adapters_that_cannot_be_captured_run_eagerly(
         raise RuntimeError("called a synchronizing operation\nand more")
 
     monkeypatch.setattr(engine.runner.graphs, "_capture_graph", fail)
-    assert generated(engine, [2, 3]) == generated(paged_engine(model, dtype="float64"), [2, 3])
+    assert generated(engine, [2, 3]) == eager(2, 3)
     assert [each for each in caplog.messages if "CUDA graphs" in each] == [
         "decode steps with LoRA adapters run without CUDA graphs: called a synchronizing operation"
     ]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_device_that_fails_is_no_reason_to_run_eagerly(
-    captured: tuple[PagedEngine, Counter[str]], monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
-) -> None:
-    engine, _ = captured
-    assert isinstance(engine.runner.graphs, DecodeGraphs)
-    fail = mock.Mock(side_effect=error("CUDA"))
-    monkeypatch.setattr(engine.runner.graphs, "_capture_graph", fail)
-    adapter = make_adapters(engine, [2])[0]
-    seq = dummy_sequence([5, 6, 7], 16)
-    seq.adapter, seq.num_computed_tokens = adapter, 2
-    with pytest.raises(error):
-        engine.runner.compute_logits(StepPlan([seq], [1], [seq], has_prefill=False))
-    assert engine.runner.graphs._capture_graph is fail
-
-
 COMPILED: dict[str, Any] = {"compile": True, "adapter_store": AdapterStoreOptions("/nowhere", 1 << 30, 100)}
 
 
-def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_of_layers_for_a_compiler(model: Path, eager: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled calls operators in place of changing outputs; here nothing compiles it."""
     monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
     ranks = [2, 3, 5, 1]
-    expected = generated(paged_engine(model, dtype="float64"), ranks)
+    expected = eager(*ranks)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     change, changed = LoraLayers.changed_output, set[int]()
 
@@ -207,9 +197,12 @@ def test_captured_steps_of_layers_for_a_compiler(model: Path, monkeypatch: pytes
 
 
 def test_adapters_in_compiled_layers_that_differ_run_eagerly(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path,
+    eager: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = generated(paged_engine(model, dtype="float64"), [2, 3])
+    expected = eager(2, 3)
     stances: list[str] = []
 
     @contextmanager
@@ -231,16 +224,6 @@ def test_adapters_in_compiled_layers_that_differ_run_eagerly(
     assert stances[-1] == "force_eager"
     engine.runner.dummy_logits()
     assert stances[-1] == "fail_on_recompile"
-
-
-def test_a_model_that_no_adapter_can_change_starts(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(LoraLayers, "_delta", mock.Mock(side_effect=RuntimeError("shape '[13, -1, 4]' is invalid")))
-    engine = paged_engine(model, dtype="float64", **COMPILED)
-    assert "PT2_COMPILE has no effect: shape '[13, -1, 4]' is invalid" in caplog.text
-    seq = dummy_sequence([5, 6, 7], 16)
-    engine.runner.compute_logits(StepPlan([seq], [3], [seq], has_prefill=True))
 
 
 @pytest.mark.slow  # a compiler runs for some seconds

@@ -1,6 +1,7 @@
 """Random rows, with scores that tie all the time, against a naive sampler."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -22,36 +23,29 @@ details = st.builds(
 )
 
 
-# parameters, details, outputs so far, logits, contexts, and what grammars allow
-Batch = tuple[
-    list[SamplingParams],
-    list[LogprobOptions],
-    list[list[int]],
-    list[list[float]],
-    list[list[int]],
-    list[set[int] | None],
-]
+@dataclass
+class Drawn:
+    """A row; `allowed` is what its grammar allows."""
+
+    sampling: SamplingParams
+    details: LogprobOptions
+    output: list[int]
+    logits: list[float]
+    context: list[int]
+    allowed: set[int] | None
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    size, vocabulary, width = draw(st.integers(1, 5)), draw(st.integers(8, 40)), draw(st.integers(1, 6))
+def batches(draw: st.DrawFn) -> list[Drawn]:
+    vocabulary, width = draw(st.integers(8, 40)), draw(st.integers(1, 6))
     score = st.sampled_from([-float("inf"), -0.0, *map(float, range(-3, 4)), 0.0, 1.0, 1.0, 2.0])
-
-    def rows_of(entry: st.SearchStrategy, length: int) -> list:  # type: ignore[type-arg]
-        return draw(st.lists(st.lists(entry, min_size=length, max_size=length), min_size=size, max_size=size))
-
-    def per_row(entry: st.SearchStrategy) -> list:  # type: ignore[type-arg]
-        return draw(st.lists(entry, min_size=size, max_size=size))
-
-    return (
-        per_row(samplings),
-        per_row(details),
-        per_row(st.one_of(*(st.lists(st.integers(0, most), max_size=8) for most in (2, vocabulary - 1)))),
-        rows_of(score, vocabulary),
-        rows_of(st.integers(0, vocabulary - 1), width),
-        per_row(st.one_of(st.none(), st.none(), st.sets(st.integers(0, vocabulary - 1), max_size=5))),
-    )
+    token = st.integers(0, vocabulary - 1)
+    outputs = st.one_of(st.lists(st.integers(0, 2), max_size=8), st.lists(token, max_size=8))
+    logits = st.lists(score, min_size=vocabulary, max_size=vocabulary)
+    context = st.lists(token, min_size=width, max_size=width)
+    allowed = st.one_of(st.none(), st.none(), st.sets(token, max_size=5))
+    row = st.builds(Drawn, samplings, details, outputs, logits, context, allowed)
+    return draw(st.lists(row, min_size=1, max_size=5))
 
 
 def grammar_of(allowed: set[int], output: list[int], ends: list[int], vocab_size: int) -> GrammarMatcher:
@@ -78,37 +72,32 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @given(
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    batch=batches(),
-    eos=st.lists(st.integers(0, 50), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), batches(), st.lists(st.integers(0, 50), max_size=3)
 )
-@settings(max_examples=80)
-def test_rows_match_the_naive_sampler(
-    dtype: torch.dtype,
-    batch: Batch,
-    eos: list[int],
-) -> None:
-    params, asked, outputs, logits, context, allowed = batch
-    rows = [make_row(s, d, output=own) for s, d, own in zip(params, asked, outputs, strict=True)]
-    ends = sorted({token for token in eos if token < len(logits[0])})
-    for i, row in enumerate(rows):
-        chosen = allowed[i] if ends and not {*ends} & {*outputs[i]} else None
-        if chosen is not None:
-            row.grammar = grammar_of(chosen - {*ends}, outputs[i], ends, len(logits[0]))
-        allowed[i] = None if chosen is None else chosen | {*ends}
-    sampled = sample_batch(rows, torch.tensor(logits, dtype=dtype), context, eos)
-    for i, sampling in enumerate(params):
-        generated = len(outputs[i])
-        expected = oracle.process(logits[i], sampling, generated, ends, context[i] + outputs[i], outputs[i], allowed[i])
+@settings(max_examples=60)
+def test_rows_match_the_naive_sampler(dtype: torch.dtype, batch: list[Drawn], eos: list[int]) -> None:
+    vocab_size = len(batch[0].logits)
+    seqs = [make_row(row.sampling, row.details, output=row.output) for row in batch]
+    ends = sorted({token for token in eos if token < vocab_size})
+    for row, seq in zip(batch, seqs, strict=True):
+        if not ends or {*ends} & {*row.output}:
+            row.allowed = None
+        if row.allowed is not None:
+            seq.grammar = grammar_of(row.allowed - {*ends}, row.output, ends, vocab_size)
+            row.allowed |= {*ends}
+    logits = torch.tensor([row.logits for row in batch], dtype=dtype)
+    sampled = sample_batch(seqs, logits, [row.context for row in batch], eos)
+    for i, row in enumerate(batch):
+        generated, history = len(row.output), row.context + row.output
+        expected = oracle.process(row.logits, row.sampling, generated, ends, history, row.output, row.allowed)
         bad = expected.scores.max() == -float("inf")
         assert (i in sampled.invalid) == bad
         if bad or expected.ambiguous:
             continue
-        oracle.check_token(sampled.tokens[i], expected, sampling, generated)
-        details = asked[i]
-        if details.generated_tokens and (details.logprobs or details.ranks or details.top_n_tokens):
+        oracle.check_token(sampled.tokens[i], expected, row.sampling, generated)
+        if row.details.generated_tokens and (row.details.logprobs or row.details.ranks or row.details.top_n_tokens):
             found = sampled.logprobs[i]
             assert found is not None
-            oracle.check_logprobs(found, sampled.tokens[i], expected, details)
+            oracle.check_logprobs(found, sampled.tokens[i], expected, row.details)
         else:
             assert not sampled.logprobs or sampled.logprobs[i] is None

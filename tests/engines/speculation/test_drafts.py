@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from batches import limits
 from cpu_kernels import CPU_ISA, kernels_of
 from mlp_speculators import Weights, random_mlp, save_mlp
 from proposers import ForcedDrafts, proposing
 from random_requests import KINDS
+from slow_cases import slow_except
 from tiny_models import (
     LONG,
     VOCAB_SIZE,
     Outcome,
+    limits_of,
     make_model_from_config,
     make_wide_config,
     outcomes,
@@ -42,6 +43,7 @@ MLP: dict[str, Any] = {
     "n_predict": 3,
 }
 TIED = MLP | {"tie_weights": True, "scale_input": True}
+MLPS = {"MLP": MLP, "tied MLP": TIED}
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
 
@@ -51,7 +53,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target = make_model_from_config(make_wide_config("Llama", **LONG), tmp_path_factory.mktemp("target"))
     other = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=256)
     found = {"itself": target, "another": make_model_from_config(other, tmp_path_factory.mktemp("other"))}
-    for name, config in (("MLP", MLP), ("tied MLP", TIED)):
+    for name, config in MLPS.items():
         found[name] = save_mlp(tmp_path_factory.mktemp("mlp"), config, random_mlp(config))
     return found
 
@@ -86,7 +88,7 @@ def load(paths: dict[str, Path], drafter: str, dtype: str = "bfloat16") -> Paged
     return paged_engine(paths["itself"], ROWS, dtype=dtype, speculation="auto", speculator_path=speculator)
 
 
-@pytest.fixture(scope="module", params=["itself", "another", "tied MLP"])
+@pytest.fixture(scope="module", params=slow_except(["another", "tied MLP"], ["itself", "another", "tied MLP"]))
 def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngine:
     kernels_of(CPU_ISA)
     return load(paths, request.param)
@@ -95,16 +97,8 @@ def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngin
 def generated_by(
     engine: PagedEngine, asked: list[Request], drafted: int, blocks: int, draw: random.Random, **others: Any
 ) -> tuple[list[Outcome], Counter[str]]:
-    bounds = limits(
-        blocks * 16,
-        prefix_cache=True,
-        proposed_tokens=15,
-        drafted_tokens=drafted,
-        padded=False,
-        block_size=16,
-        prefill_tokens=50,
-        max_batch_size=ROWS,
-    )
+    how = {"prefix_cache": True, "proposed_tokens": 15, "drafted_tokens": drafted, "prefill_tokens": 50}
+    bounds = limits_of(engine, blocks, **how)
     found, counts = outcomes(engine, bounds, asked, draw, **others)
     return [*found.values()], counts
 
@@ -119,7 +113,7 @@ def requests(draw: random.Random, sampling: list[SamplingParams]) -> list[Reques
 def test_drafts_change_nothing(engine: PagedEngine) -> None:
     """With every way to sample, few blocks, and prefixes of the cache."""
     draw = random.Random(4)
-    asked = requests(draw, [*KINDS, *KINDS])
+    asked = requests(draw, KINDS)
     expected, none = generated_by(engine, asked, 0, 100, draw)
     assert not none["asked"]
     preempted = 0
@@ -152,15 +146,16 @@ def test_a_model_drafts_what_it_would_choose_itself(paths: dict[str, Path]) -> N
     kernels_of(CPU_ISA)
     engine, draw = load(paths, "itself"), random.Random(5)
     warm, hot = SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.0, top_p=0.95, top_k=40)
-    for sampling in ([SamplingParams()] * 6, [warm] * 3 + [hot] * 3, KINDS):
+    for sampling in ([SamplingParams(), SamplingParams(), warm, warm, hot, hot], KINDS):
         with proposing(ForcedDrafts):
             _, counts = generated_by(engine, requests(draw, [*sampling]), 5, 40, draw)
         assert counts["kept"] == counts["drafted"] > 50, sampling
 
 
-@pytest.mark.parametrize(("name", "config"), [("MLP", MLP), ("tied MLP", TIED)])
-def test_an_mlp_speculator_is_its_formula(paths: dict[str, Path], name: str, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", slow_except(["tied MLP"], MLPS))
+def test_an_mlp_speculator_is_its_formula(paths: dict[str, Path], name: str) -> None:
     """Of the hidden states that transformers gives: with replayed steps, chunks, preemption and other drafts before."""
+    config = MLPS[name]
     engine, draw, weights = load(paths, name, "float32"), random.Random(6), random_mlp(config)
     model, num_checked = AutoModelForCausalLM.from_pretrained(paths["itself"], dtype=torch.float32).eval(), 0
 
