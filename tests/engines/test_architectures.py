@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ from tgis.errors import StartError, Unsupported
 from tgis.ipc.request import Request
 
 NEW_TOKENS = 12
-# models whose code in transformers is a copy of another's here
-SIMILAR = {
-    *("Qwen2", "OPT, galactica", "GPTBigCode, many heads", "Starcoder2", "Gemma"),
-    *("MT5", "MBart", "Marian", "Pegasus", "Blenderbot", "BlenderbotSmall", "PLBart", "Mvp"),
+# each kind of attention, positions, heads and layers once; the others run in the slow tests
+FAST = {
+    *("Mistral", "Gemma2", "GPTNeoX", "OPT, 350m", "GPT2", "GPTBigCode", "Bloom", "Falcon, 40b", "GPTJ", "Phi3"),
+    *("GptOss", "DeepseekV3", "Mpt", "T5", "Bart", "M2M100"),
 }
 
 
@@ -94,23 +95,22 @@ def class_name(name: str) -> str:
     return names[config.model_type]
 
 
-def slow_if_similar(name: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.slow] if name in SIMILAR else [])
+def slow(names: Iterable[str], *, but: Callable[[str], bool]) -> list[Any]:
+    return [pytest.param(name, marks=[] if but(name) else [pytest.mark.slow]) for name in names]
 
 
-def slow_if_native(name: str) -> Any:
-    marks = [pytest.mark.slow] if TABLE[class_name(name)][0] == "tgis_native" else []
-    return pytest.param(name, marks=marks)
+def is_padded(name: str) -> bool:
+    return TABLE[class_name(name)][0] != "tgis_native"
 
 
-@pytest.mark.parametrize("name", [slow_if_native(name) for name in (*ARCHITECTURES, *ENCODER_DECODERS)])
+@pytest.mark.parametrize("name", slow((*ARCHITECTURES, *ENCODER_DECODERS), but=is_padded))
 def test_padded_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     directory = make_model(name, tmp_path)
     engine = PaddedEngine(engine_options(directory, 6))
     check(directory, engine, limits(100_000, max_batch_size=6, prefill_tokens=512))
 
 
-@pytest.mark.parametrize("name", [slow_if_similar(name) for name in (*ARCHITECTURES, *ENCODER_DECODERS)])
+@pytest.mark.parametrize("name", slow((*ARCHITECTURES, *ENCODER_DECODERS), but=lambda name: name in FAST))
 def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path) -> None:
     """In chunks of any size, with so few blocks that rows are preempted, and with cached prefixes."""
     directory = make_model(name, tmp_path)
@@ -140,7 +140,7 @@ def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
     assert_context_matters(reference, prompts, generated)
 
 
-@pytest.mark.parametrize("name", [*map(slow_if_native, MORE_ARCHITECTURES), *REFUSED_ENCODER_DECODERS])
+@pytest.mark.parametrize("name", [*slow(MORE_ARCHITECTURES, but=is_padded), *REFUSED_ENCODER_DECODERS])
 def test_models_run_where_the_table_says(name: str, tmp_path: Path) -> None:
     engine, why = TABLE[class_name(name)]
     options = engine_options(make_model(name, tmp_path), 6)
