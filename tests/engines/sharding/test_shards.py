@@ -1,4 +1,4 @@
-"""Models of all families with a plan: two and four ranks, forked in this machine, give what one gives."""
+"""Models of all families with a plan: two and four ranks, forked in this machine, give what one gives, in lockstep."""
 
 import os
 import random
@@ -13,6 +13,7 @@ import transformers
 from batches import engine_options, limits
 from cpu_kernels import CPU_ISA
 from gguf_files import permuted, write_directory, write_gguf
+from lockstep import Texts, as_engine
 from quantized_formats import (
     CHANNELS,
     FORMATS,
@@ -26,7 +27,15 @@ from quantized_formats import (
     with_input_scale,
 )
 from rank_processes import on_ranks
-from tiny_models import ARCHITECTURES, VOCAB_SIZE, make_config, make_model_from_config, make_wide_config, outcomes
+from tiny_models import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    make_config,
+    make_model,
+    make_model_from_config,
+    make_wide_config,
+    outcomes,
+)
 
 from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
@@ -315,3 +324,41 @@ def test_what_does_not_divide_is_refused(name: str, shards: int, message: str) -
     with pytest.raises(StartError) as caught:
         check_plan(kind(**ARCHITECTURES[name]), shards)
     assert str(caught.value) == message
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("Llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def texts_alone(llama: Path) -> Texts:
+    return as_engine(llama, "as it is")[0]
+
+
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mode", "made", "count"),
+    [
+        ("capture, not everywhere", "", 2),
+        ("rank 0 fails", "", 2),
+        slow("all ranks fail", "", 2),
+        slow("as it is", "", 2),
+        slow("compile by inductor", "compiled", 2),
+        slow("compile, not everywhere", "", 2),
+        slow("compile and capture", "compiled graphs", 1),
+        slow("compile and capture", "compiled graphs", 2),
+    ],
+)
+def test_ranks_launch_the_same_steps(llama: Path, texts_alone: Texts, mode: str, made: str, count: int) -> None:
+    (texts, launches, features), *others = on_ranks(count, as_engine, llama, mode)
+    if "fail" in mode:  # others are cancelled
+        assert len(texts) > 8
+        texts_alone = {number: texts_alone.get(number, text) for number, text in texts.items()}
+    assert texts == texts_alone
+    assert [kind for kind, _ in launches].count("ahead") > 20
+    assert features == {"graphs": "graphs" in made, "compiled": "compiled" in made}
+    assert others == [({}, launches, features)] * (count - 1)

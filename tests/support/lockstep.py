@@ -1,4 +1,4 @@
-"""Two ranks in this machine that launch steps ahead, compile and capture: they do the same, and give what one gives."""
+"""What ranks do that launch steps ahead, compile and capture: as one engine, or as two in lockstep."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,8 +17,7 @@ from checked_runs import Launches
 from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
-from rank_processes import on_ranks
-from tiny_models import EOS, VOCAB_SIZE, make_model
+from tiny_models import EOS, VOCAB_SIZE
 from torch import Tensor
 
 from tgis.batcher.batcher import Batcher
@@ -174,41 +173,3 @@ def run_rank(engine: PagedEngine, adapter: Any) -> Texts:
     texts = serve(first, adapter)
     messages.send(Shutdown())
     return texts
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("Llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> Texts:
-    return as_engine(model, "as it is")[0]
-
-
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("mode", "made", "count"),
-    [
-        ("capture, not everywhere", "", 2),
-        ("rank 0 fails", "", 2),
-        slow("all ranks fail", "", 2),
-        slow("as it is", "", 2),
-        slow("compile by inductor", "compiled", 2),
-        slow("compile, not everywhere", "", 2),
-        slow("compile and capture", "compiled graphs", 1),
-        slow("compile and capture", "compiled graphs", 2),
-    ],
-)
-def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
-    (texts, launches, features), *others = on_ranks(count, as_engine, model, mode)
-    if "fail" in mode:  # others are cancelled
-        assert len(texts) > 8
-        expected = {number: expected.get(number, text) for number, text in texts.items()}
-    assert texts == expected
-    assert [kind for kind, _ in launches].count("ahead") > 20
-    assert features == {"graphs": "graphs" in made, "compiled": "compiled" in made}
-    assert others == [({}, launches, features)] * (count - 1)
