@@ -9,7 +9,7 @@ from typing import Any
 
 from tgis.engines.distributed import ranks
 
-_IMPORTED = ["rank_processes", "tiny_models", "batches", "tgis.engines.paged.engine", "tgis.engines.padded.engine"]
+_IMPORTED = ["rank_processes", "lockstep", "gguf_files", "quantized_formats", "tgis.engines.padded.engine"]
 _SECONDS = 120
 
 

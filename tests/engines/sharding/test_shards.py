@@ -343,7 +343,7 @@ def slow(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "made", "count"),
     [
-        ("capture, not everywhere", "", 2),
+        slow("capture, not everywhere", "", 2),
         ("rank 0 fails", "", 2),
         slow("all ranks fail", "", 2),
         slow("as it is", "", 2),
