@@ -34,7 +34,7 @@ def network_of(engine: PaddedEngine) -> torch.nn.Module:
 NO_MEMORY, BUG = torch.OutOfMemoryError("none left"), RuntimeError("broken")
 
 
-@pytest.mark.parametrize(("error", "calls"), [(NO_MEMORY, {1}), (NO_MEMORY, {3, 4, 8}), (BUG, {2}), (BUG, {6, 14, 15})])
+@pytest.mark.parametrize(("error", "calls"), [(NO_MEMORY, {1}), (NO_MEMORY, {3, 4, 8}), (BUG, {6, 14, 15})])
 def test_a_failed_step_changes_no_result(
     engine: PaddedEngine, alone: Outcomes, monkeypatch: pytest.MonkeyPatch, error: Exception, calls: set[int]
 ) -> None:
@@ -44,7 +44,7 @@ def test_a_failed_step_changes_no_result(
     assert engine._seqs == []
 
 
-@pytest.mark.parametrize("call", [1, 3, 8])
+@pytest.mark.parametrize("call", [1, 8])
 def test_a_cache_that_cannot_grow_changes_no_result(
     engine: PaddedEngine, alone: Outcomes, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
