@@ -141,14 +141,6 @@ def test_new_clients_without_end_starve_nobody(tokens: int, queued: int, of_new:
     assert waits in world.running
 
 
-def test_clients_of_one_request_are_served_in_the_order_of_their_arrival() -> None:
-    world, clients = World(), new_clients()
-    order = [world.submit(next(clients), [tokens])[0] for tokens in (900, 2, 50, 200, 2, 900)]
-    assert world.admit(0) is order[0]
-    order += [world.submit(next(clients), [tokens])[0] for tokens in (2, 900)]
-    assert list(world.queue) == order[1:]
-
-
 def test_cancelled_requests_cost_their_client_no_turns() -> None:
     world = World()
     world.submit(b"other", [200] * 9)
