@@ -1,5 +1,8 @@
 """Failed steps of a real engine: every request still gives what it gives alone."""
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 from batches import engine_options
@@ -9,16 +12,18 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.kv_cache import PaddedCacheLayer
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.errors import OutOfMemory, StartError
 
 
 @pytest.fixture(scope="module", params=["glassllm", "detransliterator"])
-def engine(request: pytest.FixtureRequest) -> PaddedEngine:
-    options = engine_options(request.getfixturevalue(f"{request.param}_dir"), 8)
-    loaded = PaddedEngine(options)
-    loaded.warm_up()
-    return loaded
+def engine(request: pytest.FixtureRequest) -> Iterator[PaddedEngine]:
+    """It computes inputs, and outputs again, in chunks shorter than them."""
+    with mock.patch.dict(MAX_PREFILL_TOKENS, {"cpu": 16}):
+        loaded = PaddedEngine(engine_options(request.getfixturevalue(f"{request.param}_dir"), 8))
+        loaded.warm_up()
+        yield loaded
 
 
 @pytest.fixture(scope="module")
