@@ -60,8 +60,7 @@ HOLD_ODD = [name for name in FORMATS if not name.startswith(("awq", "gptq")) and
 @pytest.mark.parametrize(
     ("model", "changes", "name"),
     [
-        *(("Llama", {}, name) for name in FORMATS),
-        *(("T5", {}, name) for name in ("awq", "compressed-tensors")),
+        *((model, {}, name) for model in ("Llama", "T5") for name in FORMATS),
         *(("Llama", ODD, name) for name in HOLD_ODD),
     ],
 )
@@ -255,12 +254,12 @@ def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path
 
 
 def test_corrupted_gguf(tmp_path: Path) -> None:
-    """Each of 60 files is refused in one line, or holds finite numbers."""
+    """Each of 200 files is refused in one line, or holds finite numbers."""
     config, path = make_config("Llama"), tmp_path / "model.gguf"
     config.update({name: size for name, size in WIDE.items() if hasattr(config, name)} | {"vocab_size": 8})
     write_gguf(path, config, "llama", "Q4_K", permuted)
     content, draw, errors = path.read_bytes(), random.Random(0), []
-    for number in range(60):
+    for number in range(200):
         at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))
         path.write_bytes(content[:at] + bits + content[at + len(bits) :])
         try:
@@ -270,7 +269,7 @@ def test_corrupted_gguf(tmp_path: Path) -> None:
                 assert layer.checked().dequantized().isfinite().all()
         except StartError as error:
             errors.append(str(error))
-    assert 15 < len(errors) < 45
+    assert 50 < len(errors) < 150
     assert not any("\n" in error for error in errors)
 
 

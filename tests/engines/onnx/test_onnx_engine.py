@@ -39,6 +39,7 @@ ENCODER_DECODER = pytest.mark.parametrize("exports", ["detransliterator"], indir
 class Exports:
     """A demo model and its graphs."""
 
+    name: str
     model: Path
     graphs: Path
 
@@ -52,11 +53,11 @@ class Exports:
 @pytest.fixture(scope="module")
 def exports(request: pytest.FixtureRequest, cache_dir: Path) -> Exports:
     model: Path = request.getfixturevalue(f"{request.param}_dir")
-    return Exports(model, exported(model, cache_dir))
+    return Exports(request.param, model, exported(model, cache_dir))
 
 
-def load(directory: Path, rows: int = 8) -> PaddedEngine:
-    engine = load_engine(engine_options(directory, rows))
+def load(directory: Path) -> PaddedEngine:
+    engine = load_engine(engine_options(directory, 8))
     engine.warm_up()
     return engine
 
@@ -65,9 +66,9 @@ def load(directory: Path, rows: int = 8) -> PaddedEngine:
 @pytest.mark.timeout(900)  # exports of large models
 @pytest.mark.parametrize("exports", ["glassllm", "smollm2", "titles"], indirect=True, scope="module")
 def test_golden_cases_are_served_as_by_transformers(exports: Exports, tmp_path: Path) -> None:
-    name = exports.graphs.name.split("-")[0]
-    asked = [case for case in cases() if case.server == name and case.file in GOLDEN_FILES and case.needs_oracle]
-    options = servers()[name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
+    served = [case for case in cases() if case.server == exports.name and case.needs_oracle]
+    asked = [case for case in served if case.file in GOLDEN_FILES]
+    options = servers()[exports.name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
     with running_server(tmp_path, exports.graphs, **options) as server:
         found = asyncio.run(golden_runner.run(server.target, asked, seed=11))
     assert {case: problems for case, problems in found.items() if problems} == {}
