@@ -95,7 +95,8 @@ def test_each_client_is_served_in_the_order_of_its_arrivals(events: list[tuple[A
 def test_clients_that_wait_get_as_many_tokens(first: list[int], second: list[int], earlier: int) -> None:
     """As much as their largest requests, and a round, allow; whoever came first."""
     world = World()
-    world.submit(b"first", first)
+    for tokens in first:
+        world.submit(b"first", [tokens])
     for _ in range(min(earlier, len(first) - 1)):
         world.admit(0)
     left = Counter({b"first": len(world.queue), b"second": len(second)})

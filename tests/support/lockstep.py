@@ -82,8 +82,9 @@ def serve(engine: Any, adapter: Any) -> Texts:
     def prepare(seq: Sequence) -> None:
         seq.grammar = compiled(GrammarKind.REGEX, "[0-9]{3,9}", table) if seq.request.grammar else None
 
-    adapters, more = dict.fromkeys(ADAPTED, adapter), {"cancelled": CANCELLED, "failures": (Failure,)}
-    found, counts = outcomes(engine, bounds, requests(), random.Random(2), adapters, prepare=prepare, **more)
+    changes: dict[str, Any] = {"cancelled": CANCELLED, "failures": (Failure,), "prepare": prepare}
+    adapters = dict.fromkeys(ADAPTED, adapter)
+    found, counts = outcomes(engine, bounds, requests(), random.Random(2), adapters, **changes)
     assert counts["preempted"] > len(CANCELLED) + 2
     return {number: outcome.tokens for number, outcome in found.items() if number not in CANCELLED}
 

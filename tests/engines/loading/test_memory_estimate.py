@@ -7,9 +7,11 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
+import torch
 from batches import engine_options
 from forked_processes import forked
 from mlp_speculators import random_mlp, save_mlp
@@ -26,6 +28,7 @@ from tgis.errors import StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.memory import trim_heap
 
+CPU = torch.device("cpu")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LONGEST, ROWS = 128, 16
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -85,8 +88,9 @@ def start(options: EngineOptions) -> tuple[list[str], str, EngineInfo]:
     trim_heap()
     log.truncate(0)
     lines = describe_memory(options)
-    PagedEngine._step_bytes = lambda engine: profile(engine, options, engine.runner.device)  # as on a GPU
-    info = warm_info(options)
+    measured = mock.patch.object(PagedEngine, "_step_bytes", lambda engine: profile(engine, options, CPU))  # as on GPUs
+    with measured:
+        info = warm_info(options)
     return lines, log.getvalue(), info
 
 
@@ -102,9 +106,8 @@ def warm_info(options: EngineOptions) -> EngineInfo:
 def test_a_check_tells_what_a_start_measures(name: str, tmp_path: Path) -> None:
     config, kv_cache_dtype, drafter = STARTS[name]
     (tmp_path / "drafter").mkdir()
-    changes = {"kv_cache_dtype": kv_cache_dtype, "speculation": "auto"}
-    changes["speculator_path"] = make_drafter(drafter, tmp_path / "drafter")
-    options = options_for(make_model_from_config(config, tmp_path / "model"), **changes)
+    changes = {"kv_cache_dtype": kv_cache_dtype, "speculator_path": make_drafter(drafter, tmp_path / "drafter")}
+    options = options_for(make_model_from_config(config, tmp_path / "model"), speculation="auto", **changes)
     (title, weights, *drafting, kv_cache, step, together), text, info = forked(start, options)
     measured = bytes_in(re.findall(r"measured in .*: (.*) beside", text)[0])
     if info.padded:
