@@ -182,18 +182,6 @@ KINDS: list[dict[str, Any]] = [{}, {"padded": False}, {"padded": False, "block_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flood_of_one_client_delays_another_by_one_request(kind: dict[str, Any]) -> None:
-    batcher = queued([request(n, 150, 50 + n % 4, client=b"flood") for n in range(100)], **kind)
-    run_step(batcher)
-    for now, number in enumerate((100, 101), 5):
-        batcher.submit([request(number, 3, 5, client=b"honest")], now)
-        started = len(batcher.waiting)
-        while number not in [seq.id for seq in batcher.running]:
-            run_step(batcher, now=now)
-        assert started - len(batcher.waiting) <= 2, "with its own"
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_lets_no_older_requests_of_others_pass(kind: dict[str, Any]) -> None:
     """The flood's small requests may overtake its large one, but nobody whose turn is before theirs."""
     batcher = Batcher(limits(400, max_batch_size=99, **kind), {EOS})

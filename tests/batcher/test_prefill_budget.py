@@ -1,23 +1,13 @@
 """When prefills interrupt decodes, and how the budget of a step is split, in simulated time."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import count
-from statistics import median
-
-import msgspec
 import pytest
-from batches import EOS, limits, next_plan, request
+from batches import EOS, limits, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.engines import Job, run_jobs
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.prefill_budget import split_budget, split_whole
-from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.bench.summary import request_times
-from tgis.engines.fake import StepModel
+from tgis.batcher.sequence import Sequence
 
 
 def kinds(max_waiting: int, prefill_seconds: float, steps: int) -> str:
@@ -46,42 +36,6 @@ def test_running_sequences_get_their_share_of_the_time(max_waiting: int, prefill
     assert kinds(max_waiting, prefill_seconds, 8) == expected
 
 
-WHOLE = StepModel(step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
-CHUNKS = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0002, prefill_token_seconds=0.0001)
-STREAMS = [Job(20, 400)] * 31 + [Job(8000, 10, 1.0 + n) for n in range(3)]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedEngine:
-    """Computes nothing, and takes the time of the model."""
-
-    model: StepModel
-
-    def step(self, plan: StepPlan) -> tuple[list[list[int]], float]:
-        return [[7]] * len(plan.sampled), self.model.seconds(plan)
-
-    def release(self, seqs: Iterable[Sequence]) -> None:
-        pass
-
-
-def times(name: str, bounds: BatchLimits, model: StepModel, jobs: list[Job]) -> list[float]:
-    return [request_times(record)[name] for record in run_jobs(bounds, SimulatedEngine(model), jobs)]
-
-
-def longest_gap(model: StepModel, tokens: int, gap_ms: int) -> float:
-    bounds = BatchLimits(64, 1 << 30, tokens, block_size=model.block_size, max_prefill_gap_ms=gap_ms)
-    return max(times("gap", bounds, model, STREAMS))
-
-
-@pytest.mark.parametrize("gap_ms", [100, 200])
-@pytest.mark.parametrize(
-    "model", [CHUNKS, msgspec.structs.replace(CHUNKS, prefill_seconds=0.01, prefill_context_seconds=1e-8)]
-)
-def test_no_stream_waits_longer_for_prompts_than_the_bound(model: StepModel, gap_ms: int) -> None:
-    assert 0.6 * gap_ms < 1e3 * longest_gap(model, 2000, gap_ms) < gap_ms
-    assert longest_gap(WHOLE, 1 << 20, gap_ms) > 0.8  # without chunking
-
-
 def test_a_step_beside_decodes_has_the_prompt_tokens_that_fit_into_the_gap() -> None:
     bounds = limits(1 << 30, padded=False, block_size=16, prefill_tokens=800, max_prefill_gap_ms=100)
     batcher = Batcher(bounds, {EOS})
@@ -97,14 +51,6 @@ def test_a_step_beside_decodes_has_the_prompt_tokens_that_fit_into_the_gap() -> 
     batcher.submit([request(2, 3000, max_new=99)], 0.0)
     seen = [prompt_tokens_of_step(seconds) for seconds in (0.0001, 0.0002, 0.0002, 0.008, 0.0002, 0.0001)]
     assert seen == [799, 799, 400, 400, 100, 113]  # 80 of 100 ms, but at least an eighth of 800 tokens
-
-
-@pytest.mark.parametrize(("count", "length"), [(1, 100_000), (4, 20_000)])
-def test_short_requests_do_not_wait_for_long_chunked_prompts(count: int, length: int) -> None:
-    bounds, long = BatchLimits(64, 1 << 30, 256, block_size=16), [Job(length, 2)] * count
-    first = times("ttft", bounds, CHUNKS, long + [Job(100, 5, 0.5 + n / 10) for n in range(20)])
-    assert sorted(first)[19] < 0.2
-    assert max(first) < 1.2 * max(times("ttft", bounds, CHUNKS, long))
 
 
 def _sequence(number: int, length: int, decoding: bool) -> Sequence:
@@ -172,24 +118,3 @@ def test_whole_prompts_are_the_oldest_and_the_shortest_others(sequences: list[Se
     shortest = min((seq.num_uncomputed_tokens for seq in skipped), default=51)
     assert shortest > left or not skipped
     assert all(seq.num_uncomputed_tokens <= shortest for seq in joined)
-
-
-@pytest.mark.parametrize("before", [1, 8, 32])
-def test_many_clients_get_their_first_tokens_soon_whatever_ran_before(before: int) -> None:
-    """32 clients in a closed loop, after a time with another number of them."""
-    model = StepModel(block_size=16, step_seconds=0.01, row_seconds=0.0004, prefill_token_seconds=0.0003)
-    bounds = limits(10**6, max_batch_size=64, prefill_tokens=512, padded=False, block_size=16, max_prefill_gap_ms=250)
-    batcher, now, numbers = Batcher(bounds, ()), 0.0, count()
-    for clients in (before, 32):
-        sent: dict[int, float] = {}
-        first: dict[int, float] = {}
-        for _ in range(1000):
-            for number, _ in zip(numbers, range(clients - len(batcher.running) - len(batcher.waiting)), strict=False):
-                sent[number] = now
-                batcher.submit([request(number, 130, 128)], now)
-            plan = next_plan(batcher, now)
-            now += model.seconds(plan)
-            for seq in plan.sampled:
-                first.setdefault(seq.id, now)
-            batcher.commit(plan, [[7]] * len(plan.sampled), now)
-    assert median(first[number] - sent[number] for number in sent.keys() & first.keys()) < 10 * (0.01 + 32 * 0.0004)

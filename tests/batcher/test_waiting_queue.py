@@ -95,7 +95,8 @@ def test_each_client_is_served_in_the_order_of_its_arrivals(events: list[tuple[A
 def test_clients_that_wait_get_as_many_tokens(first: list[int], second: list[int], earlier: int) -> None:
     """As much as their largest requests, and a round, allow; whoever came first."""
     world = World()
-    world.submit(b"first", first)
+    for tokens in first:
+        world.submit(b"first", [tokens])
     for _ in range(min(earlier, len(first) - 1)):
         world.admit(0)
     left = Counter({b"first": len(world.queue), b"second": len(second)})
@@ -139,14 +140,6 @@ def test_new_clients_without_end_starve_nobody(tokens: int, queued: int, of_new:
             break
         world.submit(next(clients), [of_new])
     assert waits in world.running
-
-
-def test_clients_of_one_request_are_served_in_the_order_of_their_arrival() -> None:
-    world, clients = World(), new_clients()
-    order = [world.submit(next(clients), [tokens])[0] for tokens in (900, 2, 50, 200, 2, 900)]
-    assert world.admit(0) is order[0]
-    order += [world.submit(next(clients), [tokens])[0] for tokens in (2, 900)]
-    assert list(world.queue) == order[1:]
 
 
 def test_cancelled_requests_cost_their_client_no_turns() -> None:

@@ -349,9 +349,11 @@ def run_steps(
     eos: int = EOS,
     cancelled: Mapping[int, int] = {},
     failures: tuple[type[Exception], ...] = (),
+    prepare: Callable[[Row], object] = lambda _: None,
 ) -> Iterator[tuple[StepPlan, StepResult, list[Row]]]:
     """Plans, what they gave and who ended by it, until all requests are done. They come at random times in their order,
-    or at once; some are cancelled after so many tokens. Steps that fail so are tried again, and no request is lost.
+    or at once, and `prepare` gets each; some are cancelled after so many tokens. Steps that fail so are tried again,
+    and no request is lost.
     """
     batcher = Batcher(bounds, eos_ids=[eos])
     waiting = list(requests)
@@ -360,6 +362,7 @@ def run_steps(
         for request in waiting[:count]:
             (seq,) = batcher.submit([request], 0.0)
             seq.adapter = adapters.get(seq.id)
+            prepare(seq)
         waiting = waiting[count:]
         plan = batcher.plan(0.0)
         engine.release(plan.to_release)

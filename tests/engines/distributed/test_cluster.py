@@ -24,6 +24,7 @@ from tgis.ipc.messages import EngineOptions
 SECRET = b"16 bytes at least"
 
 
+@pytest.mark.slow
 def test_two_nodes_answer_like_one_and_drain_together(glassllm_dir: Path, tmp_path: Path) -> None:
     with running_cluster(tmp_path, glassllm_dir, Network()) as servers, servers.stub() as stub:
         text = "The weather"

@@ -3,22 +3,21 @@
 import itertools
 import os
 import random
-import signal
-import time
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from queue import SimpleQueue
+from typing import Any
 from unittest import mock
 
-import grpc
 import msgspec
 import pytest
 import torch
 import transformers
 from batches import engine_options, limits
-from harness import Server, as_stream_request, running_server, unary_request
 from hypothesis import given
 from hypothesis import strategies as st
 from mlp_speculators import random_mlp, save_mlp
@@ -38,7 +37,6 @@ from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
-from tgis.pb import generation_pb2 as pb
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
@@ -65,15 +63,11 @@ def options_of(model: Path, **changes: Any) -> EngineOptions:
     return engine_options(model, **values | changes)
 
 
-def end(reason: str) -> NoReturn:
-    raise AssertionError(reason)
-
-
 @contextmanager
-def sharded(model: Path, **changes: Any) -> Iterator[ShardedEngine]:
+def sharded(model: Path, fail: Any = sys.exit, **changes: Any) -> Iterator[ShardedEngine]:
     cpus = os.sched_getaffinity(0)
     with mock.patch.object(ranks, "share_of_nodes", return_value={0: [min(cpus)]}):
-        engine = ShardedEngine(options_of(model, **changes), end, print)
+        engine = ShardedEngine(options_of(model, **changes), fail, print)
     assert os.sched_getaffinity(0) == {min(cpus)}
     try:
         engine.warm_up()
@@ -106,49 +100,43 @@ def small_drafter(kind: str, model: Path) -> Path:
     return model if kind == "itself" else make_model_from_config(config, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "speculation"),
-    [
-        *((2, drafter) for drafter in ("another", "an MLP")),
-        # end_to_end/test_golden.py has two ranks without speculation
-        *(pytest.param(2, drafter, marks=pytest.mark.slow) for drafter in ("off", "lookup", "itself")),
-        pytest.param(4, "off", marks=pytest.mark.slow),
-    ],
+    ("count", "speculation"), [(4, "off"), (2, "off"), (2, "lookup"), (2, "itself"), (2, "another")]
 )
 def test_ranks_compute_what_transformers_does(count: int, speculation: str, tmp_path: Path) -> None:
-    """In chunks, side by side, with cached prefixes and so few blocks that rows are preempted; with proposed tokens."""
-    model, rng = small_llama(tmp_path), random.Random(1)
-    changes: dict[str, Any] = {"num_shards": count, "speculation": speculation}
+    model, changes = small_llama(tmp_path), {"num_shards": count, "speculation": speculation}
     if drafts := speculation not in ("off", "lookup"):
         changes |= {"speculation": "auto", "speculator_path": str(small_drafter(speculation, model))}
+    with sharded(model, **changes) as engine:
+        counts = check_outputs(engine, model, drafts=drafts)
+    assert counts["kept"] == counts["drafted"] or speculation != "itself"
+
+
+def check_outputs(engine: ShardedEngine, model: Path, *, drafts: bool) -> Counter[str]:
+    """Those of transformers, in chunks, side by side, with cached prefixes and preempted rows."""
+    rng = random.Random(1)
     prompts = [[rng.randrange(3, 96) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     prompts.append(prompts[-1] + prompts[0])
-    wanted = [
-        Request(
-            n,
-            prompt,
-            NEW_TOKENS,
-            False,
-            SamplingParams(),
-            WANTED if n % 2 else LogprobOptions(generated_tokens=True, logprobs=True),
-        )
+    plain = LogprobOptions(generated_tokens=True, logprobs=True)
+    requests = [
+        Request(n, prompt, NEW_TOKENS, False, SamplingParams(), WANTED if n % 2 else plain)
         for n, prompt in enumerate(prompts)
     ]
-    with sharded(model, **changes) as engine, proposing(ForcedDrafts if drafts else Adversary):
-        assert engine.info.token_capacity > 0
-        got, counts = run(engine, wanted)
+    with proposing(ForcedDrafts if drafts else Adversary):
+        outputs, counts = run(engine, requests)
     assert (counts["drafted"] > 20) == drafts
-    assert counts["kept"] == counts["drafted"] or speculation != "itself"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for request in wanted:
-        tokens, inputs = got[request.id].tokens, got[request.id].inputs
+    for request in requests:
+        tokens, inputs = outputs[request.id].tokens, outputs[request.id].inputs
         assert len(tokens) == NEW_TOKENS or tokens[-1] == 2 or request.id == CANCELLED
         logits = logits_of(reference, request.tokens + tokens)
-        compare(logits[len(request.tokens) - 1 : -1], tokens, got[request.id].facts)
+        compare(logits[len(request.tokens) - 1 : -1], tokens, outputs[request.id].facts)
         assert len(inputs) == (len(request.tokens) if request.logprob_options.input_tokens else 0)
         scores = logits[: len(request.tokens) - 1].log_softmax(-1)
         for row, token, fact in zip(scores, request.tokens[1:], inputs[1:], strict=False):
             assert abs(fact.logprob - row[token].item()) <= TOLERANCE
+    return counts
 
 
 def run(engine: ShardedEngine, wanted: list[Request]) -> tuple[dict[int, Outcome], Counter[str]]:
@@ -241,25 +229,43 @@ def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
         assert len(msgspec.msgpack.encode(sent.step_input(StepPlan.compute_all(seqs)))) < 2048
 
 
-def test_steps_that_all_ranks_can_give_up_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 fails after the model, or all ranks fail alike; if they would wait for rank 0, all end."""
+def test_two_ranks_compute_what_transformers_does_try_again_and_end_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are tried again if rank 0 fails after the model, or all ranks alike; if they wait for rank 0, all end."""
     monkeypatch.setattr("tgis.engines.distributed.engine._CRASH_DETECTION_SECONDS", 1.0)
     monkeypatch.setattr("tgis.engines.distributed.engine._EXIT_SECONDS", 0.1)
-    no_memory = torch.OutOfMemoryError("none left")
-    with sharded(small_llama(tmp_path)) as engine:
+    reasons = SimpleQueue[str]()
+
+    def fail(reason: str) -> None:
+        reasons.put(reason)
+        if threading.current_thread() is threading.main_thread():
+            sys.exit(reason)
+
+    no_memory, model = torch.OutOfMemoryError("none left"), small_llama(tmp_path)
+    drafter = small_drafter("an MLP", model)
+    with sharded(model, fail, speculation="auto", speculator_path=str(drafter)) as engine:
+        check_outputs(engine, model, drafts=True)
         rank_0, paged = engine._engine, {"padded": False, "block_size": 16, "prefill_tokens": 100}
         assert isinstance(rank_0, PagedEngine)
         bounds = limits(engine.info.token_capacity, **paged)
         expected = run_with_failures(engine, requests(), bounds)
+        assert engine.clear_cache()
+        check(run_with_failures(engine, requests(), bounds), expected)
         sampler = rank_0._sampler
-        for error, calls in ((no_memory, {1}), (no_memory, {6}), (RuntimeError("broken"), {2, 9})):
+        for error, calls in ((no_memory, {1, 6}), (RuntimeError("broken"), {2, 9})):
             with mock.patch.object(sampler, "sample", Failing(sampler.sample, error, calls)):
                 check(run_with_failures(engine, requests(), bounds), expected)
         with mock.patch.object(engine, "step", broken(engine, {2, 7})):
             check(run_with_failures(engine, requests(), bounds), expected)
         forward = Failing(rank_0.runner.run, no_memory, {1})
-        with mock.patch.object(rank_0.runner, "run", forward), pytest.raises(AssertionError, match="out of memory"):
+        with mock.patch.object(rank_0.runner, "run", forward), pytest.raises(SystemExit, match="out of memory"):
             run_with_failures(engine, requests(), bounds)
+        assert "out of memory" in reasons.get(timeout=20)
+        (follower,) = engine._followers
+        assert follower.process is not None
+        follower.process.kill()
+        assert reasons.get(timeout=20) == "rank 1 of the engine was ended by signal 9"
 
 
 def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepResult]:
@@ -299,71 +305,3 @@ def test_collectives_use_the_interface_of_an_address(
         monkeypatch.delenv(variable, raising=False)
     ranks.use_interface(None, address)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == interface
-
-
-def test_a_server_of_two_ranks_answers_like_one_and_ends_with_either(glassllm_dir: Path, tmp_path: Path) -> None:
-    """A rank is killed while the other waits for it in the middle of a step."""
-    with start(tmp_path, glassllm_dir) as server, server.stub() as stub:
-        text = "The weather"
-        response = pb.ResponseOptions(input_tokens=True, generated_tokens=True, token_logprobs=True)
-        request = unary_request(text, NEW_TOKENS)
-        request.params.response.CopyFrom(response)
-        answer = stub.Generate(request).responses[0]
-        check_answer(glassllm_dir, text, answer)
-        server.wait_for_metric("tgi_kv_cache_resident_bytes 0.0")  # both ranks have given their memory back
-        assert stub.Generate(request).responses[0] == answer
-        follower = follower_of(server)
-        os.kill(follower, signal.SIGSTOP)
-        assert "no heartbeat of rank 1 of the engine" in server.wait_for_health(503)
-        os.kill(follower, signal.SIGCONT)
-        server.wait_for_health(200)
-        os.kill(follower, signal.SIGSTOP)
-        stream = stub.GenerateStream(as_stream_request(unary_request(text, 100, min_new_tokens=100)))
-        late = stub.Generate.future(unary_request(text, 5))
-        time.sleep(0.2)  # for the step to begin; the outcome is the same if it has not
-        os.kill(follower, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream)
-        assert late.exception().code() is caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "rank 1 of the engine was ended by signal 9" in str(caught.value.details())
-        assert server.process.wait(20) == 1
-        assert time.monotonic() - killed < 10  # gloo's own timeout is half an hour
-    assert "rank 1 of the engine was ended by signal 9" in (tmp_path / "termination").read_text()
-
-
-@pytest.mark.slow
-def test_followers_exit_when_rank_0_is_killed(glassllm_dir: Path, tmp_path: Path) -> None:
-    with start(tmp_path, glassllm_dir) as server:
-        follower = follower_of(server)
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        assert server.process.wait(20) == 1
-        until = time.monotonic() + 5
-        while Path(f"/proc/{follower}/stat").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{follower}/stat").exists()
-
-
-def start(directory: Path, model: Path) -> Any:
-    log = directory / "termination"
-    log.touch()
-    cache: dict[str, Any] = {"KV_CACHE_SIZE_MB": 4, "KV_CACHE_IDLE_SECONDS": 0.5}
-    return running_server(directory, model, NUM_SHARD=2, DTYPE="float32", TERMINATION_LOG=log, **cache)
-
-
-def follower_of(server: Server) -> int:
-    engine = server.engine_pid()
-    tasks = Path(f"/proc/{engine}/task").glob("*/children")
-    (follower,) = [int(child) for task in tasks for child in task.read_text().split()]
-    assert b"tgis.engines.distributed.follower" in Path(f"/proc/{follower}/cmdline").read_bytes()
-    return follower
-
-
-def check_answer(model: Path, text: str, answer: pb.GenerationResponse) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    prompt = tokenizer.convert_tokens_to_ids([token.text for token in answer.input_tokens])
-    assert prompt == tokenizer(text).input_ids
-    tokens = tokenizer.convert_tokens_to_ids([token.text for token in answer.tokens])
-    logits = logits_of(reference, prompt + tokens)[len(prompt) - 1 : -1]
-    compare(logits, tokens, [TokenLogprobs(token.logprob) for token in answer.tokens])

@@ -3,8 +3,9 @@
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,110 +22,107 @@ from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
 from tgis.engines.onnx.decoder import ignores_padding
-from tgis.engines.onnx.engine import OnnxCausalLM, OnnxSeq2SeqLM, load_engine
+from tgis.engines.onnx.engine import OnnxSeq2SeqLM, load_engine
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-SMALL = ["glassllm", "detransliterator"]
+GOLDEN_FILES = {"basics", "bos", "decoder", "details", "encoder", "limits", "penalties", "sampling", "stops", "unicode"}
+BOTH = pytest.mark.parametrize("exports", ["glassllm", "detransliterator"], indirect=True, scope="module")
+DECODER = pytest.mark.parametrize("exports", ["glassllm"], indirect=True, scope="module")
+ENCODER_DECODER = pytest.mark.parametrize("exports", ["detransliterator"], indirect=True, scope="module")
 
 
-@pytest.fixture(params=SMALL)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@dataclass
+class Exports:
+    """A demo model and its graphs."""
+
+    name: str
+    model: Path
+    graphs: Path
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        """What transformers generates for each of `wanted()` alone."""
+        engine = PaddedEngine(engine_options(self.model, 8))
+        return [generate_all(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted()]
 
 
-@pytest.fixture
-def model(name: str, request: pytest.FixtureRequest) -> Path:
-    directory: Path = request.getfixturevalue(f"{name}_dir")
-    return directory
+@pytest.fixture(scope="module")
+def exports(request: pytest.FixtureRequest, cache_dir: Path) -> Exports:
+    model: Path = request.getfixturevalue(f"{request.param}_dir")
+    return Exports(request.param, model, exported(model, cache_dir))
 
 
-@pytest.fixture
-def graphs(model: Path, cache_dir: Path) -> Path:
-    return exported(model, cache_dir)
-
-
-def load(directory: Path, rows: int = 8) -> PaddedEngine:
-    engine = load_engine(engine_options(directory, rows))
+def load(directory: Path) -> PaddedEngine:
+    engine = load_engine(engine_options(directory, 8))
     engine.warm_up()
     return engine
 
 
-def inside(engine: PaddedEngine) -> OnnxCausalLM | OnnxSeq2SeqLM:
-    assert isinstance(engine._model, OnnxCausalLM | OnnxSeq2SeqLM)
-    return engine._model
-
-
-GOLDEN_FILES = {"basics", "bos", "decoder", "details", "encoder", "limits", "penalties", "sampling", "stops", "unicode"}
-SERVED = ["glassllm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smollm2", "titles"))]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # exports of large models
-@pytest.mark.parametrize("name", SERVED)
-def test_golden_cases_are_served_as_by_transformers(name: str, model: Path, cache_dir: Path, tmp_path: Path) -> None:
-    asked = [case for case in cases() if case.server == name and case.file in GOLDEN_FILES and case.needs_oracle]
-    options = servers()[name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
-    with running_server(tmp_path, exported(model, cache_dir), **options) as server:
+@pytest.mark.parametrize("exports", ["glassllm", "smollm2", "titles"], indirect=True, scope="module")
+def test_golden_cases_are_served_as_by_transformers(exports: Exports, tmp_path: Path) -> None:
+    served = [case for case in cases() if case.server == exports.name and case.needs_oracle]
+    asked = [case for case in served if case.file in GOLDEN_FILES]
+    options = servers()[exports.name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
+    with running_server(tmp_path, exports.graphs, **options) as server:
         found = asyncio.run(golden_runner.run(server.target, asked, seed=11))
     assert {case: problems for case, problems in found.items() if problems} == {}
     assert len(found) > 20
 
 
-def wanted(count: int = 24) -> list[Request]:
+def wanted() -> list[Request]:
     draw = random.Random(3)
-    prompts = [[draw.randrange(4, 800) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+    prompts = [[draw.randrange(4, 800) for _ in range(draw.randint(1, 40))] for _ in range(12)]
     return [
         Request(n, prompt, draw.randint(1, 24), False, SamplingParams(), LogprobOptions(input_tokens=n % 3 == 0))
         for n, prompt in enumerate(prompts)
     ]
 
 
-def alone(engine: PaddedEngine, count: int = 24) -> list[list[int]]:
-    return [generate_all(engine, limits(10**6), [request], random.Random(0))[0] for request in wanted(count)]
-
-
 def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
     return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
 
 
+@BOTH
 def test_changing_batches_generate_what_transformers_generates_alone(
-    graphs: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in chunks shorter than the prompts."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
-    expected = alone(PaddedEngine(engine_options(model, 8)))
-    assert joined(load(graphs), 2) == expected
+    assert joined(load(exports.graphs), 2) == exports.expected
 
 
-@pytest.mark.parametrize("name", ["glassllm"])
-def test_the_old_layout_of_two_decoders(graphs: Path, tmp_path: Path) -> None:
-    assert joined(load(halves(graphs, tmp_path / "halves")), 3) == alone(load(graphs))
+@DECODER
+def test_the_old_layout_of_two_decoders(exports: Exports, tmp_path: Path) -> None:
+    assert joined(load(halves(exports.graphs, tmp_path / "halves")), 3) == exports.expected
 
 
-@pytest.mark.parametrize("name", ["glassllm"])
-def test_graphs_may_be_in_a_subdirectory(graphs: Path, tmp_path: Path) -> None:
-    directory = beside(graphs, tmp_path / "model")
+@DECODER
+def test_graphs_may_be_in_a_subdirectory(exports: Exports, tmp_path: Path) -> None:
+    directory = beside(exports.graphs, tmp_path / "model")
     (directory / "onnx").mkdir()
-    (directory / "onnx" / "model.onnx").symlink_to(graphs / "model.onnx")
+    (directory / "onnx" / "model.onnx").symlink_to(exports.graphs / "model.onnx")
     assert load(directory).info.model_class == "LlamaForCausalLM (ONNX)"
 
 
-@pytest.mark.parametrize("call", [1, 4])
-def test_a_failed_pass_changes_no_result(graphs: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(graphs)
+@BOTH
+def test_a_failed_pass_changes_no_result(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(exports.graphs)
     expected = {n: found for request in requests() for n, found in run_with_setbacks(engine, [request]).items()}
-    failing = Failing(Session.run, OutOfMemory("none left"), {call, call + 1})
+    failing = Failing(Session.run, OutOfMemory("none left"), {4, 5})
     monkeypatch.setattr(Session, "run", lambda self, *args: failing(self, *args))  # noqa: PLW0108 - to bind
     check(run_with_setbacks(engine, requests()), expected)
-    assert failing.count > call
+    assert failing.count > 4
 
 
-@pytest.mark.parametrize("name", ["detransliterator"])
-def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = inside(load(graphs))
+@ENCODER_DECODER
+def test_a_graph_that_sees_padding_is_detected(exports: Exports, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(exports.graphs)._model
     assert isinstance(engine, OnnxSeq2SeqLM)
     assert ignores_padding(engine._decoder, engine._probe_outputs)
     monkeypatch.setattr(
@@ -137,25 +135,26 @@ def test_a_graph_that_sees_padding_is_detected(graphs: Path, monkeypatch: pytest
     assert not ignores_padding(engine._decoder, engine._probe_outputs)
 
 
+@DECODER
 def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
-    graphs: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    exports: Exports, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
-    engine = load(graphs)
+    engine = load(exports.graphs)
     assert engine.info.max_batch_size == 1
     assert "MAX_BATCH_SIZE is 1: the graphs see padding" in caplog.text
-    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted(3), random.Random(0))
-    assert found == alone(PaddedEngine(engine_options(model, 8)), 3)
+    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
+    assert found == exports.expected[:3]
 
 
-def test_the_model_info(graphs: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ours = load(graphs).info
-    theirs = PaddedEngine(engine_options(model, 8)).info
+@BOTH
+def test_the_model_info(exports: Exports, caplog: pytest.LogCaptureFixture) -> None:
+    ours = load_engine(engine_options(exports.graphs, 8, dtype="bfloat16")).info
+    theirs = PaddedEngine(engine_options(exports.model, 8)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
     for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
         assert getattr(ours, fact) == getattr(theirs, fact)
     assert not ours.supports_adapters
-    load_engine(engine_options(graphs, 8, dtype="bfloat16"))
     assert "DTYPE=bfloat16 has no effect: the graphs were exported in float32" in caplog.text
 
 
@@ -219,28 +218,24 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["glassllm"])
+@DECODER
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_unsupported_graph_is_refused(graphs: Path, tmp_path: Path, change: str) -> None:
+def test_an_unsupported_graph_is_refused(exports: Exports, tmp_path: Path, change: str) -> None:
     edit, said = CHANGES[change]
-    directory = changed(graphs, tmp_path / "model", "model.onnx", edit)
+    directory = changed(exports.graphs, tmp_path / "model", "model.onnx", edit)
     assert refusal(directory) == f"{directory}/model.onnx{said}"
 
 
-def files(directory: Path) -> Iterator[str]:
-    yield from sorted(path.name for path in directory.glob("*.onnx"))
-
-
-@pytest.mark.parametrize("content", [b"", b"no graph", "half"])
-def test_a_broken_file_is_named(graphs: Path, tmp_path: Path, content: bytes | str) -> None:
-    for number, name in enumerate(files(graphs)):
-        directory = beside(graphs, tmp_path / str(number))
-        for other in files(graphs):
-            (directory / other).symlink_to(graphs / other)
-        (directory / name).unlink()
-        whole = (graphs / name).read_bytes()
-        (directory / name).write_bytes(content if isinstance(content, bytes) else whole[: len(whole) // 2])
-        assert refusal(directory).startswith(f"onnxruntime cannot load {directory / name}: ")
+@BOTH
+def test_a_broken_file_is_named(exports: Exports, tmp_path: Path) -> None:
+    files = sorted(exports.graphs.glob("*.onnx"))
+    for broken in files:
+        directory = beside(exports.graphs, tmp_path / broken.stem)
+        for file in files:
+            (directory / file.name).symlink_to(file)
+        (directory / broken.name).unlink()
+        (directory / broken.name).write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+        assert refusal(directory).startswith(f"onnxruntime cannot load {directory / broken.name}: ")
 
 
 def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path, tmp_path: Path) -> None:

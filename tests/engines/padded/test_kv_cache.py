@@ -65,7 +65,7 @@ class Model:
         assert torch.isfinite(seen).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_sequences_keep_their_keys_while_others_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
     model = Model()

@@ -1,4 +1,4 @@
-"""Encoder-decoder models beyond greedy tokens: generation configs, penalties, prompt logprobs, requeued sequences."""
+"""Encoder-decoder models beyond greedy tokens: generation configs, penalties, prompt logprobs, limits."""
 
 import math
 import random
@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import DECODER_START, EOS, VOCAB_SIZE, generate_all, make_config, make_model, make_model_from_config
+from tiny_models import DECODER_START, VOCAB_SIZE, generate_all, make_config, make_model, make_model_from_config
 from transformers import AutoModelForSeq2SeqLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.engine import PaddedEngine
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
@@ -57,8 +56,9 @@ def load(directory: Path) -> PaddedEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", ["Marian", "T5"])
-@pytest.mark.parametrize("rule", ["forced_bos_token_id", "bad_words_ids", "suppress_tokens"])
+@pytest.mark.parametrize(
+    ("name", "rule"), [("Marian", "forced_bos_token_id"), ("Marian", "suppress_tokens"), ("T5", "bad_words_ids")]
+)
 def test_the_generation_config_is_obeyed(name: str, rule: str, tmp_path: Path) -> None:
     # without the EOS that BART and others force on truncated outputs, which end by their length here
     plain = generate(make_model(name, tmp_path / "plain", forced_eos_token_id=None))
@@ -89,49 +89,12 @@ def test_a_generation_config_with_tokens_beyond_the_vocabulary(rule: str, tmp_pa
         load(make_model("T5", tmp_path / "forced", **{rule: VOCAB_SIZE}))
 
 
-@pytest.mark.parametrize("name", ["Bart", "T5"])
-def test_a_repetition_penalty_applies_to_the_output(name: str, tmp_path: Path) -> None:
+def test_a_repetition_penalty_applies_to_the_output(tmp_path: Path) -> None:
     """As in generate, the start token counts and the input does not."""
-    directory = make_model(name, tmp_path, forced_eos_token_id=None)
+    directory = make_model("Bart", tmp_path, forced_eos_token_id=None)
     expected = generate(directory, repetition_penalty=1.7)
     assert expected != generate(directory)
     assert joined(directory, requests(SamplingParams(repetition_penalty=1.7)), 4) == expected
-
-
-def compute(engine: PaddedEngine, seqs: list[Sequence]) -> None:
-    for seq, tokens in zip(seqs, engine.step(StepPlan.compute_all(seqs)).tokens, strict=True):
-        seq.num_computed_tokens = len(seq.tokens)
-        seq.tokens += tokens
-
-
-def ended(seq: Sequence) -> bool:
-    return not seq.num_remaining_tokens or seq.tokens[-1] == EOS
-
-
-@pytest.mark.parametrize("name", ["Bart", "T5", "M2M100"])
-def test_requeued_sequences_continue_unchanged(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their outputs are computed again, here in chunks shorter than them."""
-    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 16)
-    directory = make_model(name, tmp_path, forced_eos_token_id=None, forced_bos_token_id=7)
-    engine, rng = load(directory), random.Random(5)
-    seqs = [Sequence(request, 0.0) for request in requests()]
-    away, returns = list(seqs), 0
-    held: list[Sequence] = []
-    while away or held:
-        if away and (not held or rng.random() < 0.3):
-            compute(engine, away)
-            held, away = held + away, []
-        else:
-            compute(engine, held)
-        leaving = [seq for seq in held if ended(seq) or rng.random() < 0.1]
-        engine.release(leaving)
-        held = [seq for seq in held if seq not in leaving]
-        away += [seq for seq in leaving if not ended(seq)]
-        returns += len(away)
-        for seq in away:
-            seq.num_computed_tokens = 0
-    assert returns > 10
-    assert [seq.tokens[seq.prompt_length :] for seq in seqs] == generate(directory)
 
 
 def test_prompt_logprobs_are_empty(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks in this machine that launch steps ahead, compile and capture: they do the same, and give what one gives."""
+"""What ranks do that launch steps ahead, compile and capture: as one engine, or as two in lockstep."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,16 +12,15 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from batches import commit, engine_options, limits
+from batches import engine_options, limits
 from checked_runs import Launches
 from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
-from rank_processes import on_ranks
-from tiny_models import EOS, VOCAB_SIZE, make_model
+from tiny_models import VOCAB_SIZE, outcomes
 from torch import Tensor
 
-from tgis.batcher.batcher import Batcher
+from tgis.batcher.sequence import Sequence
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
@@ -34,8 +33,9 @@ from tgis.ipc.lookups import AdapterStoreOptions, GrammarKind
 from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
 
-SIZE, ROWS, BLOCKS, NEW_TOKENS = 4, 5, 26, 30
+SIZE, ROWS, BLOCKS, REQUESTS, NEW_TOKENS = 4, 5, 26, 18, 30
 NUMBERED, ADAPTED = {3, 17}, {4, 5, 11}  # requests with a grammar, with a LoRA adapter
+CANCELLED = {2: 4, 9: 11, 14: 1}  # after so many tokens
 FAILURES = 5
 Texts = dict[int, list[int]]
 
@@ -64,44 +64,29 @@ class Messages:
 
 def requests() -> list[Request]:
     rng, made = random.Random(5), []
-    for number in range(24):
+    for number in range(REQUESTS):
         tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
         params = msgspec.structs.replace(KINDS[number % len(KINDS)], seed=number, stop_token_ids=())
-        if number in NUMBERED:
-            params = SamplingParams()
-        made.append(Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES)))
+        grammar = 1 if number in NUMBERED else None
+        params = SamplingParams() if grammar else params
+        made.append(Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES), grammar=grammar))
     return made
 
 
 def serve(engine: Any, adapter: Any) -> Texts:
-    """Requests that join at some steps, and are cancelled at some; there are so few blocks that some are preempted."""
+    """Requests that join at some steps; some are cancelled, and there are so few blocks that some are preempted."""
     paged: dict[str, Any] = {"padded": False, "block_size": SIZE, "lookahead": 1, "prefix_cache": True}
-    batcher = Batcher(limits(BLOCKS * SIZE, max_batch_size=ROWS, prefill_tokens=9, **paged), [EOS])
+    bounds = limits(BLOCKS * SIZE, max_batch_size=ROWS, prefill_tokens=9, **paged)
     table = token_table([b"%d" % (number % 10) for number in range(1, VOCAB_SIZE)])
-    rng, waiting, done = random.Random(2), requests(), dict[int, list[int]]()
-    while waiting or not batcher.idle:
-        if waiting and (batcher.idle or rng.random() < 0.6):
-            number = waiting[0].id
-            request = msgspec.structs.replace(waiting.pop(0), grammar=1 if number in NUMBERED else None)
-            (seq,) = batcher.submit([request], 0.0)
-            seq.grammar = compiled(GrammarKind.REGEX, "[0-9]{3,9}", table) if number in NUMBERED else None
-            seq.adapter = adapter if number in ADAPTED else None
-        if rng.random() < 0.04 and batcher.running:
-            batcher.cancel([rng.choice(batcher.running).id])
-        plan = batcher.plan(0.0)
-        engine.release(plan.to_release)
-        if plan.seqs:
-            try:
-                result = engine.step(plan)
-            except Failure:
-                assert not batcher.rollback(plan, out_of_memory=False)
-                continue
-            assert not result.failed
-            ended = commit(batcher, plan, result.tokens, verified=result.verified)
-            done |= {seq.id: seq.tokens[seq.prompt_length :] for seq in ended}
-    assert batcher.take_counters().preemptions > 2
-    assert len(done) < 24
-    return done
+
+    def prepare(seq: Sequence) -> None:
+        seq.grammar = compiled(GrammarKind.REGEX, "[0-9]{3,9}", table) if seq.request.grammar else None
+
+    changes: dict[str, Any] = {"cancelled": CANCELLED, "failures": (Failure,), "prepare": prepare}
+    adapters = dict.fromkeys(ADAPTED, adapter)
+    found, counts = outcomes(engine, bounds, requests(), random.Random(2), adapters, **changes)
+    assert counts["preempted"] > len(CANCELLED) + 2
+    return {number: outcome.tokens for number, outcome in found.items() if number not in CANCELLED}
 
 
 def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,43 +159,3 @@ def run_rank(engine: PagedEngine, adapter: Any) -> Texts:
     texts = serve(first, adapter)
     messages.send(Shutdown())
     return texts
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("Llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> Texts:
-    return as_engine(model, "as it is")[0]
-
-
-FAST = (
-    ("capture, not everywhere", "", 2),
-    ("rank 0 fails", "", 2),
-    ("all ranks fail", "", 2),
-)
-SLOW = (
-    ("as it is", "", 2),
-    ("compile", "compiled", 2),
-    ("compile by inductor", "compiled", 2),
-    ("compile, not everywhere", "", 2),
-    ("capture", "graphs", 2),
-    ("compile and capture", "compiled graphs", 1),
-    ("compile and capture", "compiled graphs", 2),
-)
-
-
-@pytest.mark.parametrize(
-    ("mode", "made", "count"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
-def test_ranks_launch_the_same_steps(model: Path, expected: Texts, mode: str, made: str, count: int) -> None:
-    (texts, launches, features), *others = on_ranks(count, as_engine, model, mode)
-    if "fail" in mode:  # others are cancelled
-        assert len(texts) > 8
-        expected = {number: expected.get(number, text) for number, text in texts.items()}
-    assert texts == expected
-    assert [kind for kind, _ in launches].count("ahead") > 20
-    assert features == {"graphs": "graphs" in made, "compiled": "compiled" in made}
-    assert others == [({}, launches, features)] * (count - 1)
