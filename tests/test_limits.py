@@ -65,12 +65,12 @@ def test_options_reach_the_engine(tmp_path: Any) -> None:
         "QUANTIZE": "int8",
     }
     config = read(**options)
-    made = engine_options(config, request_limits(config, model(tmp_path)), model(tmp_path), (2,), None)
+    made = engine_options(config, request_limits(config, model(tmp_path)), model(tmp_path), (2,), (2,), None)
     assert (made.model_path, made.eos_ids, made.max_sequence_length) == (str(tmp_path), (2,), 200)
     assert (made.dtype, made.kv_cache_bytes, made.num_shards) == ("bfloat16", 3 << 20, 2)
     assert (made.max_batch_size, made.quantize) == (7, "int8")
     assert (
-        engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), None).dtype
+        engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), (), None).dtype
         is None
     )
 

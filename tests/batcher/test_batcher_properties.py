@@ -1,6 +1,7 @@
 """The batcher under random arrivals, cancels, deadlines, failed steps and lack of memory."""
 
 import zlib
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
@@ -197,7 +198,7 @@ class World:
         if self.memory == 10**9 and not self.bounds.block_size:
             self._check_future(batcher)
 
-    def _next_tokens(self, seq: Sequence, proposals: dict[int, list[int]]) -> list[int]:
+    def _next_tokens(self, seq: Sequence, proposals: Mapping[int, list[int]]) -> list[int]:
         """Several if there are blocks, sometimes more than the sequence may still get; one more than was guessed."""
         tokens = list(seq.tokens)
         if proposed := proposals.get(seq.id):

@@ -41,7 +41,7 @@ from tiny_models import (
 
 from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
-from tgis.engines.kernels.cpu.recording import ResizablePass
+from tgis.engines.kernels.cpu.replay import ResizablePass
 from tgis.engines.paged import self_check
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_adapter
