@@ -286,3 +286,13 @@ def test_a_failed_step_is_retried_in_halves_until_one_sequence_is_found(kind: di
             batcher.commit(plan, [[7]] * len(plan.sampled), 0.0)
     assert tried[:5] == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [2]]
     assert (ids(refused), len(batcher.running)) == ([2], 3)
+
+
+def test_only_consecutive_failures_alone_end_a_request() -> None:
+    batcher = queued([request(1, max_new=9)], padded=False, block_size=4)
+    for _ in range(3):
+        assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
+        batcher.commit(next_plan(batcher), [[7]], 0.0)
+    assert batcher.rollback(next_plan(batcher), out_of_memory=False) == []
+    plan = next_plan(batcher)
+    assert batcher.rollback(plan, out_of_memory=False) == plan.seqs
