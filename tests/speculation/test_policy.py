@@ -55,6 +55,7 @@ def test_a_jump_is_not_crossed_for_little() -> None:
     assert counts(taught(Policy(64), MEASURED), 1, sure)[0] > 12
     assert counts(taught(Policy(64), MEASURED | {16: 60.0}), 1, sure)[0] < 12
     assert counts(taught(Policy(6), MEASURED), 1, sure) == [5]  # rows of a step are limited
+    assert sum(counts(taught(Policy(10), dict.fromkeys((8, 9, 10), 10)), 8, [[1.0] * 4] * 8)) == 2
     assert not taught(Policy(8), MEASURED).may_pay(8)
     assert counts(taught(Policy(9), {8: 15.3, 9: 24}), 8, [[1.0]] * 8) == [0] * 8
 

@@ -162,6 +162,12 @@ OVERLAPPING: list[dict[str, Any]] = [
     {"oneOf": [{"$ref": "#/$defs/Any"}, {"type": "null"}], "$defs": {"Any": {"properties": {}}}},
     {"oneOf": [CAT, DOG], "$defs": {"x": {"$id": "urn:x", **DEFS}, **DEFS["$defs"]}},
     {"oneOf": [True, CAT]},
+    {
+        "oneOf": [
+            {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False},
+            {"type": "object", "properties": {"a": {}}, "required": ["a"]},
+        ]
+    },
 ]
 
 
