@@ -42,7 +42,7 @@ def test_histories_are_those_of_the_sequences() -> None:
             seq.tokens += [] if failed else [token, *[rng.randrange(99) for _ in range(rng.choice([0, 0, 3]))]]
 
 
-class Writes(TorchDispatchMode):
+class Writes(TorchDispatchMode):  # type: ignore[misc]
     """Counts the tokens that are written to histories."""
 
     count = 0
@@ -63,7 +63,7 @@ def test_a_join_writes_one_history() -> None:
             result = sampler.sample_and_wait(seqs, torch.randn(len(seqs), VOCAB_SIZE))
         for seq, tokens in zip(seqs, result.tokens, strict=True):
             seq.tokens += tokens
-        return counted.count
+        return int(counted.count)
 
     assert [tokens_written() for _ in range(3)] == [4 * 500, 4, 4]
     seqs.append(make_row(SamplingParams(), prompt=range(500)))
