@@ -61,7 +61,8 @@ DTYPE = choice(
 FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
-FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"  # of vLLM
+# vLLM's names for KV caches in 8 bits
+FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"
 CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
 LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))

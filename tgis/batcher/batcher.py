@@ -49,7 +49,7 @@ class Batcher:
         if most := limits.proposed_tokens:
             drafts = limits.drafted_tokens, limits.max_drafting
             self._speculator = Speculator(most, max(limits.max_batch_size, 1 + most), limits.vocab_size, *drafts)
-        self._propose_from = 0  # succeeded steps
+        self._next_proposal_step = 0
         self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
@@ -102,7 +102,7 @@ class Batcher:
         """The next step; without sequences if nothing can run. They stay as they are until `commit` or `rollback`."""
         work = self._schedule_paged(self._block_manager) if self._block_manager else self._schedule_padded(now)
         plan = StepPlan.of([seq for seq, _ in work], [count for _, count in work], self._to_release)
-        if self._speculator and plan.seqs and self._block_manager and self._num_steps >= self._propose_from:
+        if self._speculator and plan.seqs and self._block_manager and self._num_steps >= self._next_proposal_step:
             plan = self._with_proposals(self._speculator, self._block_manager, plan)
         self._to_release = []
         self._planned_at = now
@@ -150,7 +150,7 @@ class Batcher:
         """
         self._interleaving.step_failed(plan)
         if out_of_memory and (plan.proposals or plan.drafts):
-            self._propose_from = self._num_steps + PAUSED_STEPS
+            self._next_proposal_step = self._num_steps + PAUSED_STEPS
             failed = []
         elif out_of_memory:
             self._shrink_capacity(plan)

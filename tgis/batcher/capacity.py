@@ -63,7 +63,7 @@ class BatchLimits:
     proposed_tokens: int = 0  # most proposed tokens that the engine verifies for a sequence in one step
     drafted_tokens: int = 0  # most tokens that the draft model makes for a sequence; 0: no draft model
     max_drafting: int = 1 << 40  # most sequences of a step with drafts
-    vocab_size: int = 1 << 40  # of the model's output
+    vocab_size: int = 1 << 40  # the model samples ids below it, while prompts may have others
 
     def __post_init__(self) -> None:
         assert not (self.padded and self.block_size), "a padded engine has no blocks"

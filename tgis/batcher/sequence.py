@@ -112,8 +112,9 @@ class StepPlan:
     sampled: list[Sequence]  # those whose tokens are all computed after the step
     has_prefill: bool  # some sequence does more than decode
     to_release: tuple[Sequence, ...] = ()  # left the batch since the last plan; this one may schedule them again
-    proposals: Mapping[int, list[int]] = field(default_factory=dict)  # by request id; may follow its newest token
-    drafts: Mapping[int, int] = field(default_factory=dict)  # by request id: tokens that the engine may draft
+    # By request id: tokens to verify after the newest one, and the number of tokens to draft and verify.
+    proposals: Mapping[int, list[int]] = field(default_factory=dict)
+    drafts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_prefill_tokens(self) -> list[int]:
