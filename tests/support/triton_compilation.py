@@ -91,7 +91,6 @@ def main() -> None:
     builds = {
         "a draw": build("_gumbel_max_block", 80, draw),
         "a filtered draw": build("_filtered_draw", 80, filtered_draw),
-        "a searched draw": build("_searched_draw", 80, filtered_draw),
         "an argmax": build("_best_token", 80, lambda: sampling.best_token_table(torch.zeros(2, 128256).bfloat16())),
         "a write": build("_write_token", 80, write),
     }
