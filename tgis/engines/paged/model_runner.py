@@ -217,34 +217,27 @@ class ModelRunner:
             return
         started = time.monotonic()
         log.info("compiling the model's layers")
-        adapter = None
-        if self._options.adapter_store:
-            adapter = dummy_adapter(self.lora.targets, self.model.dtype, self.device)
+        lora, passes = None, [(self.dummy_logits, eager_logits)]
         try:
-            changed_logits = on_all_ranks(partial(self.dummy_logits, adapter))
-            self.compiled = CompiledLayers(self.model, self.attention, self.lora if adapter else None)
+            if self._options.adapter_store:
+                lora, adapter = self.lora, dummy_adapter(self.lora.targets, self.model.dtype, self.device)
+                adapted = partial(self.dummy_logits, adapter)
+                passes.append((adapted, on_all_ranks(adapted)))
+            self.compiled = CompiledLayers(self.model, self.attention, lora)
             on_all_ranks(self.compiled.enable)
-            self.compiled.make_graphs(self.dummy_logits, eager_logits)
+            for run, logits in passes:
+                self.compiled.make_graphs(run, logits)
         except Unsupported as error:
             text = f"PT2_COMPILE has no effect: {error}"
             if self.compiled:
                 self.compiled.disable()
+                self.compiled = None
             if self._options.compile:
                 warn(self._options, text)
             else:
                 log.warning("%s", text)
         else:
-            if adapter:
-                self._compile_lora(self.compiled, adapter, changed_logits)
             self.compiled.freeze()
             log.info("compiled in %.1f s", time.monotonic() - started)
-        if adapter:
-            self.lora.clear()
-
-    def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
-        """Compile the graphs of passes with LoRA adapters."""
-        try:
-            compiled.make_graphs(partial(self.dummy_logits, adapter), eager_logits)
-        except Unsupported as error:
-            log.warning("passes with LoRA adapters are not compiled: %s", error)
-            compiled.lora_is_eager = True
+        if lora:
+            lora.clear()
