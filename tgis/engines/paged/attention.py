@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tgis.engines.host_memory import HugePageBuffer
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
@@ -262,9 +262,8 @@ def _triton_prefill(
     """New keys and values are in the cache already."""
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
 
-    if metadata.paged_chunks is None:
-        metadata.paged_chunks = make_paged_chunks(metadata.chunks)
-    return [paged_prefill(q, *kv_cache, metadata.paged_chunks, params)]
+    most = max(chunk.num_tokens for chunk in metadata.chunks)
+    return [paged_prefill(q[metadata.num_decodes :], *kv_cache, metadata.chunk_sequences, most, params)]
 
 
 def _torch_decode(metadata: AttentionMetadata, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, PagedChunks
+from tgis.engines.kernels.attention_inputs import AttentionParams
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax is computed to the base of 2
 NO_WINDOW = 2**31 - 1
@@ -20,14 +20,16 @@ _QUERY_BYTES, _KEY_BYTES = 16384, 16384  # of a tile
 
 
 def paged_prefill(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, chunks: PagedChunks, params: AttentionParams
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, sequences: Tensor, max_tokens: int, params: AttentionParams
 ) -> Tensor:
-    """The output [tokens, H, E] of the chunks' queries, from flat queries [T, H, D].
+    """The output [T, H, E] of the chunks' queries [T, H, D].
+
+    `sequences` is int64 [chunks, 4]: the first query, counted from any origin, the number of queries, up to
+    `max_tokens`, which are the last tokens of the sequence, its length, and the address of its block table, int64.
 
     `key_cache` [blocks, block size, K, D] and `value_cache` [blocks, block size, K, E] are contiguous, of q's dtype,
     and hold the new keys and values already.
     """
-    q = q[chunks.tokens]
     (num_tokens, num_heads, k_size), (block_size, num_kv_heads, v_size) = q.shape, value_cache.shape[1:]
     assert q.dtype == key_cache.dtype == value_cache.dtype
     assert q.stride(2) == 1
@@ -37,10 +39,9 @@ def paged_prefill(
     token_bytes = max(block_k, block_v) * q.element_size()
     block_m = min(max(_QUERY_BYTES // token_bytes, MIN_DOT), 128)
     output = torch.empty(num_tokens, num_heads, v_size, dtype=q.dtype, device=q.device)
-    _prefill_attention[triton.cdiv(chunks.max_tokens, block_m), num_heads, len(chunks.seq_lens)](
-        *(output, q, key_cache, value_cache, params.sinks, params.bias),
-        *(chunks.block_tables, chunks.cu_seqlens, chunks.seq_lens),
-        *(q.stride(0), q.stride(1), chunks.block_tables.stride(0), params.scale),
+    _prefill_attention[triton.cdiv(max_tokens, block_m), num_heads, len(sequences)](
+        *(output, q, key_cache, value_cache, params.sinks, params.bias, sequences),
+        *(q.stride(0), q.stride(1), params.scale),
         NO_WINDOW if params.window is None else params.window,
         softcap=params.softcap,
         bias_row=0 if params.bias is None else params.bias.stride(0),
@@ -61,7 +62,7 @@ def paged_prefill(
     return output
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window"])
 def _prefill_attention(
     output: tl.tensor,
     q: tl.tensor,
@@ -69,12 +70,9 @@ def _prefill_attention(
     value_cache: tl.tensor,
     sinks: tl.tensor,
     bias: tl.tensor,
-    block_tables: tl.tensor,
-    cu_seqlens: tl.tensor,
-    seq_lens: tl.tensor,
+    sequences: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
-    table_stride: tl.tensor,
     scale: tl.tensor,
     window: tl.tensor,
     softcap: tl.constexpr,
@@ -92,29 +90,27 @@ def _prefill_attention(
     block_v: tl.constexpr,
 ) -> None:
     """Compute `block_m` queries of one chunk for one head; the last queries, which see the most, start first."""
-    head, chunk = tl.program_id(1), tl.program_id(2)
-    chunk_start = tl.load(cu_seqlens + chunk)
-    num_queries = tl.load(cu_seqlens + chunk + 1) - chunk_start
+    head, sequence = tl.program_id(1), sequences + 4 * tl.program_id(2)
+    chunk_start, num_queries = tl.load(sequence) - tl.load(sequences), tl.load(sequence + 1).to(tl.int32)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
     if first >= num_queries:
         return
-    seq_len = tl.load(seq_lens + chunk)
+    seq_len, block_table = tl.load(sequence + 2).to(tl.int32), tl.load(sequence + 3).to(tl.pointer_type(tl.int64))
     row = first + tl.arange(0, block_m)
     position = tl.minimum(seq_len - num_queries + row, seq_len - 1)  # rows beyond the chunk are like its last
     kv_head = head // (num_heads // num_kv_heads)
     k_offsets, v_offsets = tl.arange(0, block_k), tl.arange(0, block_v)
-    token_of_row = (chunk_start + row).to(tl.int64)[:, None]
+    token_of_row = (chunk_start + row)[:, None]
     q_mask = (row < num_queries)[:, None] & (k_offsets < k_size)
     query = tl.load(q + token_of_row * q_token_stride + head * q_head_stride + k_offsets, mask=q_mask, other=0.0)
     running_max = tl.full([block_m], float("-inf"), tl.float32)
     running_sum = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_v], tl.float32)
-    block_table = block_tables + chunk * table_stride
     begin = tl.maximum(seq_len - num_queries + first - window + 1, 0)
     end = tl.minimum(seq_len - num_queries + first + block_m, seq_len) if causal else seq_len
     for start in range(begin, end, tile):
         token = start + tl.arange(0, tile)
-        block = tl.load(block_table + token // block_size, mask=token < end, other=0).to(tl.int64)
+        block = tl.load(block_table + token // block_size, mask=token < end, other=0)
         slot = (block * block_size + token % block_size) * num_kv_heads + kv_head
         k_mask = (token < end) & (k_offsets[:, None] < k_size)
         k = tl.load(key_cache + slot * k_size + k_offsets[:, None], mask=k_mask, other=0.0)  # [block_k, tile]
