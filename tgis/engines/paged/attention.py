@@ -148,12 +148,10 @@ class PagedAttention:
             return self._attend(batch.attention, query, key, value, kv_cache, whole)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
         scales = self._scales_of(module, key) if self.cache.kv_dtype else None
-        attention_params = AttentionParams(*params, key_scales=scales)
-        if module in self.cross_modules:
-            assert batch.cross is not None
-            return self._attend(batch.cross, query, key, value, kv_cache, attention_params)
         self.modules[module.layer_idx] = module
-        return self._attend(batch.attention, query, key, value, kv_cache, attention_params)
+        metadata = batch.cross if module in self.cross_modules else batch.attention
+        assert metadata is not None
+        return self._attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
         """What the keys of a module are divided by."""

@@ -44,9 +44,11 @@ class AttentionMetadata:
     @cached_property
     def cpu_sequences(self) -> Tensor:
         """All sequences for the CPU kernel, in the form of `chunk_sequences`."""
-        tables, indices = self.block_tables, torch.arange(self.num_decodes)
+        tables, count = self.block_tables, self.num_decodes
         assert tables.is_contiguous()
         assert tables.dtype == torch.int64
-        addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
-        decodes = torch.stack([indices, torch.ones_like(indices), self.seq_lens, addresses], 1)
+        first, row_bytes = tables.data_ptr(), max(tables.shape[1], 1) * tables.itemsize
+        addresses = torch.arange(first, first + count * row_bytes, row_bytes)
+        ones = torch.ones(count, dtype=torch.int64)
+        decodes = torch.stack([torch.arange(count), ones, self.seq_lens, addresses], 1)
         return torch.cat([decodes, self.chunk_sequences]) if self.chunks else decodes

@@ -174,7 +174,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         if is_view:
             self._add_part(lambda: operator(*args, **kwargs))
             return result
-        results = tree_map_only(Tensor, self._memory.copied, result)
+        results = tree_map_only(Tensor, lambda x: self._memory.empty(x).copy_(x), result)
         targets = [self._memory.borrowed(x) for x in _tensors(results)]
         self._add_part(partial(_run_into, targets, operator, args, kwargs))
         return results
