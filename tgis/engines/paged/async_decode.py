@@ -82,8 +82,6 @@ class AsyncDecoder:
         """Do not reuse the step in flight for the sequences of these requests."""
         for request_id in ids:
             self._expected_lengths.pop(request_id, None)
-        if not self._expected_lengths:
-            self.discard()
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The sequences that need another token unless the next one ends them. Empty if one of them cannot be in the

@@ -8,7 +8,7 @@ faster and must give the same result.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,7 @@ _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D
 _Write = Callable[[AttentionMetadata, Tensor, Tensor, _KVCache], None]
 _Decode = Callable[[AttentionMetadata, Tensor, _KVCache, AttentionParams], Tensor]
 _Prefill = Callable[[AttentionMetadata, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
-
-
-class _Backends(NamedTuple):
-    write: _Write
-    decode: _Decode
-    prefill: _Prefill
+_Backends = tuple[_Write, _Decode, _Prefill]
 
 
 class PagedKVCache:
@@ -185,15 +180,15 @@ class PagedAttention:
         if key_scales is not None:
             factors = key_scales.to(q.dtype)
             q, k = q * factors.repeat_interleave(q.shape[1] // k.shape[1], 0), k / factors
-        fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
+        write, decode, prefill = _select_backends(q, kv_cache, params)
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
         run = partial(self._self_test.run, kind)
         if len(k):
-            run(fast.write, plain.write, lambda _: _slots(kv_cache, metadata.slot_mapping), metadata, k, v, kv_cache)
+            run(write, _torch_write, lambda _: _slots(kv_cache, metadata.slot_mapping), metadata, k, v, kv_cache)
         decodes = q[: metadata.num_decodes], kv_cache, params
-        outputs = [run(fast.decode, plain.decode, torch.clone, metadata, *decodes)] if metadata.num_decodes else []
+        outputs = [run(decode, _torch_decode, torch.clone, metadata, *decodes)] if metadata.num_decodes else []
         outputs += (
-            run(fast.prefill, plain.prefill, torch.cat, metadata, q, k, v, kv_cache, params) if metadata.chunks else []
+            run(prefill, _torch_prefill, torch.cat, metadata, q, k, v, kv_cache, params) if metadata.chunks else []
         )
         outputs = outputs or [q.new_empty(0, q.shape[1], v.shape[2])]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
@@ -211,7 +206,7 @@ def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> 
     if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
         return _TORCH_BACKENDS
     prefill = _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
-    return _Backends(_triton_write, _triton_decode, prefill)
+    return _triton_write, _triton_decode, prefill
 
 
 def _triton_write(metadata: AttentionMetadata, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
@@ -360,4 +355,4 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: Att
     return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
-_TORCH_BACKENDS = _Backends(_torch_write, _torch_decode, _torch_prefill)
+_TORCH_BACKENDS = _torch_write, _torch_decode, _torch_prefill

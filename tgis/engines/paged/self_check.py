@@ -153,16 +153,12 @@ def verify_steps(kind: str, logits: Tensor, eager: Tensor, dtype: torch.dtype) -
     _compare(logits, eager, dtype, f"{kind} steps do not give the logits of eager ones", logits=True)
 
 
-def on_all_ranks(
-    run: Callable[[], _Result], errors: tuple[type[Exception], ...] = (RuntimeError, Unsupported)
-) -> _Result:
-    """What a run gives; Unsupported if it fails with such an error on this rank or another one. All ranks must call
-    this.
-    """
+def on_all_ranks(run: Callable[[], _Result]) -> _Result:
+    """What a run gives; Unsupported if it fails on this rank or another one. All ranks must call this."""
     results, reason = list[_Result](), "it fails on another rank"
     try:
         results.append(run())
-    except errors as error:
+    except (RuntimeError, Unsupported) as error:
         reason = fallback_reason(error)
     if not least_of_ranks(len(results)):
         raise Unsupported(reason)
