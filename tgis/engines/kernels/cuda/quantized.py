@@ -2,7 +2,7 @@
 """Linear layers with quantized weights in Triton: one kernel for all codes, groups and batch sizes.
 
 A program computes a tile of outputs for a tile of rows. It widens codes to the dtype of the activations in registers,
-and accumulates in float32. PyTorch rounds the activations that a weight wants in 8 bits; they stay in their dtype.
+and accumulates in float32. Numbers that a weight wants in 8 bits are rounded to these before, and stay in their dtype.
 """
 
 import math
@@ -20,11 +20,13 @@ from tgis.engines.kernels.cpu.quantized import PlainGemm
 from tgis.engines.kernels.cuda.attention_tile import MIN_DOT
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest
 from tgis.engines.quantization.config import Quantization
-from tgis.engines.quantization.weight import E4M3, INT4, INT8, QuantizedWeight
+from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight
 
 _WIDTH = 256  # bytes: rows of codes have a multiple of them
 _ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): None}  # the code of 0; None: codes are E4M3
 _ALL = 1 << 30  # columns
+_TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added to a small number, it leaves no place for a fraction
 
 _self_test = KernelSelfTest()
 _gemms: WeakValueDictionary[int, "TritonGemm"] = WeakValueDictionary()  # by id, for compiled layers
@@ -96,7 +98,12 @@ class TritonGemm:
         """x in the order of the columns, rounded as the weight asks."""
         how, order = self._weight.activations, self._weight.order
         x = x.contiguous() if order is None else x.index_select(-1, order)
-        return x if how is None else how.fake_quantized(x).to(x.dtype).contiguous()
+        if how is None:
+            return x
+        y, block = torch.empty_like(x), max(triton.next_power_of_2(self._inputs), GROUP)
+        largest, span = None if how.scale is None else how.scale * how.steps, GROUP if how.per_block else block
+        _round[x.numel() // self._inputs,](y, x, self._inputs, largest, how.steps, span, block, num_warps=8)
+        return y
 
 
 def _tiles(x: Tensor) -> tuple[int, int, int]:
@@ -169,3 +176,20 @@ def _product(
     if bias is not None:
         acc += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)
     tl.store(y + row.to(tl.int64) * outputs + output, acc.to(y.dtype.element_ty), mask=is_output & is_row)
+
+
+@triton.jit
+def _round(
+    y: tl.tensor, x: tl.tensor, k: tl.tensor, most: tl.tensor, steps: tl.tensor, span: tl.constexpr, block: tl.constexpr
+) -> None:
+    """Round a row of k values as ActivationCodes do; `most` takes the place of the largest of `span` values."""
+    column = tl.arange(0, block)
+    place = tl.program_id(0).to(tl.int64) * k + column
+    number = tl.reshape(tl.load(x + place, mask=column < k, other=0.0).to(tl.float32), [block // span, span])
+    largest = tl.max(tl.abs(number), 1, keep_dims=True)
+    if most is not None:
+        largest = tl.zeros_like(largest) + most
+    code = number / tl.where(largest == 0, 1.0, largest) * steps
+    code = tl.minimum(tl.maximum(code, -128.0, tl.PropagateNan.ALL), 127.0, tl.PropagateNan.ALL)
+    rounded = (code + _TO_INTEGER - _TO_INTEGER) * tl.where(largest < _TINY, 0.0, largest / steps)
+    tl.store(y + place, tl.reshape(rounded, [block]).to(y.dtype.element_ty), mask=column < k)
