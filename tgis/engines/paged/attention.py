@@ -140,13 +140,13 @@ class PagedAttention:
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
-            return self._attend(batch.attention, query, key, value, kv_cache, whole)
+            return self.attend(batch.attention, query, key, value, kv_cache, whole)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
         scales = self._scales_of(module, key) if self.cache.kv_dtype else None
         self.modules[module.layer_idx] = module
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
-        return self._attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
+        return self.attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
         """What the keys of a module are divided by."""
@@ -154,12 +154,7 @@ class PagedAttention:
             self._key_scales[module] = channel_scales(key[0])
         return self._key_scales[module]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
-        """The output [1, T, H, E] of the batch in a layer with this KV cache."""
-        assert self.batch is not None
-        return self._attend(self.batch.attention, query, key, value, kv_cache, AttentionParams(*params))
-
-    def _attend(
+    def attend(
         self,
         metadata: AttentionMetadata,
         query: Tensor,

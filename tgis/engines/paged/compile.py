@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.self_check import on_all_ranks, verify_steps
@@ -154,7 +155,9 @@ def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *params: Any) -> Tensor:
-    return _running.get().attention.attend(q, k, v, (keys, values), *params).contiguous()
+    attention = _running.get().attention
+    assert attention.batch
+    return attention.attend(attention.batch.attention, q, k, v, (keys, values), AttentionParams(*params)).contiguous()
 
 
 def _call_lora(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:

@@ -115,8 +115,7 @@ class ModelRunner:
         """The logits of a prefill and of a decode, [2, V]. The prefill usually has 13 tokens: a compiler assumes that
         sizes which are equal now, such as the number of tokens and the size of a head, are always equal.
         """
-        extra = EXTRA_BLOCKS if self.encoder else 0
-        seq = dummy_sequence([*tokens], self._block_size, output=[*output], extra_blocks=extra)
+        seq = dummy_sequence([*tokens], self._block_size, output=[*output])
         seq.adapter = adapter
         return step_logits(self.compute_logits, seq, (len(seq.tokens) - 1, 1))
 

@@ -92,7 +92,7 @@ def verify_encoder_decoder(
     tokens[1] = padding  # which may have no position
     output = torch.randint(model.get_output_embeddings().out_features, (_NUM_TOKENS,), generator=draw)
     output = output.where(output != padding, int(not padding))  # models need no padding there
-    seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist(), extra_blocks=1)
+    seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist())
     calls = _record_attention(model, attention)
     own_input, own_output = (ids[None].to(model.device) for ids in (tokens, pad(output, (1, 0), value=start_token)))
     masks = {"attention_mask": torch.ones_like(own_input), "decoder_attention_mask": torch.ones_like(own_output)}
@@ -166,18 +166,15 @@ def on_all_ranks(run: Callable[[], _Result]) -> _Result:
 
 
 def dummy_sequence(
-    tokens: list[int],
-    block_size: int,
-    *,
-    prompt_logprobs: bool = False,
-    output: list[int] | None = None,
-    extra_blocks: int = 0,
+    tokens: list[int], block_size: int, *, prompt_logprobs: bool = False, output: list[int] | None = None
 ) -> Sequence:
-    """A sequence that belongs to no request and uses the first blocks."""
+    """A sequence that belongs to no request. It has the first blocks, one more than its tokens fill, which input and
+    output of an encoder-decoder need.
+    """
     options = LogprobOptions(input_tokens=prompt_logprobs)
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.tokens += output or []
-    seq.block_table = list(range(-(-len(seq.tokens) // block_size) + extra_blocks))
+    seq.block_table = list(range(-(-len(seq.tokens) // block_size) + 1))
     return seq
 
 

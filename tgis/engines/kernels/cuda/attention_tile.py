@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""What the kernels of decode and prefill attention have in common: how a tile of queries meets a tile of keys."""
+"""Shared parts of the Triton kernels for decode and prefill attention: their shape, and a step of online softmax."""
 
 from typing import NamedTuple, Self
 
@@ -56,7 +56,7 @@ def scores_of(query: tl.tensor, k: tl.tensor, scale: tl.tensor, shape: tl.conste
 def biases(
     bias: tl.tensor, head: tl.tensor, position: tl.tensor, token: tl.tensor, mask: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
-    """What the bias of heads adds to the scores of the keys of these tokens for queries at these positions."""
+    """The bias of heads for the keys of these tokens and queries at these positions, times log2(e)."""
     column = token if shape.bias_origin is None else token - position + shape.bias_origin
     return tl.load(bias + head * shape.bias_row + column, mask=mask, other=0.0) * LOG2_E
 
