@@ -56,17 +56,16 @@ def describe_memory(options: EngineOptions) -> list[str]:
     encodes = len(unloaded.caches) > 1
     step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
     drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
-    each = 0
-    for model in (unloaded, *drafting):
-        if not model.caches:
-            return unknown_memory("tgis_native", options)
-        each += sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config)
+    models = unloaded, *drafting
+    if not all(model.caches for model in models):
+        return unknown_memory("tgis_native", options)
+    token_bytes = sum(sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config) for model in models)
     extra = EXTRA_BLOCKS if encodes else 0
     to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
     budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
-    room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
+    room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, each, 0), step, drafter)
+    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter)
 
 
 class PagedEngine:

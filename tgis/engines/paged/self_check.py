@@ -92,7 +92,7 @@ def verify_encoder_decoder(
     tokens[1] = padding  # which may have no position
     output = torch.randint(model.get_output_embeddings().out_features, (_NUM_TOKENS,), generator=draw)
     output = output.where(output != padding, int(not padding))  # models need no padding there
-    seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist(), extra_blocks=1)
+    seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist())
     calls = _record_attention(model, attention)
     own_input, own_output = (ids[None].to(model.device) for ids in (tokens, pad(output, (1, 0), value=start_token)))
     masks = {"attention_mask": torch.ones_like(own_input), "decoder_attention_mask": torch.ones_like(own_output)}
@@ -153,16 +153,12 @@ def verify_steps(kind: str, logits: Tensor, eager: Tensor, dtype: torch.dtype) -
     _compare(logits, eager, dtype, f"{kind} steps do not give the logits of eager ones", logits=True)
 
 
-def on_all_ranks(
-    run: Callable[[], _Result], errors: tuple[type[Exception], ...] = (RuntimeError, Unsupported)
-) -> _Result:
-    """What a run gives; Unsupported if it fails with such an error on this rank or another one. All ranks must call
-    this.
-    """
+def on_all_ranks(run: Callable[[], _Result]) -> _Result:
+    """What a run gives; Unsupported if it fails on this rank or another one. All ranks must call this."""
     results, reason = list[_Result](), "it fails on another rank"
     try:
         results.append(run())
-    except errors as error:
+    except (RuntimeError, Unsupported) as error:
         reason = fallback_reason(error)
     if not least_of_ranks(len(results)):
         raise Unsupported(reason)
@@ -170,18 +166,15 @@ def on_all_ranks(
 
 
 def dummy_sequence(
-    tokens: list[int],
-    block_size: int,
-    *,
-    prompt_logprobs: bool = False,
-    output: list[int] | None = None,
-    extra_blocks: int = 0,
+    tokens: list[int], block_size: int, *, prompt_logprobs: bool = False, output: list[int] | None = None
 ) -> Sequence:
-    """A sequence that belongs to no request and uses the first blocks."""
+    """A sequence that belongs to no request. It has the first blocks, one more than its tokens fill, which input and
+    output of an encoder-decoder need.
+    """
     options = LogprobOptions(input_tokens=prompt_logprobs)
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.tokens += output or []
-    seq.block_table = list(range(-(-len(seq.tokens) // block_size) + extra_blocks))
+    seq.block_table = list(range(-(-len(seq.tokens) // block_size) + 1))
     return seq
 
 

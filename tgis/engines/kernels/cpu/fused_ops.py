@@ -3,7 +3,7 @@
 Models write these in many ways. A module or function is replaced only if it computes what the kernel does (probes.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,26 +14,20 @@ from tgis.engines.kernels.cpu.norms import as_norm
 from tgis.engines.kernels.cpu.rotary import fuse_rotary
 from tgis.engines.kernels.cpu.softcap import fuse_softcap
 
+_Replace = Callable[[nn.Module, CpuKernels], nn.Module | None]
+_REPLACEMENTS: tuple[_Replace, ...] = as_gated_mlp, as_norm, as_activation  # whole MLPs first: they contain the others
+
 
 def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
     """Replace norms, activations, rotary embeddings and soft caps of logits in a CPU model; how many were replaced."""
     if kernels is None or model.dtype not in DTYPES:
         return 0
     count = 0
-    for replace in (as_gated_mlp, as_norm, as_activation):  # whole MLPs first: they contain the others
-        replaced = list(_replacements(model, kernels, replace))
-        for parent, name, module in replaced:
-            setattr(parent, name, module)
-        count += len(replaced)
+    for replace in _REPLACEMENTS:
+        for parent in [*model.modules()]:
+            for name, child in [*parent.named_children()]:
+                if module := replace(child, kernels):
+                    setattr(parent, name, module)
+                    count += 1
     count += sum([fuse_rotary(module, kernels) for module in model.modules()])
     return count + fuse_softcap(model, kernels)
-
-
-def _replacements(
-    model: PreTrainedModel, kernels: CpuKernels, replace: Callable[[nn.Module, CpuKernels], nn.Module | None]
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            module = replace(child, kernels)
-            if module:
-                yield parent, name, module
