@@ -26,8 +26,10 @@ from tiny_models import (
     VOCAB_SIZE,
     check_best,
     generate_all,
+    limits_of,
     make_config,
     make_model,
+    make_model_from_config,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
@@ -168,6 +170,17 @@ def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_t
     PagedEngine(msgspec.structs.replace(options, max_sequence_length=256))
     with pytest.raises(Unsupported, match="256 do not pass it"):
         PagedEngine(msgspec.structs.replace(options, max_sequence_length=257))
+
+
+def test_the_text_part_of_a_model_of_images_and_text(tmp_path: Path) -> None:
+    """Gemma 3 pools images by a module without parameters, which fails on any text."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = make_config("Gemma3Text").to_dict()
+    images = sizes | {"image_size": 28, "patch_size": 7}
+    config = transformers.Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4, **TOKEN_IDS)
+    directory = make_model_from_config(config, tmp_path)
+    engine = load_engine(engine_options(directory, 6, engine="tgis_native"), sys.exit, print)[0]
+    check(directory, engine, limits_of(engine, 80))
 
 
 def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:

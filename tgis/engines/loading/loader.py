@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -190,14 +191,16 @@ def _optimize(
         from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
 
         gemms = DeviceGemms(quantization, device)
-    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
+    kinds: set[type] = set()  # of the modules that a pass calls
+    with register_module_forward_pre_hook(lambda module, _: kinds.add(type(module))):
+        merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
         pack_linears(model, gemms)
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
-        fused = fuse(model, kernels)
+        fused = fuse(model, kernels, kinds)
         log.info(
             "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
         )
