@@ -164,8 +164,10 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
+        _check_written(model, packed=False)
         _optimize(model, options, device, quantization)
         model.to(device)
+        _check_written(model, packed=True)
         if sharding:
             sharding.install_collectives(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
@@ -264,6 +266,15 @@ def _from_pretrained(
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
+
+
+def _check_written(model: PreTrainedModel, *, packed: bool) -> None:
+    """No parameter is a placeholder, except those of quantized layers until they are packed."""
+    for name, module in model.named_modules():
+        for kind, weight in module.named_parameters(recurse=False):
+            is_written = weight.untyped_storage().nbytes() >= weight.nbytes
+            is_quantized = not packed and hasattr(module, "quantized")
+            assert is_written or is_quantized, f"{name}.{kind} is a placeholder"
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:
