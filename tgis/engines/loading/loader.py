@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
+NO_TABLE = 1 << 40  # positions
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _MAX_NAMES = 3  # of weights in a warning
 
@@ -87,6 +88,7 @@ def engine_info(
         encoder_decoder=model.config.is_encoder_decoder,
         max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
         token_capacity=0,
+        forced_bos_token_id=model.generation_config.forced_bos_token_id if model.config.is_encoder_decoder else None,
         **others,
     )
 
@@ -95,7 +97,7 @@ def max_positions(model: PreTrainedModel) -> int:
     """The size of the model's table of positions; practically unlimited if it has none."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if not any(_POSITION_TABLE.search(name) for name, _ in tensors):
-        return 1 << 40
+        return NO_TABLE
     return int(model.config.max_position_embeddings)
 
 

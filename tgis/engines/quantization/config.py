@@ -24,11 +24,8 @@ ON_CUDA = False  # until `make test-gpu`, whose tests set it, has passed on a GP
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _PLAIN_BITS = 16
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
-_FILES = {  # that old AutoGPTQ, old AutoAWQ and ModelOpt write
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
+# Files that old AutoGPTQ, old AutoAWQ and ModelOpt write beside config.json.
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def _auto_round_format(config: Mapping[str, Any]) -> Format:
