@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -181,14 +182,14 @@ AFMOE = transformers.AfmoeConfig(
     **LLAMA_LIKE, **TOKEN_IDS, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16
 )
 # a batch size of 1 where positions would count padding
-FALLING_BACK: list[tuple[str, transformers.PreTrainedConfig, int]] = [
+FALLING_BACK: list[tuple[str, Any, int]] = [
     *((f"{name}ForCausalLM", getattr(transformers, f"{name}Config")(**BART_LIKE | TOKEN_IDS), 1) for name in DECODERS),
     ("XLMRobertaForCausalLM", transformers.XLMRobertaConfig(**BERT_LIKE, is_decoder=True), 1),
     ("AfmoeForCausalLM", AFMOE, 6),
 ]
 
 
-def save_model(kind: str, config: transformers.PreTrainedConfig, directory: Path) -> None:
+def save_model(kind: str, config: Any, directory: Path) -> None:
     """A model of this class with random weights."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config)
@@ -200,11 +201,11 @@ def save_model(kind: str, config: transformers.PreTrainedConfig, directory: Path
 
 @pytest.mark.parametrize(
     ("kind", "config", "rows"),
-    slow_except([FALLING_BACK[0], FALLING_BACK[-1]], FALLING_BACK),
+    slow_except(FALLING_BACK[:1], FALLING_BACK),
     ids=lambda value: str(value).split()[0],
 )
 def test_decoders_that_count_padding_get_one_sequence_at_a_time(
-    kind: str, config: transformers.PreTrainedConfig, rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, config: Any, rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And a check of tgis_native that raises, as for AFMoE, means hf_transformers."""
     config.is_encoder_decoder, config.is_decoder = False, True
@@ -220,21 +221,11 @@ def test_decoders_that_count_padding_get_one_sequence_at_a_time(
 @pytest.mark.parametrize(
     ("kind", "config", "error"),
     [
-        (
-            "RobertaForCausalLM",
-            transformers.RobertaConfig(**BERT_LIKE),
-            "a KV cache does not give the logits of Roberta",
-        ),
-        (
-            "OpenAIGPTLMHeadModel",
-            transformers.OpenAIGPTConfig(**GPT2_LIKE, **TOKEN_IDS),
-            ".* cannot be run: RuntimeError: ",
-        ),
+        ("RobertaForCausalLM", transformers.RobertaConfig(**BERT_LIKE), "a KV cache does not give the logits of R"),
+        ("OpenAIGPTLMHeadModel", transformers.OpenAIGPTConfig(**GPT2_LIKE, **TOKEN_IDS), ".* be run: RuntimeError: "),
     ],
 )
-def test_what_the_last_engine_cannot_run_either(
-    kind: str, config: transformers.PreTrainedConfig, error: str, tmp_path: Path
-) -> None:
+def test_what_the_last_engine_cannot_run_either(kind: str, config: Any, error: str, tmp_path: Path) -> None:
     """Attention to later tokens, and a model without a cache: each is refused in one line."""
     save_model(kind, config, tmp_path)
     with pytest.raises(StartError, match=f"^{error}.*$"):

@@ -32,11 +32,9 @@ class TokenTable:
     Tokens that add other bytes at the beginning of an output have a second id for it, above all others.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int], forced_bos: int | None = None
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int], bos: int | None = None) -> None:
         """`vocab_size` is the width of the logits; ids from there on cannot be generated. Grammars begin after
-        `forced_bos`, the first token of every output.
+        `bos`, if the model forces every output to begin with that.
         """
         padded_size = -(-vocab_size // _WORD_BITS) * _WORD_BITS
         first_tokens = {token: data for token, data in vocabulary.first_tokens.items() if token < vocab_size}
@@ -51,7 +49,7 @@ class TokenTable:
         wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, *first_tokens.values()], self.eos_ids))
         self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eos_ids)
         self._first_ids = np.fromiter(first_tokens, np.int64)
-        self.forced_ids = [] if forced_bos is None else [forced_bos]
+        self.forced_ids = [] if bos is None else [bos]
         self._only_forced = _packed(np.isin(np.arange(padded_size), self.forced_ids))
         self._not_eos = _packed(np.isin(np.arange(padded_size), self.eos_ids, invert=True))
 

@@ -47,31 +47,16 @@ IDS = torch.tensor([[5, 9, 13, 7, 40]])
 EXPERTS = "model.layers.1.mlp.experts.down_proj_scales"
 
 
-MODELOPT = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 OLDER = {"compression_config": FORMATS["compressed-tensors"][0] | {"quant_method": "sparseml"}}
 OF_TENSOR = in_bytes(None, None, "weight_scale")
 # another file or key than quantization_config of config.json, or tensors; and the method
 BESIDE: dict[str, tuple[str, dict[str, Any], Quantize, str]] = {
-    "AutoAWQ": (
-        "quant_config.json",
-        {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
-        awq,
-        "awq",
-    ),
+    "AutoAWQ": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq, "awq"),
     "AutoGPTQ": ("quantize_config.json", {"bits": 8, "group_size": 16, "desc_act": False}, gptq(8, 16, 1), "gptq"),
     "TGIS": ("model.safetensors", {"gptq_bits": 4, "gptq_groupsize": 16}, gptq(4, 16, 1, act_order=True), "gptq"),
-    "ModelOpt": (
-        "hf_quant_config.json",
-        {"producer": {"name": "modelopt"}, "quantization": MODELOPT},
-        OF_TENSOR,
-        "modelopt",
-    ),
-    "ModelOpt, newer": (
-        "config.json",
-        {"quantization_config": {"quant_method": "modelopt"} | MODELOPT},
-        OF_TENSOR,
-        "modelopt",
-    ),
+    "ModelOpt": ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, OF_TENSOR, "modelopt"),
+    "ModelOpt, newer": ("config.json", {"quantization_config": MODELOPT}, OF_TENSOR, "modelopt"),
     "older compressed-tensors": ("config.json", OLDER, FORMATS["compressed-tensors"][1], "compressed-tensors"),
 }
 
@@ -95,9 +80,7 @@ def test_logits(model: str, name: str, tmp_path: Path) -> None:
     check_logits(load(path), expected)
 
 
-OTHERS = [
-    (model, name, True, True, True) for model in ("T5", "OPT, 350m", "Gemma2") for name in ("compressed-tensors", "fp8")
-]
+OTHERS = [(model, name, *[True] * 3) for model in ("T5", "OPT, 350m") for name in ("compressed-tensors", "fp8")]
 FAST = [("Llama", "gptq", False), ("Llama", "compressed-tensors, int8", True), ("Llama", "fp8", False)]
 
 
@@ -282,16 +265,10 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (GPTQ | {"bits": 3}, "gptq with 3 bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"bits": {"q_proj": 4}}, "gptq with {'q_proj': 4} bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "gptq with 4 bits, checkpoint_format 'marlin' is not supported"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of modelopt is not supported, only"),
-        (
-            GPTQ | {"dynamic": {"-:.*k_proj": {}, "+:.*q_proj": {"bits": 8}}},
-            "quantization_config.dynamic: other options ",
-        ),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of modelopt is not supported, only"),
+        (GPTQ | {"dynamic": {"-:k_proj": {}, "+:q_proj": {"bits": 8}}}, "quantization_config.dynamic: other options "),
         (GPTQ | {"dynamic": {r".*q_proj": {"group_size": 8}}}, "quantization_config.dynamic: other options for '.*q_"),
-        (
-            AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}},
-            "quantization_config.extra_config: other options for",
-        ),
+        (AUTO_ROUND | {"extra_config": {"head": {"bits": 8}}}, "quantization_config.extra_config: other options for"),
         (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
         (AUTO_ROUND | {"packing_format": "auto_round:mx_fp"}, "gptq with 4 bits, checkpoint_format 'mx_fp'"),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),

@@ -67,9 +67,8 @@ class CausalLM(TransformersModel):
         self.append(seqs)
         last = tokens[[len(prompt) for prompt in prompts]].to(self._device)
         computed = torch.stack([self.prefill(seqs)[0][-1], self.decode(last)[-1]])
-        own = self.model(input_ids=tokens[None, : len(prompts[-1]) + 1].to(self._device), use_cache=False).logits[
-            0, -2:
-        ]
+        ids = tokens[None, : len(prompts[-1]) + 1].to(self._device)
+        own = self.model(input_ids=ids, use_cache=False).logits[0, -2:]
         return agrees(computed, own, dtype_of_logits(self.model), logits=True)
 
     def prefill(self, seqs: list[Sequence]) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:

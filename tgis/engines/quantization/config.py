@@ -22,7 +22,6 @@ from tgis.models.files import read_json
 
 ON_CUDA = False  # until `make test-gpu`, whose tests set it, has passed on a GPU
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
-_PLAIN_BITS = 16
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
 # Files that old AutoGPTQ, old AutoAWQ and ModelOpt write beside config.json.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -132,7 +131,7 @@ def resolve_quantization(
 def _layout(method: str, description: Mapping[str, Any]) -> Format:
     for key in ("dynamic", "extra_config"):  # GPTQModel's and auto-round's options of single layers
         for name, options in (description.get(key) or {}).items():
-            is_plain = name.startswith("-") or options.get("bits", 0) >= _PLAIN_BITS
+            is_plain = name.startswith("-") or options.get("bits", 0) >= 16
             if not is_plain and not options.items() <= description.items():
                 raise StartError(f"quantization_config.{key}: other options for {name!r:.60} are not supported")
     try:

@@ -42,10 +42,8 @@ def _replacements(
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
-            if kinds is not None and type(child) not in kinds:
-                continue
             try:
-                module = replace(child, kernels)
+                module = replace(child, kernels) if kinds is None or type(child) in kinds else None
             except Exception as error:  # noqa: BLE001 - the code is the model's
                 log.debug("%s.%s, %s, is not fused: %r", path, name, type(child).__name__, error)
                 continue
