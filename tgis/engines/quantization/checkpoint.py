@@ -19,7 +19,7 @@ from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 from tgis.errors import StartError
 from tgis.models.files import find_weights
 
-_SCALE, _WEIGHT = re.compile("scale|SCB|absmax"), re.compile(r"weight(_packed)?$")
+_SCALE, _WEIGHT = re.compile("(?i)scale|scb|absmax"), re.compile(r"weight(_packed)?$")
 Size = Annotated[int, Meta(ge=1)]  # in what files say
 
 
