@@ -72,7 +72,7 @@ def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
 def _keywords(schema: Any) -> list[tuple[str, Any]]:
     """The members of all schemas; those of values such as defaults, too, if a reference may lead there."""
     members, schemas = list(_members(schema)), list[dict[str, Any]]()
-    references = [unquote(str(value)) for name, value in members if name.lower().endswith("ref")]
+    references = [unquote(value) for name, value in members if isinstance(value, str) and name.lower().endswith("ref")]
     if any(f"/{name}" in reference for reference in references for name in _VALUES):
         return members
     _rewritten(schema, lambda part, _: schemas.append(part), "#")
