@@ -34,6 +34,7 @@ from tgis.engines.sampling.sampler import BatchSampler
 from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
 from tgis.engines.speculation.draft_model import load_drafter, unloaded_drafter
 from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_proposals
+from tgis.errors import Unsupported, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 
@@ -85,10 +86,13 @@ class PagedEngine:
         torch.set_grad_enabled(False)
         self._options = options
         self._block_size = block_size
-        self.runner = runner = ModelRunner(options, block_size)
+        with library_errors("tgis_native cannot run it", Unsupported):
+            self.runner = runner = ModelRunner(options, block_size)
         history = runner.encoder.outputs.token_history if runner.encoder else _token_history
         vocab_size, ops = runner.vocab_size, select_ops(runner.device, runner.kernels)
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, options.config_eos_ids)
+        ends, forced = options.config_eos_ids, runner.encoder and runner.encoder.outputs.forced_bos_token_id
+        num_forced = int(forced is not None)
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, ends, num_forced)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder
