@@ -18,7 +18,7 @@ from tgis.ipc.lookups import (
     GrammarKind,
     GrammarSpec,
 )
-from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
+from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
 from tgis.structured_output.json_schema import OPTIONS_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
@@ -56,6 +56,7 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
     """The grammar in Lark, and the kind for `problem_of`; GrammarError if it is invalid or above a limit."""
     if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
+        _check_costs(spec.text)
         return _HEAD + ebnf_to_lark(spec.text), None
     return _HEAD + _rules(spec), spec.kind
 
@@ -69,7 +70,7 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
-            return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
+            return f"start: {' | '.join(map(_string, spec.choices))}\n"
         case GrammarKind.GRAMMAR:
             return _lark(spec)
         case GrammarKind.TOOLS:
@@ -90,8 +91,10 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     for message, words in _WORDS.items():
         problem = problem.replace(message, words)
     if not problem.startswith("unsupported keywords"):
-        problem = _QUOTED.sub("", problem)
+        problem = _QUOTED.sub("", problem).removesuffix(":")
     match kind:
+        case None if line:  # EBNF: rules have kept their lines
+            return f"{problem} in line {int(line) - 1}"
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
         case GrammarKind.TOOLS if line:
@@ -106,6 +109,10 @@ def _in_tool(problem: str, line: int) -> str:
 def _bounded(schema: dict[str, Any]) -> str:
     """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`."""
     return json.dumps({**schema, OPTIONS_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark refuses it unescaped
 
 
 def _regex(text: str) -> str:
