@@ -27,33 +27,12 @@ class StepModel(msgspec.Struct, frozen=True):
 
     padded: bool = False
     block_size: int = 0  # tokens of a KV block
-    weight_limit: int = 1 << 40  # tokens of context
-    largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
     step_seconds: float = 0.0
-    row_seconds: float = 0.0  # per sequence that decodes, and per token that is proposed for one
-    context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
-    prefill_seconds: float = 0.0  # of a step with prompts beside what others take
-    prefill_token_seconds: float = 0.0  # padding included
-    prefill_context_seconds: float = 0.0  # per token of a prompt and token that it attends to
     poison_token: int | None = None  # a sequence with this token fails, and no other
     crash_token: int | None = None  # a step with this token fails as a whole
     fatal_token: int | None = None  # a step with this token is the last one
     memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
-
-    def seconds(self, plan: StepPlan) -> float:
-        """The duration of a step."""
-        decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
-        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
-        attended = sum(count * (seq.num_computed_tokens + count // 2) for seq, count in work if not seq.decoding)
-        return (
-            self.step_seconds
-            + self.row_seconds * (len(decoding) + sum(map(len, plan.proposals.values())))
-            + self.context_seconds * padded_tokens(decoding, self.padded)
-            + self.prefill_seconds * plan.has_prefill
-            + self.prefill_token_seconds * padded_tokens(plan.num_prefill_tokens, self.padded)
-            + self.prefill_context_seconds * attended
-        )
 
 
 class FakeEngine(NoReservedCache):
@@ -74,10 +53,9 @@ class FakeEngine(NoReservedCache):
             encoder_decoder=False,
             padded=self._model.padded,
             max_batch_size=options.max_batch_size or 256,
-            token_capacity=self._model.weight_limit,
+            token_capacity=1 << 40,
             max_prefill_tokens=self._model.prefill_tokens,
             block_size=self._model.block_size,
-            max_request_tokens=self._model.largest,
             input_vocab_size=int(config["vocab_size"]),
         )
 
@@ -87,7 +65,7 @@ class FakeEngine(NoReservedCache):
     def step(self, plan: StepPlan) -> StepResult:
         """Sleep for the duration of the step, then repeat the prompts."""
         model = self._model
-        time.sleep(model.seconds(plan))
+        time.sleep(model.step_seconds)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             known = self._num_computed_tokens.get(seq.id, 0)
             assert model.block_size or seq.num_computed_tokens == known, "the batcher and the engine disagree"
