@@ -41,15 +41,6 @@ class LogprobRequest(Rows):
         return cls(logprobs, ranks, column(top_n, torch.int64, device), max_top)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTokens(Rows):
-    """One token per row, each column [b, 1]."""
-
-    token_ids: Tensor
-    logprob: Tensor
-    rank: Tensor
-
-
 class PendingCopy:
     """Some tables on their way to the host, in one transfer."""
 
@@ -68,15 +59,14 @@ class PendingCopy:
         return tables
 
 
-def table_without_candidates(max_score: Tensor, chosen: ChosenTokens) -> Tensor:
-    """The table for rows that ask for no candidates; `max_score` [b, 1]."""
-    return _concat_columns(chosen, max_score, torch.zeros_like(chosen.token_ids))
+def table_of(max_score: Tensor, token_ids: Tensor, logprob: Tensor, rank: Tensor, *candidates: Tensor) -> Tensor:
+    """The table with these columns [b, 1]; `candidates` are their number, their ids and their logprobs, or nothing."""
+    columns = token_ids, ~max_score.isfinite(), logprob, rank, *(candidates or (torch.zeros_like(token_ids),))
+    return torch.cat([column.double() for column in columns], -1)
 
 
-def table_with_candidates(
-    max_score: Tensor, chosen: ChosenTokens, candidates: Candidates, request: LogprobRequest
-) -> Tensor:
-    """The table for rows that ask for their best tokens among the kept candidates."""
+def kept_candidates(candidates: Candidates, request: LogprobRequest) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of a table with the best tokens among the kept candidates."""
     last = candidates.ids.shape[1] - 1
     first = candidates.kept.byte().argmax(-1, keepdim=True)
     nth = (first + request.top_n - 1).clamp(0, last)  # whatever follows the last kept one has a lower score
@@ -84,12 +74,7 @@ def table_with_candidates(
     num_top = num_top.clamp(max=request.max_top)
     at = (first + torch.arange(request.max_top, device=first.device)).clamp(max=last)
     logprobs = candidates.logits.gather(1, at) - candidates.total_mass.log()
-    return _concat_columns(chosen, max_score, num_top, candidates.ids.gather(1, at), logprobs)
-
-
-def _concat_columns(chosen: ChosenTokens, max_score: Tensor, *more: Tensor) -> Tensor:
-    columns = (chosen.token_ids, ~max_score.isfinite(), chosen.logprob, chosen.rank, *more)
-    return torch.cat([column.double() for column in columns], -1)
+    return num_top, candidates.ids.gather(1, at), logprobs
 
 
 def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
@@ -103,15 +88,14 @@ def logprob_table(
 ) -> Tensor:
     """The table of `token_ids` [b, 1] in rows without filters."""
     logit = (scores.values.gather(1, token_ids).double() - scores.max_score) / scores.temperature
-    chosen = ChosenTokens(token_ids, logit - stats.mass.log(), rank)
-
+    chosen = scores.max_score, token_ids, logit - stats.mass.log(), rank
     if request.max_top == 0:
-        return table_without_candidates(scores.max_score, chosen)
+        return table_of(*chosen)
     values, ids = first_tokens(scores, request.max_top, request.top_n)
     logits = (values.double() - scores.max_score) / scores.temperature
     nth = logits.gather(1, (request.top_n - 1).clamp(min=0))
     num_top = ((logits >= nth) & (values > -torch.inf)).sum(-1, keepdim=True)
-    return _concat_columns(chosen, scores.max_score, num_top, ids, logits - stats.mass.log())
+    return table_of(*chosen, num_top, ids, logits - stats.mass.log())
 
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:

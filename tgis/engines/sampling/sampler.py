@@ -15,7 +15,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.host_memory import to_device, upload
 from tgis.engines.sampling.draws import FilteredRows, SamplingOps, noise_keys
-from tgis.engines.sampling.grammar_masks import NO_GRAMMARS, apply_grammars
+from tgis.engines.sampling.grammar_masks import apply_grammars
 from tgis.engines.sampling.histories import Histories, HistorySlots
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, list_length
 from tgis.engines.sampling.logprobs import (
@@ -247,11 +247,11 @@ class BatchSampler:
         keys, rows = step_metadata[0, :, None], step_metadata[1:]
         if newest is not None and self._history_rows:
             self._slots.append(rows, newest)
-        grammars = apply_grammars(logits, self._seqs, self._grammar_rows) if self._grammar_rows else NO_GRAMMARS
-        histories = Histories(self._num_generated, self._slots.ids, rows, grammars.only_eos)
+        only_eos, problems = apply_grammars(logits, self._seqs, self._grammar_rows)
+        histories = Histories(self._num_generated, self._slots.ids, rows, only_eos)
         step = StepInputs(logits, histories, keys, self._ops)
         tables = [group.method(group, step) for group in self._groups]
-        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, grammars.problems)
+        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, problems)
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor, order: list[Sequence] | None = None) -> StepResult:
         """Run a whole step for sequences whose tokens are all on the host; the result has their order, or another."""
