@@ -140,10 +140,6 @@ class PeakEstimator:
     def add(self, length: int, remaining: int) -> None:
         insort(self._seqs, (-remaining, length))
 
-    def peak(self) -> int:
-        """The largest context, if no sequence ends before its time."""
-        return max(self._context_at_ends(self._seqs), default=0)
-
     def _context_at_ends(self, seqs: list[tuple[int, int]]) -> list[int]:
         """Tokens of context when each sequence ends; of those that end together, the last one counts them all."""
         lengths = accumulate((length for _, length in seqs), max if self._padded else None)

@@ -31,8 +31,9 @@ from tgis.engines.sampling.logits_processors import (
     Scores,
     SoftmaxStats,
     first_tokens,
+    softmax_mass,
 )
-from tgis.engines.sampling.logprobs import LogprobRequest, kept_candidates, table_of
+from tgis.engines.sampling.logprobs import LogprobRequest, candidate_columns, table_of
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -123,7 +124,8 @@ def _draw_from_list(rows: FilteredRows, num_candidates: int) -> tuple[Tensor, Te
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = rows.scores.max_score, candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank
-    return table_of(*chosen, *kept_candidates(candidates, rows.request)), candidates.exact
+    listed = candidates.logits, candidates.ids, candidates.kept, candidates.total_mass
+    return table_of(*chosen, *candidate_columns(*listed, rows.request)), candidates.exact
 
 
 class BestTokens(Protocol):
@@ -145,7 +147,7 @@ def _with_details(table: Tensor, values: Tensor) -> Tensor:
     """The table with the logprobs and ranks of the best tokens filled in."""
     ones = torch.ones_like(table[:, :1])
     scores = Scores(values, values.gather(1, table[:, :1].long()).float(), ones)
-    return torch.cat([table[:, :2], -SoftmaxStats.of(scores).mass.log(), ones, table[:, 4:]], -1)
+    return torch.cat([table[:, :2], -softmax_mass(scores).log(), ones, table[:, 4:]], -1)
 
 
 @dataclass(frozen=True, slots=True)

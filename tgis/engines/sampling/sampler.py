@@ -24,7 +24,6 @@ from tgis.engines.sampling.logprobs import (
     Row,
     logprob_table,
     token_logprobs,
-    token_ranks,
 )
 from tgis.engines.sampling.penalties import Ends, Penalties
 from tgis.ipc.messages import FailureKind
@@ -76,10 +75,6 @@ class SamplingGroup:
         """The rows' scores after the penalties, and what scales them."""
         values = self.values(step)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
-
-    def stats(self, scores: Scores) -> SoftmaxStats:
-        """The statistics that logprobs of rows without filters need."""
-        return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
 
 
 def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Ends) -> list[SamplingGroup]:
@@ -161,21 +156,20 @@ def _greedy_with_top_n(group: SamplingGroup, step: StepInputs) -> Tensor:
     """The best token after the penalties, and a list of the next best: its sums differ from those above by rounding."""
     scores = group.scores(step)
     token_ids = step.ops.best_tokens(scores.values, details=False)[:, :1].long()
-    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
+    return logprob_table(scores, token_ids, group.logprob_request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the whole vocabulary."""
     scores = group.scores(step)
     token_ids = step.ops.draw(scores, step.noise_keys[group.selector])
-    rank = token_ranks(scores, token_ids) if group.logprob_request.ranks else torch.zeros_like(token_ids)
-    return logprob_table(scores, group.stats(scores), token_ids, rank, group.logprob_request)
+    return logprob_table(scores, token_ids, group.logprob_request)
 
 
 def _sample_filtered(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the tokens that the filters keep."""
     scores, keys = group.scores(step), step.noise_keys[group.selector]
-    stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
+    stats = SoftmaxStats.of(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
     rows = FilteredRows(scores, stats, group.filters, keys, group.logprob_request)
     return step.ops.draw_filtered(rows, group.num_candidates)
 
