@@ -141,7 +141,7 @@ class Batcher:
             seq.stop_reason = StopReason.ERROR
 
     def rollback(self, plan: StepPlan, *, out_of_memory: bool) -> list[Sequence]:
-        """A step failed: requeue its sequences in front, to be recomputed.
+        """A step failed: requeue its sequences, to be recomputed.
 
         Returns the sequences that are dropped instead, because they failed alone.
         """
@@ -159,7 +159,7 @@ class Batcher:
         self._remove_running(set(requeued).__contains__)
         for seq in requeued:
             seq.num_computed_tokens, seq.queued_at_step = 0, self._num_steps
-        self.waiting.requeue_front(requeued)
+        self.waiting.requeue(requeued)
         self._wait_reason = None  # it was of those behind them
         return failed
 
@@ -312,7 +312,7 @@ class Batcher:
         self._counters.preemptions += 1
         self._remove_running(lambda other: other is seq)
         seq.queued_at_step = self._num_steps
-        self.waiting.requeue_in_order(seq)
+        self.waiting.requeue([seq])
         if self.waiting.first is seq:
             self._wait_reason = WaitReason.MEMORY
 
