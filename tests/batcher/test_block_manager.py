@@ -288,4 +288,3 @@ def test_a_prompt_of_an_encoder_decoder_is_computed_whole() -> None:
         plan = step(one)
         steps.append((dict(zip(ids(plan.seqs), plan.num_scheduled_tokens, strict=True)), len(one.running)))
     assert steps == [({0: 20}, 1), ({0: 1, 1: 5}, 3), ({0: 1, 1: 1, 2: 3}, 4), ({0: 1, 1: 1, 2: 1, 3: 30}, 4)]
-    assert not one.state(0.0, max_seqs=0).chunked_prefill

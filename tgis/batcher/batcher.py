@@ -167,7 +167,7 @@ class Batcher:
         """The engine has lost its KV cache while nothing ran or waited."""
         assert self.idle
         if self._block_manager:
-            self._block_manager.forget_cached_prefixes()
+            self._block_manager = BlockManager(self._limits)
 
     @property
     def touched_share(self) -> float:
@@ -194,10 +194,6 @@ class Batcher:
             max_prefill_tokens=capacity.prefill_tokens,
             initial_max_prefill_tokens=limits.prefill_tokens,
             max_batch_size=limits.max_batch_size,
-            max_prefill_padding=limits.max_prefill_padding,
-            max_waiting_tokens=limits.max_waiting_tokens,
-            padded=limits.padded,
-            chunked_prefill=limits.block_size > 0 and not limits.encoder_decoder,
             running_requests=[_state(seq, now) for seq in islice(self.running, max_seqs)],
             waiting_requests=[_state(seq, now) for seq in islice(self.waiting, max_seqs)],
         )

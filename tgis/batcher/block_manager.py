@@ -118,11 +118,6 @@ class BlockManager:
                 self.pool.set_hash(seq.block_table[index], self._block_hash(seq, index))
                 seq.num_cached_blocks += 1
 
-    def forget_cached_prefixes(self) -> None:
-        """Start anew: no sequence has blocks, and what they held is lost."""
-        assert not self.pool.num_used
-        self.pool = BlockPool(self.pool.num_blocks)
-
     def free(self, seqs: Iterable[Sequence]) -> None:
         """Take away all blocks, so that these sequences have no computed tokens any more."""
         for seq in seqs:

@@ -7,9 +7,7 @@ tokens that break them, are configured in the model's config.json under the key 
 import functools
 import json
 import time
-from collections import defaultdict
 from collections.abc import Collection
-from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -42,8 +40,6 @@ class FakeEngine(NoReservedCache):
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
         self._model = msgspec.convert(config.get("fake", {}), StepModel)
         self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
-        # The tokens in each block.
-        self._kv_blocks = defaultdict[int, list[int]](lambda: [-1] * self._model.block_size)
         self.info = EngineInfo(  # without memory limits, unless the model's config has some
             engine="fake",
             model_class="FakeEngine",
@@ -70,8 +66,6 @@ class FakeEngine(NoReservedCache):
             known = self._num_computed_tokens.get(seq.id, 0)
             assert model.block_size or seq.num_computed_tokens == known, "the batcher and the engine disagree"
             self._num_computed_tokens[seq.id] = seq.num_computed_tokens + count
-            if model.block_size:
-                self._write_kv(seq, count)
         if any(model.crash_token in seq.tokens for seq in plan.seqs):
             raise RuntimeError("a row holds the token that breaks this step")
         if any(model.fatal_token in seq.tokens for seq in plan.seqs):
@@ -89,7 +83,8 @@ class FakeEngine(NoReservedCache):
             except GrammarError as error:
                 tokens.append([])
                 failed[seq.id] = FailureKind.GRAMMAR, str(error)
-        logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
+        details = [seq.request.output_details for seq in plan.sampled]
+        logprobs = [self._logprobs(o, new) if o.wants_details else [] for o, new in zip(details, tokens, strict=True)]
         return StepResult(tokens, logprobs, self._prompt_logprobs(plan.sampled), failed)
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -106,25 +101,12 @@ class FakeEngine(NoReservedCache):
         allowed = seq.grammar.allowed_ids(seq.tokens[seq.prompt_length :])
         return [token] if token in allowed else allowed[:1]
 
-    def _write_kv(self, seq: Sequence, count: int) -> None:
-        """Write tokens to the sequence's blocks, and check that all it has there is its own."""
-        size, end = self._model.block_size, seq.num_computed_tokens + count
-        for at in range(seq.num_computed_tokens, end):
-            self._kv_blocks[seq.block_table[at // size]][at % size] = seq.tokens[at]
-        held = chain.from_iterable(self._kv_blocks[block] for block in seq.block_table)
-        assert [*islice(held, end)] == seq.tokens[:end], "a block holds tokens of another sequence"
-
     def _prompt_logprobs(self, seqs: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
-            seq.id: [_make_logprobs(seq.request.logprob_options, token, self.info.vocab_size) for token in seq.tokens]
-            for seq in seqs
-            if seq.wants_prompt_logprobs
+            seq.id: self._logprobs(seq.request.logprob_options, seq.tokens) for seq in seqs if seq.wants_prompt_logprobs
         }
 
-    def _token_logprobs(self, seq: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
-        options = seq.request.output_details
-        if not options.wants_details:
-            return []
+    def _logprobs(self, options: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
         return [_make_logprobs(options, token, self.info.vocab_size) for token in tokens]
 
 

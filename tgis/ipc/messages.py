@@ -242,10 +242,6 @@ class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
     max_prefill_tokens: int  # in one step; less than at the start after running out of memory
     initial_max_prefill_tokens: int
     max_batch_size: int
-    max_prefill_padding: float
-    max_waiting_tokens: int
-    padded: bool  # the batch is a rectangle
-    chunked_prefill: bool  # prompts are computed in chunks, mixed with decodes
     running_requests: list[RequestState]  # the first of them
     waiting_requests: list[RequestState]  # the first of them, in queue order
     kv_cache_bytes: int = 0  # set aside

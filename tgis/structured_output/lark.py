@@ -44,11 +44,9 @@ _QUOTED = re.compile(
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 
 
-def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
-    """The grammar in Lark, and the kind for `problem_of`; GrammarError if it is invalid or above a limit."""
-    if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
-        return _HEAD + ebnf_to_lark(spec.text), None
-    return _HEAD + _rules(spec), spec.kind
+def to_lark(spec: GrammarSpec) -> str:
+    """The grammar in Lark; GrammarError if it is invalid or above a limit."""
+    return _HEAD + _rules(spec)
 
 
 def _rules(spec: GrammarSpec) -> str:
@@ -61,15 +59,17 @@ def _rules(spec: GrammarSpec) -> str:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
             return f"start: {' | '.join(map(_string, spec.choices))}\n"
-        case GrammarKind.GRAMMAR:
-            return _lark(spec)
-        case GrammarKind.TOOLS:
+        case GrammarKind.GRAMMAR if is_ebnf(spec.text):
+            return ebnf_to_lark(spec.text)
+        case GrammarKind.GRAMMAR if _DIRECTIVE in spec.text:
+            raise GrammarError(f"unsupported directive {_DIRECTIVE}")
+        case GrammarKind.GRAMMAR | GrammarKind.TOOLS:
             return _with_checked_schemas(spec)
         case unknown:
             assert_never(unknown)
 
 
-def problem_of(message: str, kind: GrammarKind | None = None) -> str:
+def problem_of(message: str, spec: GrammarSpec | None = None) -> str:
     """The problem in llguidance's message: without the client's texts, with the place if the client wrote lines."""
     text = re.split(r"\n +\d+ \| ", message.removesuffix("<non-verbose/>"), maxsplit=1)[0].strip()
     if not text or text in _NOTHING_MATCHES:
@@ -82,8 +82,8 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
         problem = problem.replace(message, words)
     if not problem.startswith("unsupported keywords"):
         problem = _QUOTED.sub("", problem).removesuffix(":")
-    match kind:
-        case None if line:  # EBNF: rules have kept their lines
+    match spec and spec.kind:
+        case GrammarKind.GRAMMAR if line and spec and is_ebnf(spec.text):  # whose rules have kept their lines
             return f"{problem} in line {int(line) - 1}"
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
@@ -110,12 +110,6 @@ def _regex(text: str) -> str:
         raise GrammarError("ends with a backslash")
     escaped: str = llguidance.regex_to_lark(text)
     return escaped
-
-
-def _lark(spec: GrammarSpec) -> str:
-    if _DIRECTIVE in spec.text:
-        raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    return _with_checked_schemas(spec)
 
 
 def _with_checked_schemas(spec: GrammarSpec) -> str:

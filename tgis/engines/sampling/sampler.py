@@ -3,6 +3,7 @@
 There are five methods; rows are grouped by method, so that each pays for its own only.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -75,15 +76,6 @@ class SamplingGroup:
         """The rows' scores after the penalties, and what scales them."""
         values = self.values(step)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
-
-
-def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Ends) -> list[SamplingGroup]:
-    """Group a batch by method."""
-    indices: dict[Method, list[int]] = {}
-    for index, seq in enumerate(seqs):
-        method = _method(seq, vocab_size)
-        indices.setdefault(method, []).append(index)
-    return [SamplingGroup(method, seqs, rows, vocab_size, eos) for method, rows in indices.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +260,11 @@ class BatchSampler:
         self._seqs = list(seqs)
         params = [seq.request.sampling_params for seq in seqs]
         self._seeds = np.array([row.seed for row in params], dtype=np.uint64)
-        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
+        indices = defaultdict[Method, list[int]](list)
+        for index, seq in enumerate(seqs):
+            indices[_method(seq, self._vocab_size)].append(index)
+        vocabulary = self._vocab_size, self._eos
+        self._groups = [SamplingGroup(method, self._seqs, rows, *vocabulary) for method, rows in indices.items()]
         self._any_drawn = any(not row.greedy for row in params)
         self._grammar_rows = [index for index, seq in enumerate(seqs) if seq.grammar is not None]
         self._history_rows = [index for index, row in enumerate(params) if Penalties.need_history(row)]
