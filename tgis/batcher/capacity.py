@@ -143,6 +143,5 @@ class PeakEstimator:
     def _context_at_ends(self, seqs: list[tuple[int, int]]) -> list[int]:
         """Tokens of context when each sequence ends; of those that end together, the last one counts them all."""
         lengths = accumulate((length for _, length in seqs), max if self._padded else None)
-        if self._padded:
-            return [(length - end) * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]
-        return [length - end * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]
+        numbered = enumerate(zip(seqs, lengths, strict=True), 1)
+        return [length * (n if self._padded else 1) - end * n for n, ((end, _), length) in numbered]

@@ -78,6 +78,9 @@ class Session:
                 bind(name, self._device.type, index, nodes[name].onnx_type, tuple(tensor.shape), tensor.data_ptr())
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # onnxruntime uses a separate stream
+        self._run(binding)
+
+    def _run(self, binding: Any) -> None:
         try:
             self._session.run_with_iobinding(binding)
         except self._errors as error:
