@@ -63,11 +63,11 @@ def _in_lark(token: re.Match[str]) -> str:
         case "double" | "single":
             characters = " ".join(f"/[{_escaped(char)}]/" for char in _CHARACTER.findall(text))
             return f" ({characters})" if characters else ' ""'
-        case "chars":
+        case "chars" if text != "^":
             negation = "^" if text.startswith("^") else ""
             ends = ([_escaped(char) for char in pair if char] for pair in _RANGE.findall(text.removeprefix("^")))
             return f" /[{negation}{''.join(map('-'.join, ends))}]/"
-        case "any":
+        case "any" | "chars":
             return " /(?s:.)/"
     return f" {text}" if text in "(|" else text
 
