@@ -47,7 +47,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",
     "engines/sharding": "engines/kernels engines/quantization errors ipc",
-    "engines/memory": "batcher engines engines/quantization errors ipc models utils",
+    "engines/memory": "batcher engines engines/quantization errors ipc utils",
     "engines/loading": (
         "batcher engines engines/kernels engines/memory engines/quantization engines/sharding errors ipc utils"
     ),
