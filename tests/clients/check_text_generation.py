@@ -61,14 +61,6 @@ def test_every_parameter(client: Client) -> None:
     assert [len(tops) for tops in details.top_tokens] == [2] * details.generated_tokens
 
 
-def test_the_best_of_two(client: Client) -> None:
-    details = client.generate("hello ", max_new_tokens=5, best_of=2, do_sample=True).details
-    assert details
-    assert details.seed is not None
-    assert details.best_of_sequences
-    assert details.best_of_sequences[0].seed not in (None, details.seed)
-
-
 def test_stream(client: Client) -> None:
     *rest, last = client.generate_stream("hello ", max_new_tokens=9, do_sample=True, seed=3)
     assert [part.generated_text for part in rest] == [None] * 8
