@@ -174,14 +174,3 @@ def test_what_the_server_says(server: Server) -> None:
     assert "serving alice after" in log
     assert 'model="alice"' in server.get("/metrics")[1]
     assert not [line for line in log.splitlines() if " request: " in line and " WARNING " not in line]
-
-
-@pytest.mark.slow
-def test_a_lora_module_that_cannot_be_loaded_stops_the_start(glassllm_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    arguments = [ADAPTER, "--model", str(glassllm_dir), "--lora-modules", f"sql={tmp_path}"]
-    with (
-        pytest.raises(AssertionError, match=r"(?s)no server \(exit code 1\).*LORA_MODULES: sql: "),
-        running_module(arguments, tmp_path),
-    ):
-        pass

@@ -106,18 +106,6 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-@pytest.mark.slow
-@run_async
-async def test_a_slow_reader_keeps_its_stream() -> None:
-    window = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)  # the server sends what is asked for
-    async with serving(client_timeout_seconds=1.5) as (service, port), connected(port, *window) as channel:
-        answers = channel.unary_stream("/test.Service/Stream", bytes, bytes)(bytes(100_000))
-        for _ in range(12):  # takes longer than the limit, each much less
-            assert await answers.read() == bytes(100_000)
-            await asyncio.sleep(0.2)
-        assert service.num_places == 1
-
-
 @run_async
 async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
     begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
