@@ -201,18 +201,6 @@ async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPa
 
 
 @run_async
-async def test_a_stream_that_fails_after_it_has_begun_says_so_in_an_event() -> None:
-    async def handle(call: HttpCall) -> web.StreamResponse:
-        await call.event_stream({}).send(b"{}")
-        raise HttpError(418, "it broke")
-
-    api = Api(Operation("GET", "/events", handle, ERRORS))
-    async with api.serving() as client, client.get("/events") as answer:
-        assert (answer.status, await answer.read()) == (200, b'data: {}\n\ndata: "it broke"\n\ndata: [DONE]\n\n')
-    assert api.counted == [("plain", "/events", "418")]
-
-
-@run_async
 async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> None:
     """What the sockets take is the kernel's."""
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -352,21 +340,6 @@ async def test_a_drain_waits_for_running_calls_but_not_for_bodies() -> None:
         await asyncio.wait_for(idle, 5)
         assert (await (await running).text()) == "done"
         late.close()
-
-
-@run_async
-async def test_the_end_of_a_drain_ends_calls_and_their_clients_read_it() -> None:
-    api = Api(answering(asyncio.get_running_loop().create_future()), events(10**6, pause=0.01))
-    async with api.serving() as client:
-        running = asyncio.create_task(client.get("/thing"))
-        stream = await client.get("/events")
-        await stream.content.readline()
-        await asyncio.sleep(0.05)
-        api.limits.draining = True
-        await api.limits.end_calls()
-        answer = await running
-        assert (answer.status, await answer.json()) == (503, "the server is shutting down")
-        assert (await stream.read()).endswith(b'data: "the server is shutting down"\n\ndata: [DONE]\n\n')
 
 
 @run_async
