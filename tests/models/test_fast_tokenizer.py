@@ -140,6 +140,9 @@ def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_pa
     """Only texts with special tokens in them differ."""
     family, file, options, before, after = SENTENCEPIECE[name.partition(",")[0] if "gguf" in name else name]
     path = write_model(tmp_path / "model", config={"model_type": family, "vocab_size": 440})
+    if name == "T5, gguf":  # the package gguf reads the default rules of normalization a byte at a time
+        (tmp_path / "rules.tsv").write_text("FB01\t66 69\n")
+        options = options | {"normalization_rule_tsv": str(tmp_path / "rules.tsv")}
     oracle = train(path / file, options)
     if "gguf" in name:
         write_model(tmp_path, config={"model_type": family})
