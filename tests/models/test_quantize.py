@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import engine_options
-from tiny_models import make_model, make_model_from_config
 from torch import nn
-from transformers import LlamaConfig
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
-from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.models.quantize import _fit, _samples
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return make_model("Llama", tmp_path)
+    return make_fake_model(tmp_path / "model")
 
 
 def run(model: Path, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -103,6 +100,12 @@ def test_groups_are_halved(shapes: list[tuple[int, int]], asked: int | None, ski
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
 def test_rounding(layout: str, smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from batches import engine_options
+    from tiny_models import make_model_from_config
+    from transformers import LlamaConfig
+
+    from tgis.engines.loading import loader
+
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     path = make_model_from_config(LlamaConfig(vocab_size=49152, **sizes), tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
