@@ -146,17 +146,6 @@ def test_parent_headers_are_bounded() -> None:
     )
 
 
-def test_endpoints() -> None:
-    for endpoint in ("collector:4317", "http://c:1", "https://[::1]:4317"):
-        assert read("--otlp-endpoint", endpoint) == read(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=endpoint)
-
-
-@pytest.mark.parametrize("endpoint", ["collector:x", "http://:4317", "ftp://c:1", "c:999999"])
-def test_malformed_endpoints_are_refused(endpoint: str) -> None:
-    said = refusal(OTLP_ENDPOINT=endpoint)
-    assert said == f"OTLP_ENDPOINT={endpoint!r} must be HOST:PORT, or that after http:// or https://"
-
-
 def test_without_the_packages_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tgis.config, "can_trace", lambda: False)
     (warning,) = read(OTLP_ENDPOINT="c:1").warnings
