@@ -26,18 +26,20 @@ from tgis.pb import generation_pb2_grpc as pb_grpc
 
 @dataclass
 class Scripted(pb_grpc.GenerationServiceServicer):
-    """Returns scripted responses and records the requests."""
+    """Returns scripted responses and records the requests, and the tokens of calls."""
 
     texts: list[str] = field(default_factory=list)
     status: grpc.StatusCode | None = None
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
+    tokens: list[object] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerationResponse]:
         self.asked.append(request)
+        self._record_token(context)
         context.add_callback(self.cancelled.set)
         yield pb.GenerationResponse(input_token_count=3)
         for count, text in enumerate(self.texts, 1):
@@ -49,6 +51,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         yield pb.GenerationResponse(generated_token_count=len(self.texts), stop_reason=pb.MAX_TOKENS)
 
     def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
+        self._record_token(context)
         assert request.return_tokens
         assert request.return_offsets
         text = request.requests[0].text.encode()
@@ -60,7 +63,11 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         return pb.BatchedTokenizeResponse(responses=[response])
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
+        self._record_token(context)
         return pb.ModelInfoResponse(model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512)
+
+    def _record_token(self, context: grpc.ServicerContext) -> None:
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
 
 
 @dataclass
@@ -280,6 +287,13 @@ def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path
     for content in (b"", b"\nsecret", b"\xff"):
         path.write_bytes(content)
         assert tgis("health", "--token-file", str(path)) == (2, "", f"tgis: {path}: the first line is no token\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("tokenize", "x"), ("model-info",)])
+def test_a_token_goes_with_every_call(served: Served, tgis: Tgis, command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"secret\nmore")
+    assert [tgis(*command, *options)[0] for options in ((), ("--token-file", str(tmp_path / "token")))] == [0, 0]
+    assert served.service.tokens == [None, "Bearer secret"]
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:

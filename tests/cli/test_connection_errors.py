@@ -34,7 +34,7 @@ SLOW = "{} has not answered completely in time (--timeout)"
 NO_HOST = "{}: there is no host of this name"
 
 BENCH = ("bench", "--requests", "1")
-GRPC = [("generate", "x"), ("health",), BENCH]
+GRPC = [("generate", "x"), BENCH]
 GRPC_ERRORS = [  # what listens, options, what is said
     ("none", (), REFUSED),
     ("none", CA, REFUSED),
@@ -132,3 +132,9 @@ def test_what_is_wrong_is_said(
     name, *arguments = command
     assert run([name, "--target", target, *arguments, *options]) == 1
     assert capsys.readouterr() == ("", f"tgis: {sentence.format(target)}\n")
+
+
+def test_a_certificate_lets_a_command_in(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = *CA, "--tls-cert", "crt", "--tls-key", "key", "--service="
+    assert run(["health", "--target", targets["grpc mutual"], *options]) == 0
+    assert capsys.readouterr() == ("SERVING\n", "")
