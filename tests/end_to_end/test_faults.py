@@ -1,6 +1,5 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -23,7 +22,6 @@ from harness import (
     Server,
     as_stream_request,
     failure,
-    run_async,
     running_fake,
     server_environment,
     unary_request,
@@ -33,10 +31,8 @@ from local_server import LocalServer, serving_locally
 from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message
 from tokenizers import Tokenizer
 
-from benchmarks.chaos.http2 import connect, grpc_message
 from demo.fake_model import make_fake_model
 from tgis.pb import generation_pb2 as pb
-from tgis.pb import generation_pb2_grpc as pb_grpc
 
 SLOW = {"step_seconds": 0.05}
 
@@ -122,22 +118,6 @@ def test_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
         server.wait_for_metric("tgi_batch_current_size 60.0")
     server.wait_for_metric("tgi_batch_current_size 0.0")
     assert server.metric('tgi_request_failure{err="cancelled"}') == 60
-
-
-@run_async
-async def test_a_burst_of_cancelled_calls_cancels_no_other(server: Server) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.target))
-        stub: Any = pb_grpc.GenerationServiceStub(channel)
-        await stub.Generate(unary_request("abc", 3))
-        hostile = [await stack.enter_async_context(connect(server.grpc_port)) for _ in range(5)]
-        server.process.send_signal(signal.SIGSTOP)  # so that all arrive at once
-        message = grpc_message(as_stream_request(unary_request("abc", 5)).SerializeToString())
-        for connection in hostile * 300:
-            await connection.reset(await connection.open_call("/fmaas.GenerationService/GenerateStream", message))
-        server.process.send_signal(signal.SIGCONT)
-        answers = await asyncio.gather(*(stub.Generate(unary_request("abc", 3)) for _ in range(20)))
-        assert {answer.responses[0].text for answer in answers} == {"abc"}
 
 
 def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(server: Server) -> None:

@@ -138,20 +138,17 @@ def tokenizer(glassllm_dir: Path) -> Tokenizer:
 
 
 def over_grpc(server: Server, request: dict[str, Any]) -> pb.GenerationResponse:
-    names = ("temperature", "top_k", "top_p", "seed", "min_p")
+    names = ("temperature", "top_k", "top_p", "seed")
     params = pb.Parameters(
         method=pb.SAMPLE if request["temperature"] else pb.GREEDY,
         sampling=pb.SamplingParameters(**{name: request[name] for name in names if name in request}),
         stopping=pb.StoppingCriteria(
             max_new_tokens=request["max_tokens"],
             stop_sequences=request.get("stop", []),
-            stop_token_ids=request.get("stop_token_ids", ()),
         ),
         decoding=pb.DecodingParameters(
             repetition_penalty=request.get("repetition_penalty", 0),
             frequency_penalty=request.get("frequency_penalty", 0),
-            bad_words=request.get("bad_words", ()),
-            allowed_token_ids=request.get("allowed_token_ids", ()),
         ),
         response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ids=True),
     )
@@ -211,44 +208,12 @@ def test_all_apis_give_the_same_tokens(server: Server, tokenizer: Tokenizer, req
 
 
 @on_glassllm
-@pytest.mark.parametrize("field", ["min_p", "bad_words", "stop_token_ids", "allowed_token_ids"])
-def test_parameters_of_vllm_are_the_same_over_grpc(server: Server, tokenizer: Tokenizer, field: str) -> None:
-    request: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 1.0, "seed": 5}
-    without = over_grpc(server, request)
-    ids = [token.id for token in without.tokens]
-    given = {
-        "min_p": 0.6,
-        "bad_words": [tokenizer.decode([ids[4]])],
-        "stop_token_ids": [ids[4]],
-        "allowed_token_ids": sorted({*range(20, 60)} - {*ids}),
-    }
-    request[field] = given[field]
-    (choice,), grpc = over_openai(server, request)["choices"], over_grpc(server, request)
-    assert choice["text"] == grpc.text != without.text
-    assert choice["finish_reason"] == ("stop" if grpc.stop_reason == pb.EOS_TOKEN else "length")
-
-
-@on_glassllm
 def test_sampling_defaults_are_the_models_in_the_openai_api_only(server: Server) -> None:
     body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20}
     texts = {post(server, "/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in range(3)}
     assert texts == {over_grpc(server, body | {"temperature": 0}).text}
     sampled = [over_tgi(server, body | {"seed": seed, "temperature": 1})["generated_text"] for seed in range(3)]
     assert len(set(sampled)) > 1
-
-
-@on_glassllm
-def test_logprobs_of_a_prompt_are_those_of_its_echo(server: Server, tokenizer: Tokenizer) -> None:
-    body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
-    (choice,) = post(server, "/v1/completions", body)["choices"]
-    first, *rest = choice["prompt_logprobs"]
-    assert first is None
-    expected = [one[str(token)] for token, one in zip(tokenizer.encode(PROMPTS[0]).ids[1:], rest, strict=True)]
-    assert [one["logprob"] for one in expected] == choice["logprobs"]["token_logprobs"][1:]
-    assert [one["decoded_token"] for one in expected] == choice["logprobs"]["tokens"][1:]
-    for one, tops in zip(expected, choice["logprobs"]["top_logprobs"][1:], strict=True):
-        assert tops[one["decoded_token"]] == one["logprob"]  # whether or not it is one of the best
-        assert len(tops) == 3 + (one["rank"] > 3)
 
 
 @on_glassllm

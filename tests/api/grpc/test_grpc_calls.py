@@ -1,7 +1,6 @@
 """Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -104,37 +103,6 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
         await until(lambda: service.num_places == 0)
         assert await works(port)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
-
-
-@run_async
-async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
-    begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def read_late(call: GrpcCall) -> None:
-        begun.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(100)
-        await stopped.wait()
-        try:
-            await call.read()
-        finally:
-            ended.set()
-
-    handler = grpc_calls.make_calls(CONFIG).stream_handler("Late", read_late)
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": handler}),))
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
-    async with connected(port) as channel:
-        call = channel.stream_unary("/test.Service/Late", bytes, bytes)(iter([b""]))
-        await begun.wait()
-        await server.stop(0)
-        stopped.set()
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-            await call
-        await ended.wait()
-        await asyncio.sleep(0.05)
-    assert "internal error" not in caplog.text
 
 
 # --- clients that do not send their message ---
