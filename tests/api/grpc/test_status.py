@@ -2,23 +2,13 @@
 
 from typing import Any
 
-import pytest
+import tables
 from google.rpc import error_details_pb2, status_pb2
 from harness import run_async
+from tables import table
 
 from tgis.api.grpc.status import abort
-from tgis.errors import (
-    RETRY_SECONDS,
-    ClientTimeout,
-    EngineFailure,
-    InvalidRequest,
-    OutOfMemory,
-    Overloaded,
-    QueueFull,
-    RequestError,
-    TooLong,
-    Unavailable,
-)
+from tgis.errors import RETRY_SECONDS, InvalidRequest, Overloaded, RequestError
 
 
 class Context:
@@ -41,23 +31,13 @@ async def aborted(error: RequestError) -> tuple[Context, list[Any]]:
     return context, list(status.details)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (InvalidRequest("", "bad"), "INVALID_ARGUMENT"),
-        (TooLong("text", "too long", 9), "INVALID_ARGUMENT"),
-        (Overloaded("full"), "RESOURCE_EXHAUSTED"),
-        (QueueFull("full"), "RESOURCE_EXHAUSTED"),
-        (OutOfMemory("too large"), "RESOURCE_EXHAUSTED"),
-        (Unavailable("gone"), "UNAVAILABLE"),
-        (ClientTimeout(1.0), "DEADLINE_EXCEEDED"),
-        (EngineFailure("it broke"), "INTERNAL"),
-    ],
-)
+@table("errors", "errors")
 @run_async
-async def test_codes_and_texts(error: RequestError, code: str) -> None:
-    context, details = await aborted(error)
-    assert (context.code, context.message) == (code, str(error))
+async def test_codes_and_texts(row: dict[str, Any]) -> None:
+    if "grpc" not in row:
+        return  # an error of HTTP
+    context, details = await aborted(error := tables.error(row))
+    assert {"code": context.code, "message": context.message} == row["grpc"]
     assert bool(details) == isinstance(error, InvalidRequest | Overloaded)
 
 
