@@ -41,13 +41,6 @@ def test_manifests_agree_with_the_server_and_with_each_other() -> None:
     assert consistency.problems(OBJECTS) == []
 
 
-def test_patches_of_the_deployment_set_options_of_the_server() -> None:
-    for path in DEPLOYMENTS.glob("*/*/deployment.yaml"):
-        for container in yaml.safe_load(path.read_text())["spec"]["template"]["spec"].get("containers", ()):
-            assert container["name"] == SERVER["name"]
-            assert environment(container).keys() <= consistency.OPTIONS, path
-
-
 def test_the_pod_can_write_only_to_tmp_and_drains_within_its_grace() -> None:
     config = parse([], environment(SERVER), "tgis serve")
     writable = [mount["mountPath"] for mount in SERVER["volumeMounts"] if not mount.get("readOnly")]

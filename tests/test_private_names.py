@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Iterator
 
-import pytest
 from repository import REPOSITORY
 
 ROOT = REPOSITORY / "tgis"
@@ -67,19 +66,3 @@ def test_private_names_of_a_library_are_in_its_file() -> None:
     uses = {path: {*filter(is_private, private_uses(tree, inherited))} for path, tree in trees.items()}
     assert {path: names for path, names in uses.items() if names and path not in FILES} == {}
     assert {path for path in FILES if not uses.get(path)} == set(), "these need no private name any more"
-
-
-@pytest.mark.parametrize(
-    ("source", "uses"),
-    [
-        ("from grpc._cython import cygrpc", ["_cython"]),
-        ("from tgis.frontend import _private", []),
-        ("class A(Handler):\n  def a(self): return self._request_count", ["_request_count"]),
-        ("class A(Server):\n  def _run(self): return self._run()", []),
-        ("function.__globals__['a']", ["__globals__"]),
-        ("getattr(model, '_tied', None)", ["_tied"]),
-        ("os._exit(1)", []),
-    ],
-)
-def test_what_a_private_use_is(source: str, uses: list[str]) -> None:
-    assert [*filter(is_private, private_uses(ast.parse(source), set()))] == uses

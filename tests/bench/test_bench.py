@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from tgis.__main__ import run
 from tgis.bench import workload
 from tgis.bench.client import RequestRecord
 from tgis.bench.grpc_client import record_message
-from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.load import Budget, OpenLoop
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -143,14 +142,6 @@ def test_times_of_a_stream() -> None:
 # Load
 
 
-def test_arrivals_are_poisson_and_depend_only_on_the_seed() -> None:
-    first, again, other = (list(itertools.islice(OpenLoop(50.0, s).arrivals(), 4000)) for s in (1, 1, 2))
-    assert first == again != other
-    gaps = np.diff(first)
-    assert (first[0], gaps.min() > 0) == (0, True)
-    assert [gaps.mean(), gaps.std()] == pytest.approx([1 / 50] * 2, rel=0.1)  # exponential
-
-
 def test_open_loop_does_not_wait_for_answers() -> None:
     running, most = 0, 0
 
@@ -171,32 +162,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert most == 5
 
 
-def test_closed_loop_keeps_its_concurrency() -> None:
-    seen, running = list[int](), list[float]()
-
-    async def send(due: float) -> bool:
-        running.append(due)
-        seen.append(len(running))
-        await asyncio.sleep(0)
-        running.pop()
-        return True
-
-    asyncio.run(ClosedLoop(3).drive(send, Budget(20, None)))
-    assert (len(seen), max(seen)) == (20, 3)
-
-
 # Workload
-
-
-def test_prompts_have_about_as_many_tokens_as_wanted() -> None:
-    def tokens(text: str) -> int:  # a special token, "the", and a token for every letter
-        return 2 + sum(len(word) for word in text.split()[1:])
-
-    vocabulary = workload.calibrate([tokens(text) for text in workload.calibration_texts()])
-    counts = [tokens(vocabulary.prompt(200, random.Random(seed))) for seed in range(100)]
-    assert np.mean(counts) == pytest.approx(200, rel=0.05)
-    assert min(counts) > 150
-    assert max(counts) < 250
 
 
 def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tables import table
 from terminal import tgis_on_terminal
 
 from tgis import __main__
@@ -108,41 +110,12 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
 
 
-DECODING, STOPPING, SAMPLING = pb.DecodingParameters, pb.StoppingCriteria, pb.SamplingParameters
-LIMITS: dict[str, Any] = {"max_new_tokens": 7, "time_limit_millis": 1500}
-
-
-@pytest.mark.parametrize(
-    ("options", "sent"),
-    [
-        ("", {}),
-        (
-            "--max-new-tokens 7 --stop a --stop b --time-limit 1.5 --stop-token-id 3 --stop-token-id 4",
-            {"stopping": STOPPING(stop_sequences=["a", "b"], stop_token_ids=[3, 4], **LIMITS)},
-        ),
-        (
-            f"--top-k 5 --min-p 0.25 --seed {2**64 - 1}",
-            {"method": pb.SAMPLE, "sampling": SAMPLING(top_k=5, min_p=0.25, seed=2**64 - 1)},
-        ),
-        (
-            "--bad-word a --bad-word b --allow-token-id 7",
-            {"decoding": DECODING(bad_words=["a", "b"], allowed_token_ids=[7])},
-        ),
-        (
-            "--repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 2",
-            {"decoding": DECODING(repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=2)},
-        ),
-        ("--json-schema {}", {"decoding": DECODING(json_schema="{}")}),
-        ("--regex a+", {"decoding": DECODING(regex="a+")}),
-        ("--choice a --choice b", {"decoding": DECODING(choice={"choices": ["a", "b"]})}),
-        ("--grammar root::=x", {"decoding": DECODING(grammar="root::=x")}),
-    ],
-)
-def test_generate_sends_its_options(served: Served, tgis: Tgis, options: str, sent: dict[str, Any]) -> None:
-    assert tgis("generate", "hello", *options.split())[0] == 0
-    parts = {"sampling": SAMPLING(), "stopping": STOPPING(), "decoding": DECODING()} | sent
-    request = pb.GenerationRequest(text="hello")
-    assert served.service.asked == [pb.SingleGenerationRequest(request=request, params=pb.Parameters(**parts))]
+@table("parameters", "tgis generate")
+def test_generate_sends_its_options(served: Served, tgis: Tgis, row: dict[str, Any]) -> None:
+    assert tgis("generate", "hello", *row["options"].split())[0] == 0
+    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}}
+    request = {"request": {"text": "hello"}, "params": empty | row["params"]}
+    assert served.service.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
 
 
 def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:

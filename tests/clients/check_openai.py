@@ -55,16 +55,3 @@ def test_parse(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.parsed == Count(n=5, unit="cm")
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**asking(COUNT, response_format=Count, max_tokens=5))
-
-
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "Count"}}])
-def test_tools(client: openai.OpenAI, choice: Any) -> None:
-    answer = client.chat.completions.parse(**asking(CALL, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False))
-    calls: Any = answer.choices[0].message.tool_calls
-    (call,) = calls
-    assert (call.function.name, call.function.parsed_arguments) == ("Count", Count(n=5, unit="cm"))
-    assert answer.choices[0].finish_reason == "tool_calls"
-    result = {"role": "tool", "tool_call_id": call.id, "content": "five"}
-    messages: Any = [*asking(CALL)["messages"], answer.choices[0].message, result]
-    answer = client.chat.completions.create(**asking("", messages=messages, tools=[TOOL], max_tokens=4))
-    assert answer.choices[0].message.content == "five"

@@ -24,15 +24,6 @@ def client() -> Client:
     return Client(URL, timeout=30)
 
 
-def test_greedy(client: Client) -> None:
-    answer = client.generate("hello ", max_new_tokens=10)
-    assert answer.generated_text == "hello hell"
-    details = answer.details
-    assert details
-    assert (details.finish_reason, details.generated_tokens, details.seed) == (FinishReason.Length, 10, None)
-    assert "".join(token.text for token in details.tokens) == "hello hell"
-
-
 def test_every_parameter(client: Client) -> None:
     answer = client.generate(
         "hello ",

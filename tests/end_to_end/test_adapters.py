@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tuning
-from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module, unary_request
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module
 from tokenizers import Tokenizer
 from tuning import Continuation, Tuned
 
@@ -155,16 +155,6 @@ def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub,
     shutil.rmtree(store / "leaving")
     assert "does not exist" in failure(lambda: stub.Generate(request, timeout=20))[1]
     assert all(texts_of(stream) == expected for stream in running)
-
-
-@pytest.mark.parametrize("max_new_tokens", [0, 1024])
-def test_all_that_fits_where_more_or_nothing_is_asked_for(stub: Stub, max_new_tokens: int) -> None:
-    request = unary_request("Once upon a time", max_new_tokens)
-    counted = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="Once upon a time")]))
-    room = MAX_MODEL_LEN - counted.responses[0].token_count
-    request.params.stopping.min_new_tokens = room  # no EOS before
-    (response,) = stub.Generate(request, timeout=60).responses
-    assert (response.generated_token_count, response.stop_reason) == (room, pb.TOKEN_LIMIT)
 
 
 def test_what_the_server_says(server: Server) -> None:

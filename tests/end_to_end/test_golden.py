@@ -214,21 +214,3 @@ def test_sampling_defaults_are_the_models_in_the_openai_api_only(server: Server)
     assert texts == {over_grpc(server, body | {"temperature": 0}).text}
     sampled = [over_tgi(server, body | {"seed": seed, "temperature": 1})["generated_text"] for seed in range(3)]
     assert len(set(sampled)) > 1
-
-
-@on_glassllm
-def test_outputs_of_one_prompt_share_its_prefill_and_the_best_has_the_highest_mean_logprob(server: Server) -> None:
-    """The outputs are those of the seeds that follow the given one."""
-    prompt, hits = " ".join(["the Queen said the King said"] * 12), "tgi_prefix_cache_hit_tokens_total"
-    before = server.metric(hits)
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 1.2, "seed": 41, "logprobs": 0}
-    many = post(server, "/v1/completions", body | {"n": 4})
-    length = many["usage"]["prompt_tokens"]
-    assert server.metric(hits) - before >= 3 * (length - length % 16 - 16) > 96
-    alone = [post(server, "/v1/completions", body | {"seed": 41 + number})["choices"][0] for number in range(4)]
-    texts = [choice["text"] for choice in alone]
-    assert [choice["text"] for choice in many["choices"]] == texts
-    means = [sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["tokens"]) for choice in alone]
-    best = post(server, "/v1/completions", body | {"best_of": 4})["choices"][0]["text"]
-    assert best == texts[means.index(max(means))]
-    assert len(set(texts)) > 1

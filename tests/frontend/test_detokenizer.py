@@ -90,13 +90,6 @@ def test_tokens_that_all_end_inside_a_character_do_not_delay_text(tmp_path: Path
     assert pieces(decoder(tokenizer), [1, *[2] * 50, 0]) == ["", *["你"] * 50, "\ufffdA"]
 
 
-def test_invalid_bytes_in_the_middle_are_text(families: Families) -> None:
-    backend, tokenizer = families("byte_level")
-    vocabulary = backend.get_vocab()
-    ids = [vocabulary["naÿ"], vocabulary["ÿ"], vocabulary["T"]]
-    assert pieces(decoder(tokenizer), ids) == ["na", "", "\ufffd\ufffdT"]
-
-
 @given(values=st.binary(max_size=30))
 def test_invalid_bytes_are_replaced_one_by_one(families: Families, values: bytes) -> None:
     backend, tokenizer = families("byte_fallback")
