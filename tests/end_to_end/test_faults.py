@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -118,29 +117,6 @@ def test_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
         server.wait_for_metric("tgi_batch_current_size 60.0")
     server.wait_for_metric("tgi_batch_current_size 0.0")
     assert server.metric('tgi_request_failure{err="cancelled"}') == 60
-
-
-def test_calls_go_on_and_the_server_recovers_when_all_files_are_open(server: Server) -> None:
-    def count_files() -> int:
-        return len(os.listdir(f"/proc/{server.process.pid}/fd"))
-
-    pid, limits = server.process.pid, resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-    logged = len(server.log.read_text().splitlines())
-    with server.stub() as stub, contextlib.ExitStack() as connections:
-        assert stub.Generate(unary_request("abc", 3)).responses[0].text == "abc"
-        limit = count_files() + 10
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, limits[1]))
-        for port in (server.http_port, server.grpc_port) * 40:
-            connection = connections.enter_context(socket.socket())
-            connection.setblocking(False)  # the queue of the port may be full
-            connection.connect_ex(("127.0.0.1", port))
-        wait_until(lambda: count_files() >= limit, "use of all files")
-        for _ in range(20):
-            assert stub.Generate(unary_request("abc", 3), timeout=20).responses[0].text == "abc"
-    server.wait_for_health(200)
-    assert text_of(server, unary_request("abc", 3)) == "abc"
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-    assert len(server.log.read_text().splitlines()) < logged + 150
 
 
 def test_the_engine_exits_when_its_front_end_is_killed(server: Server) -> None:

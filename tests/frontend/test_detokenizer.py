@@ -99,12 +99,6 @@ def test_invalid_bytes_are_replaced_one_by_one(families: Families, values: bytes
     assert text == expected.rstrip("\ufffd")
 
 
-def test_a_truncated_character_before_a_word_is_as_in_the_library(families: Families) -> None:
-    backend, tokenizer = families("mistral")
-    ids = [*byte_ids(backend, b"\xe4\xbd"), *backend.encode("word").ids]
-    assert "".join(pieces(decoder(tokenizer), ids)) == "\ufffd\ufffd word" == backend.decode(ids)
-
-
 @pytest.mark.parametrize(
     ("ends", "text"), [([], " one"), ([2], " one"), ([2, 2], " one</s>"), ([2, 13, 2], " one</s>\n")]
 )

@@ -153,13 +153,9 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
         metrics.step_succeeded(stats, [], 0.0, {})
     for counts in (counters, BatcherCounters(), BatcherCounters(proposed_tokens=1), BatcherCounters(drafted_tokens=1)):
         metrics.batches.speculation.count_step_tokens(counts, [[1, 2, 3, 4], [], [5]])
-    counted, names = changed(metrics), ["queue_jump", "granular_batch_addition", "prefill_weight_limit_exceeded"]
-    names += [
-        "prefill_padding_limit_exceeded",
-        "batch_preemption",
-        "prefix_cache_query_tokens",
-        "prefix_cache_hit_tokens",
-    ]
+    counted, names = changed(metrics), ["queue_jump", "granular_batch_addition"]
+    names += [f"prefill_{kind}_limit_exceeded" for kind in ("weight", "padding")]
+    names += ["batch_preemption", "prefix_cache_query_tokens", "prefix_cache_hit_tokens"]
     assert [counted[f"tgi_{name}"] for name in names] == [2, 4, 6, 8, 10, 12, 14]
     names = [f"{name}_tokens {proposer}" for proposer in ("lookup", "draft") for name in ("proposed", "accepted")]
     names += ["step_tokens_count", "step_tokens_sum"]

@@ -89,14 +89,3 @@ def test_a_refusal_names_its_field(stub: Stub, streamed: bool) -> None:
     assert rpc_status.from_call(error).details[0].Unpack(bad)
     (violation,) = bad.field_violations
     assert (violation.field, violation.description) == ("params.decoding.frequency_penalty", f"{text}, got 2.5")
-
-
-def test_tokenize_and_model_info(stub: Stub) -> None:
-    request = pb.BatchedTokenizeRequest(
-        requests=[{"text": "aé"}, {"text": ""}], return_tokens=True, return_offsets=True
-    )
-    first, second = stub.Tokenize(request).responses
-    assert (first.token_count, list(first.tokens)) == (3, ["a", "Ã", "©"])
-    assert [(offset.start, offset.end) for offset in first.offsets] == [(0, 1), (1, 3), (1, 3)]
-    assert second == pb.TokenizeResponse()
-    assert stub.ModelInfo(pb.ModelInfoRequest()).max_sequence_length == MAX_LENGTH

@@ -14,6 +14,7 @@ import http_port
 import pytest
 from aiohttp import web
 from harness import run_async
+from http_port import exchange
 
 from tgis.api.http import app, sse
 from tgis.api.http.auth import HttpAuth
@@ -152,21 +153,13 @@ async def test_only_json_is_read_and_nothing_compressed() -> None:
 JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-async def connect(client: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def port_of(client: aiohttp.ClientSession) -> int:
     assert client._base_url is not None
-    return await asyncio.open_connection(client._base_url.host, client._base_url.port)
+    return client._base_url.port or 0
 
 
-async def exchange(client: aiohttp.ClientSession, sent: bytes) -> bytes:
-    """Everything that the server sends until it closes the connection."""
-    reader, writer = await connect(client)
-    writer.write(sent)
-    try:
-        return await reader.read()
-    except ConnectionResetError:
-        return b""
-    finally:
-        writer.close()
+async def connect(client: aiohttp.ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port_of(client))
 
 
 @run_async
@@ -174,7 +167,7 @@ async def test_a_late_body_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(app, "LINGER_SECONDS", 0.1)
     api = Api(ECHO, client_timeout_seconds=0.1)
     async with api.serving() as client:
-        answer = await exchange(client, JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
+        answer = await exchange(port_of(client), JSON_HEAD + b"Content-Length: 10\r\n\r\nhalf")
     assert answer.startswith(b"HTTP/1.1 503 ")  # this API's status for it
     assert b"\r\nConnection: close\r\n" in answer
     assert answer.endswith(b'"the message has not arrived within 0.1 s"')
@@ -184,7 +177,7 @@ async def test_a_late_body_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> Non
 @run_async
 async def test_a_malformed_body_is_400() -> None:
     async with serving(ECHO) as client:
-        answer = await exchange(client, JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz secret\r\n")
+        answer = await exchange(port_of(client), JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz secret\r\n")
     assert answer.split()[1] == b"400"
     assert b"secret" not in answer
 
@@ -223,8 +216,8 @@ async def test_a_reader_that_does_not_read_holds_little_and_ends_its_call() -> N
 async def test_a_late_head_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "KEEPALIVE_SECONDS", 0.1)
     async with serving(ECHO) as client:
-        assert await exchange(client, b"POST /body HTT") == b""
-        answer = await exchange(client, JSON_HEAD + b"Content-Length: 2\r\n\r\n{}" + b"POST /body HTT")
+        assert await exchange(port_of(client), b"POST /body HTT") == b""
+        answer = await exchange(port_of(client), JSON_HEAD + b"Content-Length: 2\r\n\r\n{}" + b"POST /body HTT")
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
@@ -233,7 +226,7 @@ async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(app, "MAX_CONNECTIONS", 3)
     async with serving(answering()) as client:
         held = [await connect(client) for _ in range(3)]
-        assert await exchange(client, b"") == b""
+        assert await exchange(port_of(client), b"") == b""
         held[0][1].close()
         await held[0][1].wait_closed()
         async with client.get("/thing") as answer:

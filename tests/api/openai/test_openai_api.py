@@ -133,19 +133,6 @@ def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_toke
         assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", num_tokens)
 
 
-def test_the_other_apis_at_special_tokens(server: LocalServer) -> None:
-    """TGI's API stops at them, too; gRPC does not: as in TGIS, stop sequences are compared with text."""
-    body = {"inputs": f"ab{IM_END}cd", "parameters": {"stop": [IM_END], "max_new_tokens": 9, "details": True}}
-    _, answer = server.post("/generate", body)
-    assert (answer["generated_text"], answer["details"]["finish_reason"]) == ("ab", "stop_sequence")
-    stopping = pb.StoppingCriteria(max_new_tokens=5, stop_sequences=[IM_END])
-    request = pb.GenerationRequest(text=f"ab{IM_END}cd")
-    with server.stub() as stub:
-        message = pb.BatchedGenerationRequest(requests=[request], params=pb.Parameters(stopping=stopping))
-        (response,) = stub.Generate(message, timeout=20).responses
-    assert (response.text, response.stop_reason) == ("abcd", pb.MAX_TOKENS)
-
-
 def test_models(client: openai.OpenAI) -> None:
     first, second = client.models.list().data
     assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
