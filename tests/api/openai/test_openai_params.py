@@ -100,7 +100,13 @@ DEEP_CALL = [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "ar
 
 
 @pytest.mark.parametrize(
-    "fields", [{"guided_json": "DEEP"}, {"chat_template_kwargs": "DEEP"}, DEEP_TOOL, {"messages": DEEP_CALL}]
+    "fields",
+    [
+        {"guided_json": "DEEP"},
+        {"chat_template_kwargs": "DEEP"},
+        DEEP_TOOL,
+        {"messages": [*DEEP_CALL, *USER["messages"]]},
+    ],
 )
 @pytest.mark.parametrize("as_text", [False, True])
 @run_async
