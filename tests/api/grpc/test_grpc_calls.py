@@ -131,21 +131,6 @@ async def test_the_status_of_a_late_and_of_an_absent_message() -> None:
         assert (await late.code(), await late.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
 
 
-@run_async
-async def test_calls_beyond_the_limit_are_refused_at_once() -> None:
-    async with serving(max_concurrent_requests=1) as (service, port), connected(port) as channel:
-        limit = service.calls.admission.calls.limit
-        calls = [channel.stream_unary("/test.Service/Unary", bytes, bytes)() for _ in range(limit)]  # type: ignore[call-arg]
-        await until(lambda: service.num_places == limit)
-        async with connected(port) as other:
-            refused = other.unary_unary("/test.Service/Unary", bytes, bytes)(b"x")
-            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for call in calls:
-            await call.write(b"complete")
-            await call.done_writing()
-            assert await call == b"complete"
-
-
 # --- services that anybody may call ---
 
 

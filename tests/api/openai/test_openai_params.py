@@ -96,18 +96,11 @@ async def test_bodies_of_the_wrong_types(body: Any) -> None:
 
 
 DEEP_TOOL = {"tools": [{"function": {"name": "x", "parameters": "DEEP"}}], "tool_choice": "required"}
-DEEP_CALL = [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "DEEP"}}]}]
+DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "DEEP"}}]}
+DEEP = [{"guided_json": "DEEP"}, {"chat_template_kwargs": "DEEP"}, DEEP_TOOL]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_json": "DEEP"},
-        {"chat_template_kwargs": "DEEP"},
-        DEEP_TOOL,
-        {"messages": [*DEEP_CALL, *USER["messages"]]},
-    ],
-)
+@pytest.mark.parametrize("fields", [*DEEP, {"messages": [DEEP_CALL, *USER["messages"]]}])
 @pytest.mark.parametrize("as_text", [False, True])
 @run_async
 async def test_json_of_any_depth_is_answered_or_refused(fields: dict[str, Any], as_text: bool) -> None:
