@@ -1,9 +1,15 @@
 """`tgis quantize`: refusals, and what auto-round is asked for."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from demo.fake_model import make_fake_model
@@ -64,8 +70,11 @@ def test_refusals(
     assert not out.exists()
 
 
+def encode(texts: list[str]) -> dict[str, list[list[int]]]:
+    return {"input_ids": [[*text.encode()] for text in texts]}
+
+
 def test_samples_have_one_length() -> None:
-    encode = lambda texts: {"input_ids": [[*text.encode()] for text in texts]}  # noqa: E731
     pieces = _samples(encode, ["abc" * 20, "d" * 50], 40)
     assert [piece.tolist() for piece in pieces] == [[[*(b"abc" * 14)[:40]]], [[*b"bc", *b"abc" * 6, *b"d" * 20]]]
     with pytest.raises(StartError, match="have 3 tokens, at least 32"):
@@ -92,3 +101,41 @@ class Layers(nn.Module):  # type: ignore[misc]
 )
 def test_groups_are_halved(shapes: list[tuple[int, int]], asked: int | None, skipped: list[str], size: int) -> None:
     assert _fit(Layers(*shapes), asked) == (skipped, size)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_auto_round_is_asked_and_all_else_is_the_models(
+    calibrated: bool, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stands in for auto-round, which pins other versions of much."""
+    asked: dict[str, Any] = {}
+
+    class AutoRound:
+        def __init__(self, *_: object, **named: Any) -> None:
+            asked.update(named)
+
+        def quantize_and_save(self, folder: str, format: str) -> tuple[None, str]:  # noqa: A002
+            Path(folder, "model.safetensors").touch()
+            Path(folder, "tokenizer.json").touch()
+            return None, folder
+
+    network, tokenizer = Mock(), Mock()
+    network.from_pretrained.return_value, tokenizer.from_pretrained.return_value = Layers((96, 64), (341, 64)), encode
+    schemes = SimpleNamespace(QuantizationScheme=lambda *scheme, **named: (*scheme, named))
+    transformers = SimpleNamespace(AutoModelForCausalLM=network, AutoTokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setitem(sys.modules, "auto_round", SimpleNamespace(AutoRound=AutoRound))
+    monkeypatch.setitem(sys.modules, "auto_round.schemes", schemes)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    save_file({"w": torch.zeros(1)}, model / "model.safetensors")
+    (tmp_path / "texts").write_text("some text " * 8)
+    out, options = tmp_path / "out", ["--calibration", str(tmp_path / "texts"), "--iterations", "7"] * calibrated
+    code, shown, _ = run(model, out, capsys, "--format", "awq", *options)
+    assert (code, shown) == (0, f"{out}\n")
+    assert (out / "model.safetensors").read_bytes() == b""
+    assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (asked["scheme"], asked["layer_config"]) == (
+        (4, 32, False, "int", {"act_bits": 16}),
+        {"layers.1": {"bits": 16}},
+    )
+    assert (asked["iters"], asked["nsamples"], asked.get("seqlen")) == ((7, 1, 80) if calibrated else (0, 0, None))
