@@ -38,13 +38,10 @@ def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Chat) -> None:
-    first = "s:be u:ab "
-    second = f"{first}a:{first[:4]} u:cd "
-    code, out, err = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "4", "--system", "be")
-    assert (code, out, err) == (0, f"{first[:4]}\n{second[:4]}\n{first[:4]}\n", "")
-    first, reset = ("u:ab " * 6)[:30], ("u:ef " * 6)[:30]
-    second = (f"u:ab a:{first} u:cd ")[:30]
-    assert chat("ab\ncd\n/reset\nef\n", "--max-tokens", "30")[1] == f"{first}\n{second}\n{reset}\n"
+    first, reset = ("s:be u:ab " * 4)[:30], ("s:be u:ef " * 4)[:30]
+    second = f"s:be u:ab a:{first} u:cd "[:30]
+    said = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
+    assert said == (0, f"{first}\n{second}\n{reset}\n", "")
 
 
 def test_a_refusal_is_one_line(server: LocalServer, chat: Chat) -> None:

@@ -44,6 +44,17 @@ def test_refusals(
     assert refused == "convert-to-onnx needs onnx: pip install '.[onnx]' in a checkout"
 
 
+def test_packages_that_cannot_be_installed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    said = refusal(model, tmp_path / "out", capsys)
+    assert said.startswith("cannot install Optimum (PIP_FIND_LINKS and --python need no network): ")
+    assert "No matching distribution" in said
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
 def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The graphs are the export's, all other files the model's."""
     python = script(tmp_path, 'mkdir "$3"', 'echo graph > "$3/model.onnx"', 'echo old > "$3/config.json"')

@@ -89,3 +89,11 @@ def test_a_refusal_names_its_field(stub: Stub, streamed: bool) -> None:
     assert rpc_status.from_call(error).details[0].Unpack(bad)
     (violation,) = bad.field_violations
     assert (violation.field, violation.description) == ("params.decoding.frequency_penalty", f"{text}, got 2.5")
+
+
+def test_tokenize_and_model_info(stub: Stub) -> None:
+    request = pb.BatchedTokenizeRequest(requests=[{"text": "aé"}], return_tokens=True, return_offsets=True)
+    (response,) = stub.Tokenize(request).responses
+    assert (response.token_count, list(response.tokens)) == (3, ["a", "Ã", "©"])
+    assert [(offset.start, offset.end) for offset in response.offsets] == [(0, 1), (1, 3), (1, 3)]
+    assert stub.ModelInfo(pb.ModelInfoRequest()).max_sequence_length == MAX_LENGTH

@@ -18,7 +18,7 @@ MAX_LENGTH, MAX_NEW = 200, 150
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     steps = {"max_sequence_length": MAX_LENGTH, "step_seconds": 0.002, "memory_tokens": MAX_LENGTH - 20}
     options = {"MAX_CONCURRENT_REQUESTS": 8, "MAX_INPUT_TOKENS": 160, "PAYLOAD_LIMIT": 100_000}
-    options["MAX_NEW_TOKENS"] = MAX_NEW
+    options |= {"MAX_NEW_TOKENS": MAX_NEW, "DEBUG_BATCH": True}
     with local_server(tmp_path_factory.mktemp("tgi"), steps, **options) as running:
         yield running
 
@@ -96,6 +96,7 @@ def test_info(server: LocalServer) -> None:
     expected |= {"max_input_tokens": 160, "max_input_length": 160, "max_concurrent_requests": 8, "max_batch_size": 256}
     expected |= {"max_best_of": 2, "max_stop_sequences": 4, "max_batch_total_tokens": 1 << 40}
     assert expected.items() <= info.items()
+    assert json.loads(server.get("/debug/batch")[1])["max_batch_size"] == 256
 
 
 @pytest.mark.parametrize(
