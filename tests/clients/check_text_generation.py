@@ -25,24 +25,10 @@ def client() -> Client:
 
 
 def test_every_parameter(client: Client) -> None:
-    answer = client.generate(
-        "hello ",
-        max_new_tokens=5,
-        decoder_input_details=True,
-        top_n_tokens=2,
-        return_full_text=True,
-        stop_sequences=["o"],
-        temperature=0.5,
-        top_p=0.9,
-        top_k=10,
-        typical_p=0.9,
-        truncate=3,
-        watermark=True,
-        repetition_penalty=1.2,
-        frequency_penalty=0.1,
-        seed=7,
-        do_sample=True,
-    )
+    options: dict[str, Any] = {"max_new_tokens": 5, "decoder_input_details": True, "top_n_tokens": 2, "seed": 7}
+    options |= {"return_full_text": True, "stop_sequences": ["o"], "truncate": 3, "watermark": True, "do_sample": True}
+    options |= {"temperature": 0.5, "top_p": 0.9, "top_k": 10, "typical_p": 0.9}
+    answer = client.generate("hello ", repetition_penalty=1.2, frequency_penalty=0.1, **options)
     details = answer.details
     assert details
     assert answer.generated_text == "hello lo"  # what it repeats are the last three tokens, up to the stop sequence

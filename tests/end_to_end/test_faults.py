@@ -109,16 +109,6 @@ def test_a_request_that_fails_steps_is_retried_alone_and_fails_without_its_neigh
     assert server.get("/health") == (200, "")
 
 
-def test_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
-    with server.stub() as stub:
-        request = unary_request("never ending story ", 1000)
-        calls = [stub.Generate.future(request) for _ in range(30)]
-        calls += [stub.GenerateStream(as_stream_request(request)) for _ in range(30)]
-        server.wait_for_metric("tgi_batch_current_size 60.0")
-    server.wait_for_metric("tgi_batch_current_size 0.0")
-    assert server.metric('tgi_request_failure{err="cancelled"}') == 60
-
-
 def test_the_engine_exits_when_its_front_end_is_killed(server: Server) -> None:
     """The last test of this server."""
     engine = server.engine_pid()
