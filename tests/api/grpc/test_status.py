@@ -1,13 +1,15 @@
 """tgis.api.grpc.status: errors as codes, texts and details of gRPC."""
 
 from typing import Any
+from unittest.mock import Mock
 
+import grpc
 import tables
 from google.rpc import error_details_pb2, status_pb2
 from harness import run_async
 from tables import table
 
-from tgis.api.grpc.status import abort
+from tgis.api.grpc.status import abort, status_name
 from tgis.errors import RETRY_SECONDS, InvalidRequest, Overloaded, RequestError
 
 
@@ -28,6 +30,8 @@ async def aborted(error: RequestError) -> tuple[Context, list[Any]]:
     assert context.metadata.pop("x-correlation-id") == "me"
     status = status_pb2.Status.FromString(context.metadata.pop("grpc-status-details-bin", b""))
     assert context.metadata == {}
+    if status.details:
+        assert (status.code, status.message) == (grpc.StatusCode[context.code].value[0], context.message)
     return context, list(status.details)
 
 
@@ -39,6 +43,11 @@ async def test_codes_and_texts(row: dict[str, Any]) -> None:
     context, details = await aborted(error := tables.error(row))
     assert {"code": context.code, "message": context.message} == row["grpc"]
     assert bool(details) == isinstance(error, InvalidRequest | Overloaded)
+
+
+def test_statuses_are_named_for_codes_and_for_their_numbers() -> None:
+    names = [status_name(Mock(code=lambda code=code: code)) for code in (grpc.StatusCode.OK, 8, 99)]
+    assert names == ["OK", "RESOURCE_EXHAUSTED", "UNKNOWN"]
 
 
 @run_async
