@@ -22,7 +22,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     keys, positions = torch.arange(len(k), device=q.device), before + torch.arange(len(q), device=q.device)[:, None]
     end = positions + 1 if params.causal else torch.full_like(positions, len(k))
     seen = (keys < end) & (keys >= end - (params.window or len(k)))  # [n, W]
-    k, v = (states.double().masked_fill(~seen.any(0)[:, None, None], 0).repeat_interleave(group, 1) for states in (k, v))
+    k, v = (
+        states.double().masked_fill(~seen.any(0)[:, None, None], 0).repeat_interleave(group, 1) for states in (k, v)
+    )
     scores = torch.einsum("nhd,whd->hnw", q.double(), k) * params.scale
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap

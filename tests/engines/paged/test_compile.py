@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from batches import engine_options, limits
-from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
 from transformers import AutoModelForCausalLM
 
@@ -87,15 +86,6 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
     before = graphs()
     engine.warm_up()
     assert graphs() - before == 3 * 2 * 2  # of one token or several, with adapters or without
-
-
-@pytest.mark.slow  # the first start compiles
-@pytest.mark.timeout(900)
-def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
-    command = "tests/support/compiled_start.py", model
-    first, second = (run_python(*command, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
-    assert first == {"fxgraph_cache_miss": 2}
-    assert second == {"fxgraph_cache_hit": 2}
 
 
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
