@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizer_families
-from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, fetch, write_header, write_tokenizer
+from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, directory, write_header, write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
@@ -56,7 +56,7 @@ def original(family: str, cache: Path) -> Tokenizer:
     """A DeepSeek distill has the vocabulary of Qwen and other control tokens."""
     if family in tokenizer_families.REAL:
         return Tokenizer.from_str(tokenizer_families.description(family, cache))
-    content = json.loads((fetch("qwen3" if family == "distill" else family, cache) / "tokenizer.json").read_text())
+    content = json.loads((directory("qwen3" if family == "distill" else family, cache) / "tokenizer.json").read_text())
     if family == "distill":
         for token, text in zip(content["added_tokens"], DISTILLED, strict=False):
             token["content"] = text
@@ -95,7 +95,7 @@ def test_ids_of_a_directory_are_those_of_auto_tokenizer(
     family: str, kept: int | None, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Also if tokenizer_config.json has more added tokens than tokenizer.json."""
-    source = fetch(family, cache_dir)
+    source = directory(family, cache_dir)
     content = json.loads((source / "tokenizer.json").read_text())
     chat = "".join(f"{token['content']}user\nHi{token['content']}" for token in content["added_tokens"][:300])
     content["added_tokens"] = content["added_tokens"][:kept]
