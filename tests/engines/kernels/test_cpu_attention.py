@@ -135,26 +135,17 @@ def test_decodes_match_the_oracle(every_kernel: list[CpuAttention], name: str) -
         assert ((found - oracle).abs() < TOLERANCE[case.dtype]).all()  # and no NaN
 
 
-@pytest.mark.parametrize(
-    "name", slow_except({"a window that is longer than a span", "not causal", "all at once"}, CHUNKS)
-)
+SHAPES = [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1, 16), (2, 1, 512), (256, 1, 512)]
+CHUNKS |= {f"{shape}": Case([(0, 40), (130, 3)], *shape) for shape in SHAPES}
+FAST = {"a window that is longer than a span", "not causal", "all at once", *map(str, SHAPES[2:7])}
+
+
+@pytest.mark.parametrize("name", slow_except(FAST, CHUNKS))
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_chunks_see_their_context_and_themselves(
     every_kernel: list[CpuAttention], name: str, dtype: torch.dtype
 ) -> None:
     chunks, params = chunk_inputs(replace(CHUNKS[name], dtype=dtype), "cpu")
-    assert prefill_error(every_kernel, chunks, params) < TOLERANCE[dtype]
-
-
-SHAPES = [(1, 1, 16), (9, 3, 64), (7, 7, 80), (5, 1, 48), (14, 2, 256), (200, 1, 16), (2, 1, 512), (256, 1, 512)]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), slow_except(SHAPES[2:7], SHAPES))
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_chunks_of_many_shapes(
-    every_kernel: list[CpuAttention], heads: int, kv_heads: int, size: int, dtype: torch.dtype
-) -> None:
-    chunks, params = chunk_inputs(Case([(0, 40), (130, 3)], heads, kv_heads, size, dtype=dtype), "cpu")
     assert prefill_error(every_kernel, chunks, params) < TOLERANCE[dtype]
 
 

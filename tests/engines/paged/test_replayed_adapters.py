@@ -224,15 +224,3 @@ def test_adapters_in_compiled_layers_that_differ_run_eagerly(
     assert stances[-1] == "force_eager"
     engine.runner.dummy_logits()
     assert stances[-1] == "fail_on_recompile"
-
-
-@pytest.mark.slow  # a compiler runs for some seconds
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_passes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters that come and go, of ranks that make the bank grow and of some layers only, need no other graph."""
-    monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
-    compiled, ranks = paged_engine(model, dtype="float64", **COMPILED), [2, 3, 5, 1]
-    assert generated(compiled, ranks) == generated(paged_engine(model, dtype="float64"), ranks)
-    assert compiled.runner.compiled is not None
-    assert (compiled.runner.compiled.num_eager_steps, compiled.runner.compiled.lora_is_eager) == (0, False)
