@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from batches import engine_options, limits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlp_speculators import random_mlp, save_mlp
 from proposers import Adversary, ForcedDrafts, proposing
@@ -151,6 +151,7 @@ def drawn_adapter(data: st.DataObject, version: int, dtype: torch.dtype, length:
     return (AdapterRef("p", virtual, 0, 1, version), prompt) if kind == "prompt" else (None, None)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
     """Over steps in which they get tokens and blocks, leave and come back."""
