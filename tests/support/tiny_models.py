@@ -5,7 +5,7 @@ import logging
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence as Row
 from tgis.batcher.sequence import StepPlan
-from tgis.engines.base import Engine, StepResult
+from tgis.engines.base import Engine
 from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.engines.paged.self_check import dummy_sequence
 from tgis.errors import OutOfMemory
@@ -340,7 +340,16 @@ def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
     return limits(blocks * info.block_size, padded=False, **values | changes)
 
 
-def run_steps(
+@dataclass
+class Outcome:
+    """What a request gets."""
+
+    tokens: list[int] = field(default_factory=list)
+    facts: list[TokenLogprobs] = field(default_factory=list)  # about them
+    inputs: list[TokenLogprobs] = field(default_factory=list)
+
+
+def outcomes(
     engine: Engine,
     bounds: BatchLimits,
     requests: list[Request],
@@ -350,13 +359,14 @@ def run_steps(
     cancelled: Mapping[int, int] = {},
     failures: tuple[type[Exception], ...] = (),
     prepare: Callable[[Row], object] = lambda _: None,
-) -> Iterator[tuple[StepPlan, StepResult, list[Row]]]:
-    """Plans, what they gave and who ended by it, until all requests are done. They come at random times in their order,
-    or at once, and `prepare` gets each; some are cancelled after so many tokens. Steps that fail so are tried again,
-    and no request is lost.
+    check: Callable[[list[int], list[int]], None] = lambda *_: None,
+) -> tuple[dict[int, Outcome], Counter[str]]:
+    """By request, and counts of drafted tokens and preemptions. Requests come at random times in their order, or at
+    once; some are cancelled after so many tokens. Steps that fail so are tried again, and no request is lost. `prepare`
+    gets each sequence, `check` the tokens of a sequence and its draft.
     """
-    batcher = Batcher(bounds, eos_ids=[eos])
-    waiting = list(requests)
+    found, counts = {request.id: Outcome() for request in requests}, Counter[str]()
+    batcher, waiting = Batcher(bounds, eos_ids=[eos]), list(requests)
     while waiting or not batcher.idle:
         count = len(waiting) if rng is None else int(bool(waiting) and (batcher.idle or rng.random() < 0.4))
         for request in waiting[:count]:
@@ -374,32 +384,8 @@ def run_steps(
             lost = batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
             assert lost == []
             continue
-        ended = commit(batcher, plan, result.tokens, verified=result.verified)
+        commit(batcher, plan, result.tokens, verified=result.verified)
         batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
-        yield plan, result, ended
-
-
-@dataclass
-class Outcome:
-    """What a request gets."""
-
-    tokens: list[int] = field(default_factory=list)
-    facts: list[TokenLogprobs] = field(default_factory=list)  # about them
-    inputs: list[TokenLogprobs] = field(default_factory=list)
-
-
-def outcomes(
-    engine: Engine,
-    bounds: BatchLimits,
-    requests: list[Request],
-    rng: random.Random | None,
-    adapters: Mapping[int, LoadedAdapter | None] = {},
-    check: Callable[[list[int], list[int]], None] = lambda *_: None,
-    **others: Any,
-) -> tuple[dict[int, Outcome], Counter[str]]:
-    """By request, and counts of drafted tokens and preemptions; `check` gets the tokens of a sequence and its draft."""
-    found, counts = {request.id: Outcome() for request in requests}, Counter[str]()
-    for plan, result, _ in run_steps(engine, bounds, requests, rng, adapters, **others):
         logprobs = result.logprobs or [[]] * len(plan.sampled)
         for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
             assert len(facts) in (len(tokens), 0)
