@@ -49,8 +49,8 @@ class SyntheticEngine(NoReservedCache):
     @property
     def info(self) -> EngineInfo:
         kind = self.encoder_decoder, not self.block_size, self.max_batch_size
-        sizes = {"token_capacity": 0, "max_prefill_tokens": PASS_TOKENS, "block_size": self.block_size}
-        return EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, **sizes)
+        sizes = 0, PASS_TOKENS, self.block_size  # the first: of the KV cache
+        return EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
 
     def warm_up(self) -> None:
         """Nothing to warm up."""

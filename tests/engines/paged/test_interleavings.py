@@ -15,7 +15,7 @@ from slow_cases import slow_except
 from tiny_models import VOCAB_SIZE, make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
-from tgis.ipc.request import LogprobOptions, Request
+from tgis.ipc.request import Request
 
 MAX_NEW_TOKENS, MAX_BATCH_SIZE = 20, 6
 SALTS = (b"", b"", b"tenant")
@@ -83,25 +83,3 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert (total["preemptions"] >= len(seeds) // 2) == few_blocks
     assert (total["prefix_cache_hits"] > len(seeds)) == prefix_cache
     assert total["queue_jumps"] or not few_blocks
-
-
-CHUNKED = [(("Mistral", 1, "float64", False),), (("Gemma2", 1, "float32", False),), (("GptOss", 1, "float32", False),)]
-
-
-@pytest.mark.parametrize("subject", slow_except(CHUNKED[:1], CHUNKED), indirect=True)
-def test_chunks_of_any_size(subject: Subject) -> None:
-    """Alone, and beside a decode."""
-    long = Request(1, PROMPTS[5], 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
-    for chunk in (1, 2, 7, 8, 9, 16, len(long.tokens)):  # the window has 8
-        for beside in (0, 1):
-            run = subject.run(100, prefill_tokens=8 * chunk if beside else chunk)  # beside decodes, about an eighth
-            run.batcher.submit([Request(0, [5, 6], MAX_NEW_TOKENS)] * beside, 0.0)
-            for _ in range(3 * beside):
-                run.step()
-            run.batcher.submit([long], 0.0)
-            plan = run.step()
-            assert plan is not None
-            *decodes, found = plan.num_scheduled_tokens
-            assert decodes == [1] * beside
-            assert 1 <= found <= 8 * chunk if beside else found == chunk
-            run.finish()
