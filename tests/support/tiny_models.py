@@ -330,6 +330,17 @@ def check_best(logits: torch.Tensor, tokens: list[int]) -> int:
     return int((top[:, 0] - top[:, 1] > 2 * NEAR_TIE).sum())
 
 
+def check_greedy(model: Any, prompt: list[int], output: list[int]) -> int:
+    """Every token of an output is the best one of a model of transformers or PEFT; how many are no near tie."""
+    inputs = {"input_ids": torch.tensor([prompt + output])}
+    if model.config.is_encoder_decoder:
+        decoded = torch.tensor([[DECODER_START, *output]])
+        inputs = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": decoded}
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -len(output) - 1 : -1].float()
+    return check_best(logits, output)
+
+
 def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
     """Limits of batches of a paged engine with this number of KV blocks."""
     info = engine.info
