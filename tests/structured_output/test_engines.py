@@ -18,7 +18,7 @@ import regex
 import torch
 from batches import engine_options, limits
 from checked_runs import Subject
-from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
+from proposers import Adversary, ForcedDrafts, proposing
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
@@ -157,11 +157,11 @@ def test_proposals_with_grammars_and_beside_them(llama: Path) -> None:
 
     bounds = replace(PAGED, lookahead=0, proposed_tokens=5, drafted_tokens=3)
     subject = _subject(llama, drafting, block_size=4)
-    for kind, least in ((ForcedLookup, 0), (Adversary, 5), (ForcedDrafts, 8)):
+    for kind, least in ((Adversary, 0), (Adversary, 6), (ForcedDrafts, 9)):
         subject.forced = subject.guessed = 0
         with proposing(kind, subject.texts):
             _check_all(subject, bounds, random.Random(5), share=0.5)
-        assert subject.forced > subject.guessed > least
+        assert subject.forced > subject.guessed >= least
 
 
 def test_steps_run_ahead_between_those_with_grammars(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class Subject:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Record the logprobs."""
-        result = self.engine.step(plan)
+        result: StepResult = self.engine.step(plan)
         for place, row in enumerate(plan.sampled):
             if row.id not in result.failed:
                 told = result.logprobs[place] if result.logprobs else []

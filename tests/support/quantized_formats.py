@@ -166,9 +166,8 @@ def unpack(tensors: Mapping[str, np.ndarray], bits: int, stored_less: int) -> np
 
     def fields(words: np.ndarray) -> np.ndarray:
         """Numbers of some bits of each int32, the lowest first: [..., words] -> [..., numbers]"""
-        return (words.view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32) & 2**bits - 1).reshape(
-            *words.shape[:-1], -1
-        )
+        parts = words.view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
+        return np.asarray(parts & 2**bits - 1).reshape(*words.shape[:-1], -1)
 
     codes = fields(np.ascontiguousarray(tensors["qweight"].T)).astype(int)
     zeros, scales = (each[tensors["g_idx"]].T for each in (fields(tensors["qzeros"]).astype(int), tensors["scales"]))

@@ -1,26 +1,20 @@
 """A model too big for the memory is refused before it is loaded; one that fits is not."""
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
 import torch
 from batches import engine_options
-from forked_processes import forked
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading.loader import load_config, load_model, look_at_model
 from tgis.engines.memory import available, model_size
-from tgis.engines.memory.available import PROCESS, read_proc_bytes
-from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -48,23 +42,6 @@ def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, fami
     model_size.check_model_fits(family, options, load_config(options), dtype, device)
 
 
-def peak_bytes(model: Path, dtype: str) -> int:
-    """The most memory that loading the model takes, mapped files excluded."""
-    options = engine_options(model, 8, dtype=dtype)
-    os.environ |= LIBRARY_ENVIRONMENT
-    seen = [read_proc_bytes(PROCESS / "status", "RssAnon")]
-
-    class Watched(PackedLinear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
-
-    with mock.patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
-        loaded = load_model(options, CPU)
-    assert loaded is not None  # nor freed
-    return max(*seen, read_proc_bytes(PROCESS / "status", "RssAnon")) - seen[0]
-
-
 packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else its weights stay in mapped files
 
 
@@ -79,13 +56,6 @@ def test_what_fits_is_loaded_and_what_does_not_is_refused(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # no weight is read
     with pytest.raises(StartError, match=r"^/.* is too big: loading its \d+ MiB of weights .* NUM_SHARD devices$"):
         load_model(options, CPU)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16"] * packs_bfloat16 + ["float32"])
-def test_loading_needs_the_predicted_memory(smollm2_dir: Path, dtype: str) -> None:
-    peak = forked(peak_bytes, smollm2_dir, dtype)
-    assert 0.98 * LOADED[dtype] < peak < 2 * LOADED[dtype]  # the C library keeps some of what is given back
 
 
 @pytest.mark.parametrize(("asked", "bits"), [("int4", 5), ("int8", 8)])
