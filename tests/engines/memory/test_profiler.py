@@ -67,9 +67,9 @@ def test_the_smallest_and_largest_batches_can_be_measured(max_batch_size: int, m
 
 
 def test_a_full_batch_that_does_not_fit_is_refused_before_it_runs() -> None:
-    engine = SyntheticEngine(MemoryFormula(row=10 * MiB), capacity=400 * MiB)
-    with pytest.raises(StartError, match=r"400 MiB of memory may not do for .* MAX_BATCH_SIZE=64 rows: lower it"):
-        runner(engine, 400 * MiB).padded_peak(MAX_LENGTH, 128, chunked=True)
+    engine = SyntheticEngine(MemoryFormula(row=10 * MiB), capacity=600 * MiB)
+    with pytest.raises(StartError, match=r"600 MiB of memory may not do for .* MAX_BATCH_SIZE=64 rows: lower it"):
+        runner(engine, 600 * MiB).padded_peak(MAX_LENGTH, 128, chunked=True)
     assert len(engine.rows) < 64
 
 
