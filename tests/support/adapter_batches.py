@@ -19,7 +19,7 @@ from tgis.frontend import validation
 from tgis.frontend.params import Params
 from tgis.frontend.validation import make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
 from tgis.prompts.store import AdapterStore, LoadedAdapter
 from tgis.prompts.tensor_file import TargetModel
 
@@ -63,12 +63,10 @@ class AdapterRequest:
     prompt: LoadedAdapter | None
     new: int
     details: LogprobOptions = field(default_factory=LogprobOptions)
-    penalty: float = 1.0
 
     def request(self, number: int) -> Request:
         """As the front end makes it."""
-        sampling = SamplingParams(repetition_penalty=self.penalty)
-        params = Params(max_new_tokens=self.new, logprob_options=self.details, sampling=sampling)
+        params = Params(max_new_tokens=self.new, logprob_options=self.details)
         most = validation.RequestLimits(256, 100, include_stop_sequence=True, placeholder_id=PLACEHOLDER)
         prompt = self.prompt
         prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None

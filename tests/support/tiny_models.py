@@ -311,17 +311,6 @@ def greedy_requests(count: int, new: int, draw: random.Random, longest: int = 30
     return [Request(number, prompt, new) for number, prompt in enumerate(prompts)]
 
 
-def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torch.float32) -> list[list[int]]:
-    """What transformers generates for each request."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
-    found = []
-    for request in requests:
-        length = {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.max_new_tokens}
-        output = network.generate(torch.tensor([request.tokens]), do_sample=False, **length)
-        found.append(output[0, len(request.tokens) :].tolist())
-    return found
-
-
 def check_best(logits: torch.Tensor, tokens: list[int]) -> int:
     """Every token has the highest logit of its place; how many are no near tie. logits: [tokens, V]"""
     for scores, token in zip(logits, tokens, strict=True):
