@@ -27,7 +27,7 @@ from tgis.engines.paged import async_decode
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
-from tgis.ipc.lookups import AdapterStoreOptions, GrammarKind
+from tgis.ipc.lookups import AdapterRef, AdapterStoreOptions, GrammarKind
 from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
 
@@ -67,7 +67,10 @@ def requests() -> list[Request]:
         params = msgspec.structs.replace(KINDS[number % len(KINDS)], seed=number, stop_token_ids=())
         grammar = 1 if number in NUMBERED else None
         params = SamplingParams() if grammar else params
-        made.append(Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES), grammar=grammar))
+        adapter = AdapterRef("a", 0, 0, 1, -1) if number in ADAPTED else None
+        made.append(
+            Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES), grammar=grammar, adapter=adapter)
+        )
     return made
 
 

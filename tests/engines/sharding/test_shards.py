@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ FAST = {("Falcon, 40b", 4, "tgis_native"), ("T5", 2, "hf_transformers")}
 WIDE = {"hidden_size": 64, "d_model": 64, "head_dim": 16, "intermediate_size": 128, "d_kv": 16, "d_ff": 128}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2
+LORA = 3, 5
 CANCELLED = {1: 3, 3: 5}  # after so many tokens
 SHARED = "shared_memory"
 ROUNDED: dict[str, tuple[dict[str, Any], Quantize]] = {  # activations in int8
@@ -251,12 +253,14 @@ def generate(
     prompt = torch.randn(PROMPT_TOKENS, info.embedding_size, generator=torch.Generator().manual_seed(0))
     soft_prompt = SoftPrompt(1, None if info.encoder_decoder else prompt, prompt, info.encoder_decoder)
     lora = dummy_adapter(info.lora_targets, torch.float32, torch.device("cpu"))
-    adapters: dict[int, Any] = {2: soft_prompt, 3: lora, 5: lora} if adapted else {2: soft_prompt}
+    adapters: dict[int, Any] = {2: soft_prompt} | (dict.fromkeys(LORA, lora) if adapted and info.lora_targets else {})
     bounds = limits(90, max_batch_size=rows)
     if not info.padded:
         paged: dict[str, Any] = {"padded": False, "block_size": 16, "prefix_cache": True, "prefill_tokens": chunk}
         bounds = limits(90, max_batch_size=rows, encoder_decoder=info.encoder_decoder, **paged)
-    got, _ = outcomes(shard, bounds, requests(), random.Random(1), adapters, cancelled=CANCELLED)
+    got, _ = outcomes(
+        shard, bounds, requests({3, 5} & adapters.keys()), random.Random(1), adapters, cancelled=CANCELLED
+    )
     assert all(len(got[number].tokens) <= count for number, count in CANCELLED.items())
     return {n: (one.tokens, [fact.logprob for fact in (*one.inputs, *one.facts)]) for n, one in got.items()}
 
@@ -277,12 +281,13 @@ def generate_and_count(recording: bool, *args: Any) -> tuple[Found, int]:
         return generate(*args), len(replays)
 
 
-def requests() -> list[Request]:
+def requests(adapters: Collection[int]) -> list[Request]:
+    """Those of `adapters` have one."""
     draw, made = random.Random(0), []
     for number in range(6):
         tokens = [draw.randrange(3, 90) for _ in range(draw.randint(1, 25))]
         sampling = SamplingParams(temperature=1.0, seed=number) if number % 2 else SamplingParams()
-        adapter = None
+        adapter = AdapterRef("l", 0, 0, 2, -1) if number in LORA and number in adapters else None
         if number == 2:
             tokens, adapter = [0] * PROMPT_TOKENS + tokens, AdapterRef("p", PROMPT_TOKENS, 0, 1, 1)
         made.append(Request(number, tokens, FEW_TOKENS, False, sampling, DETAILS, adapter=adapter))
