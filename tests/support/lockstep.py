@@ -107,7 +107,7 @@ def failures(mode: str) -> Iterator[None]:
     """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
     target: tuple[Any, str] = paged_engine, "append_forced_tokens"
     if mode == "all ranks fail":
-        target = async_decode.InFlightStep, "wait"
+        target = async_decode.PendingCopy, "wait"
     call, failed, count = getattr(*target), 0, 0
 
     def run(*args: Any) -> Any:
