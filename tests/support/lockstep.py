@@ -23,10 +23,10 @@ from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
 from tgis.engines.distributed.mirror import SentSequences
-from tgis.engines.paged import async_decode
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
+from tgis.engines.sampling.logprobs import PendingCopy
 from tgis.ipc.lookups import AdapterRef, AdapterStoreOptions, GrammarKind
 from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
@@ -107,7 +107,7 @@ def failures(mode: str) -> Iterator[None]:
     """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
     target: tuple[Any, str] = paged_engine, "append_forced_tokens"
     if mode == "all ranks fail":
-        target = async_decode.PendingCopy, "wait"
+        target = PendingCopy, "wait"
     call, failed, count = getattr(*target), 0, 0
 
     def run(*args: Any) -> Any:
