@@ -23,7 +23,8 @@ CPUS = {
     "qemu64": (SSE, "generic"),
     "AMD Zen 3": (AVX2, "avx2"),
     "Xeon Phi": (f"{AVX2} avx512f avx512cd avx512er avx512pf", "avx2"),
-    "Ice Lake": (f"{AVX512} avx512_vnni", "avx512"),
+    "Ice Lake": (f"{AVX512} avx512_vnni", "avx512_vnni"),
+    "Alder Lake": (f"{AVX2} avx_vnni", "avx2_vnni"),
     "AMD Zen 4": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
     "Sapphire Rapids": (f"{AVX512} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
     "Sapphire Rapids, AMX hidden": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
@@ -49,7 +50,7 @@ def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
         resolve_isa("avx512_bf16", flags)
     with pytest.raises(StartError, match=r"^CPU_ISA=amx: this CPU lacks amx_bf16, amx_tile, avx512_bf16, avx512_vnni$"):
         resolve_isa("amx", flags)
-    with pytest.raises(StartError, match="lacks avx2, fma"):
+    with pytest.raises(StartError, match="lacks avx2, f16c, fma"):
         resolve_isa("avx2", frozenset())
 
 

@@ -118,6 +118,12 @@ def resolve_isa(cpu_isa: str, flags: frozenset[str]) -> str:
     return cpu_isa
 
 
+def computes_in_bf16(cpu_isa: str) -> bool:
+    """Whether what CPU_ISA names multiplies in bfloat16; with `none` PyTorch does, as the CPU does."""
+    isa = resolve_isa("auto" if cpu_isa == "none" else cpu_isa, cpu_flags())
+    return "avx512_bf16" in ISAS[isa]
+
+
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """Instruction set extensions that both the CPU and the operating system support, as Linux calls them."""
     try:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
-from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.quantized import (
     PlainGemm,
@@ -50,15 +50,16 @@ class GemmSelector:
         self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
-    def gemm(self, weight: Tensor) -> Gemm | None:
-        """With a weight [out, in]; None where nothing beats plain PyTorch."""
-        ours = our_gemms(weight, self._kernels)
-        makers = {name: make for name, make in ours.items() if self._is_right(name, make, weight.dtype)}
-        if makers:
-            name = next(iter(makers)) if len(makers) == 1 else self._measured(weight, makers)
-            self.counts[name] += 1
-            return makers[name](weight, memory=self._memory)
-        if OneDnnGemm.supports(weight):
+    def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
+        """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch."""
+        for packed in (smallest(weight, dtype), weight.to(dtype)):
+            ours = our_gemms(packed, self._kernels, dtype)
+            makers = {name: make for name, make in ours.items() if self._is_right(name, make, packed.dtype, dtype)}
+            if makers:
+                name = next(iter(makers)) if len(makers) == 1 else self._measured(packed, makers)
+                self.counts[name if packed.dtype == dtype else f"{name} and weights in {packed.dtype}"] += 1
+                return makers[name](packed, memory=self._memory)
+        if OneDnnGemm.supports(weight := weight.to(dtype)):
             self.counts["onednn"] += 1
             return OneDnnGemm(weight)
         return None
@@ -83,15 +84,16 @@ class GemmSelector:
         dtype = how.dtype if how else weight.dtype
         codes = quantized_weight(linear, path, how, is_head=is_head) if how else None
         if codes is None:
-            gemm = self.gemm(weight.to(dtype))
+            gemm = self.gemm(weight, dtype)
         else:
             gemm = self.quantized_gemm(codes, dtype)
             trim_heap(collect=False)  # else the C library keeps several times the result
         return None if gemm is None else PackedLinear(linear, gemm, dtype)
 
-    def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
-        sample = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-        return self._checked((name, dtype), f"by {name} in {dtype}", lambda: is_right(make(sample), sample, dtype))
+    def _is_right(self, name: str, make: MakeGemm, weight: torch.dtype, dtype: torch.dtype) -> bool:
+        sample = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(weight)
+        which = f"by {name} in {dtype}" if weight == dtype else f"by {name} in {dtype} with weights in {weight}"
+        return self._checked((name, weight, dtype), which, lambda: is_right(make(sample), sample, dtype))
 
     def _checked(self, key: Hashable, which: str, is_right: Callable[[], bool]) -> bool:
         """Whether a kernel is right on this CPU, which is checked once."""
@@ -147,10 +149,10 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
         self.weight = linear.weight.detach().to("meta", dtype)  # some models ask for its dtype
         self.rounds_inputs: bool = getattr(gemm, "rounds_inputs", False)
         self.runs_cpu_kernel: bool = getattr(gemm, "runs_cpu_kernel", True)
-        self._gemm = gemm
+        self.gemm = gemm
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return self._gemm(x, self.bias)
+        return self.gemm(x, self.bias)
 
 
 def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:

@@ -10,10 +10,6 @@
 
 #include <math.h>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 #define BLOCK 32         /* inputs with one scale in activations: GROUP of weight.py */
 #define HALF_BLOCK 16    /* inputs: the size of a group of the weight is a multiple */
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */

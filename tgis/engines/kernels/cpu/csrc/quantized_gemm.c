@@ -19,16 +19,19 @@ typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __att
    added in 16 bits: those of two inputs, 8 times. */
 #if defined(__AVX512VNNI__)
 #define TILE_M 8
-#define CODE_SIZE(bits) 1
 #else
 #define TILE_M 4
-#if defined(__AVX2__)
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define CODE_SIZE(bits) 1
+#define SHORT_SUMS(bits) 0
+#elif defined(__AVX2__)
 #define CODE_SIZE(bits) (bits == 8 ? 2 : 1)
+#define SHORT_SUMS(bits) (bits == 4)
 #else
 #define CODE_SIZE(bits) 2
+#define SHORT_SUMS(bits) 0
 #endif
-#endif
-#define SHORT_SUMS(bits) (TILE_M == 4 && CODE_SIZE(bits) == 1)
 #define VECTORS 2
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */
@@ -210,6 +213,8 @@ INLINE i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights)
     const i32_vec first = broadcast_bytes(x);
 #if defined(__AVX512VNNI__)
     return (i32_vec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)first);
+#elif defined(__AVXVNNI__)
+    return (i32_vec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)first);
 #elif defined(__AVX512F__)
     if (SHORT_SUMS(bits)) return keep((i32_vec)((short_vec)sums + (short_vec)_mm512_maddubs_epi16((__m512i)weights, (__m512i)first)));
 #elif defined(__AVX2__)

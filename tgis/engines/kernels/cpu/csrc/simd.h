@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
