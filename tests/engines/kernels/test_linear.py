@@ -2,7 +2,6 @@
 the fastest that is right is used.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -183,37 +182,6 @@ def test_linear_layers_of_a_model_by_our_gemm(dtype: torch.dtype, monkeypatch: p
     check_packed(kernels, dtype, sum(type(module) is nn.Linear for module in llama(dtype).modules()))
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> GemmSelector:
-    """As on a CPU with AMX: two of our GEMMs for bfloat16."""
-    kernels = kernels_of("generic")
-
-    def makers(weight: Tensor, _kernels: CpuKernels, dtype: torch.dtype) -> "dict[str, partial[CpuGemm]]":
-        make = partial(CpuGemm, kernels=kernels, dtype=dtype)
-        return {"one": make, "other": make} if weight.dtype == torch.bfloat16 else {"one": make}
-
-    monkeypatch.setattr(linear, "our_gemms", makers)
-    return GemmSelector(kernels)
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [([1.0, 0.9], "other"), ([1.0, 1.1], "one")])
-def test_of_two_of_our_own_the_faster_one(
-    two: GemmSelector, monkeypatch: pytest.MonkeyPatch, seconds: list[float], expected: str
-) -> None:
-    measured = iter(seconds)
-    monkeypatch.setattr(linear, "_seconds", lambda _make, _weight: next(measured))
-    for _ in range(2):  # one measurement for each shape
-        two.gemm(torch.ones(32, 64, dtype=torch.bfloat16), torch.bfloat16)
-    assert two.counts == {expected: 2}
-    two.gemm(torch.randn(32, 64), torch.float32)
-    assert two.counts == Counter([expected, expected, "one"])
-
-
-def test_two_of_our_own_are_really_measured(two: GemmSelector) -> None:
-    two.gemm(torch.ones(32, 64, dtype=torch.bfloat16), torch.bfloat16)
-    assert two.counts.total() == 1
-
-
 def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +194,8 @@ def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
         gemm = CpuGemm(weight, kernels, weight.dtype)
         return lambda x, bias: gemm(x, bias) * (1 + 1e-6 * len(x))
 
-    makers = {"wrong": wrong, "dependent": depends_on_others, "right": partial(CpuGemm, kernels=kernels, dtype=torch.float32)}
+    right = partial(CpuGemm, kernels=kernels, dtype=torch.float32)
+    makers = {"right": right, "dependent": depends_on_others, "wrong": wrong}  # the last one is preferred
     monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels, _dtype: makers)
     selector = GemmSelector(kernels)
     for _ in range(2):

@@ -1,8 +1,6 @@
 """Linear layers on the CPU: weights are packed once, for the GEMM that multiplies by them on this machine."""
 
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -32,14 +30,11 @@ from tgis.utils.memory import trim_heap
 log = logging.getLogger(__name__)
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # of mixtures of experts: never quantized
-_MEASURED_ROWS = (1, 8, 32, 128)  # decodes, and prompts
-_REPEATS = 3
-_FLUSH_BYTES = 64 << 20  # read before each call: a step finds few of its weights in a cache
 
 
 class GemmSelector:
-    """The GEMM for each weight: ours if it is right on this CPU, else oneDNN's. Where two of ours are, with AVX512-BF16
-    and with AMX, the one that is faster for weights of this shape. All others quantize what is to be quantized.
+    """The GEMM for each weight: ours if it is right on this CPU, that for AMX before the others, else oneDNN's. Quantizes
+    what is to be quantized.
     """
 
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
@@ -47,18 +42,16 @@ class GemmSelector:
         self._quantization = quantization
         self._memory = HugePages()
         self._right: dict[Hashable, bool] = {}
-        self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
     def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
         """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch."""
         for packed in (smallest(weight, dtype), weight.to(dtype)):
             ours = our_gemms(packed, self._kernels, dtype)
-            makers = {name: make for name, make in ours.items() if self._is_right(name, make, packed.dtype, dtype)}
-            if makers:
-                name = next(iter(makers)) if len(makers) == 1 else self._measured(packed, makers)
-                self.counts[name if packed.dtype == dtype else f"{name} and weights in {packed.dtype}"] += 1
-                return makers[name](packed, memory=self._memory)
+            for name, make in reversed(ours.items()):
+                if self._is_right(name, make, packed.dtype, dtype):
+                    self.counts[name if packed.dtype == dtype else f"{name} with weights in {packed.dtype}"] += 1
+                    return make(packed, memory=self._memory)
         if OneDnnGemm.supports(weight := weight.to(dtype)):
             self.counts["onednn"] += 1
             return OneDnnGemm(weight)
@@ -103,15 +96,6 @@ class GemmSelector:
                 log.warning("CPU kernels: linear layers %s are wrong on this CPU, and off", which)
         return self._right[key]
 
-    def _measured(self, weight: Tensor, makers: dict[str, partial[CpuGemm]]) -> str:
-        shape = weight.dtype, weight.shape
-        if shape not in self._fastest:
-            seconds = {name: _seconds(make, weight) for name, make in makers.items()}
-            self._fastest[shape] = min(seconds, key=lambda name: seconds[name])
-            shown = ", ".join(f"{1e3 * each:.3g} ms by {name}" for name, each in seconds.items())
-            log.info("linear layers of %d inputs and %d outputs take %s", *reversed(weight.shape), shown)
-        return self._fastest[shape]
-
 
 def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
     """The weight of a layer in codes; None where it stays plain."""
@@ -122,21 +106,6 @@ def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head
     if bits is None or not _ROUTERS.isdisjoint(path.split(".")):
         return None
     return quantize(linear.weight.detach(), bits, how.activations_of())
-
-
-def _seconds(make: MakeGemm, weight: Tensor) -> float:
-    """The time of a call, the best of a few for each number of rows and the geometric mean over these."""
-    gemm, flush, times = make(weight), torch.zeros(_FLUSH_BYTES // 4), []
-    for rows in _MEASURED_ROWS:
-        x, best = torch.zeros(rows, weight.shape[1], dtype=weight.dtype), math.inf
-        gemm(x, None)
-        for _ in range(_REPEATS):
-            flush.sum()
-            started = time.perf_counter()
-            gemm(x, None)
-            best = min(best, time.perf_counter() - started)
-        times.append(best)
-    return math.prod(times) ** (1 / len(times))
 
 
 class PackedLinear(nn.Linear):  # type: ignore[misc]
