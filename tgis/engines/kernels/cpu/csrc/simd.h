@@ -21,6 +21,10 @@
 #define LANE_INDEX {0, 1, 2, 3}
 #endif
 
+/* Sums over many elements have SUM_LANES lanes in SUM_VECS vectors: they are added in the same order on every CPU. */
+#define SUM_LANES 16
+#define SUM_VECS (SUM_LANES / LANES)
+
 typedef float f32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t u16_vec __attribute__((vector_size(2 * LANES)));
@@ -109,11 +113,14 @@ static inline f32_vec max_vec(f32_vec a, f32_vec b) {
 #endif
 }
 
-/* Adds the halves of the vector, then the halves of that: in this order on every CPU. */
-static inline float reduce_add(f32_vec x) {
+/* Adds the halves of all lanes, then the halves of that. */
+static inline float reduce_sums(f32_vec sums[SUM_VECS]) {
+    for (int n = SUM_VECS / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) sums[i] += sums[i + n];
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)x);
+    return _mm512_reduce_add_ps((__m512)sums[0]);
 #else
+    f32_vec x = sums[0];
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) x[i] += x[i + n];
     return x[0];
