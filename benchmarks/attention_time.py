@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import make_varlen_batches, varlen_prefill
+from tgis.engines.paged.attention_metadata import AttentionMetadata
 
 BLOCK, REPEATS = 16, 20
 _WARM_SECONDS = 0.2  # replays before the measurement: an idle GPU has a low clock
@@ -125,13 +126,14 @@ def prefill(rows: int, before: int, count: int, softcap: float | None = None) ->
     layers = _layers(rows * width, shape, 2)
     blocks = torch.randperm(rows * width).cuda().split(width)
     chunks = [PrefillChunk(slice(row * count, (row + 1) * count), before, own) for row, own in enumerate(blocks)]
-    batches, paged_chunks = make_varlen_batches(chunks, BLOCK), make_paged_chunks(chunks)
+    batches, nothing = make_varlen_batches(chunks, BLOCK), torch.empty(0, dtype=torch.int64, device="cuda")
+    sequences = AttentionMetadata(nothing, nothing[:, None], nothing, chunks).chunk_sequences
     params = AttentionParams(shape.size**-0.5, softcap=softcap)
     q, k, v = (_random(rows * count, heads, shape.size) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
 
     def run(layer: int) -> list[Tensor]:
         if softcap is not None:
-            return [paged_prefill(q, *layers[layer], paged_chunks, params)]
+            return [paged_prefill(q, *layers[layer], sequences, count, params)]
         return varlen_prefill(q, k, v, layers[layer], batches, params)
 
     taken = seconds(run, len(layers))

@@ -54,7 +54,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/lora": "batcher engines engines/kernels prompts",
     "engines/sampling": "batcher engines engines/kernels errors ipc",
     "engines/padded": (
-        "batcher engines engines/loading engines/lora engines/memory engines/sampling engines/sharding errors ipc"
+        "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling engines/sharding"
+        " errors ipc"
     ),
     "engines/onnx": (
         "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"

@@ -156,13 +156,13 @@ def file_errors(what: str, kind: type[StartError] = StartError) -> Iterator[None
 
 
 @contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """StartError of one line for anything that a library raises about a model's files, which are not trusted."""
+def library_errors(what: str, kind: type[StartError] = StartError) -> Iterator[None]:
+    """A StartError of one line for anything that a library raises about a model's files, which are not trusted."""
     try:
         yield
     except TgisError:
         raise
     except Exception as error:
         log.debug("%s", what, exc_info=True)
-        kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
-        raise StartError(f"{what}: {kind}{' '.join(str(error).split()):.{_MAX_REASON}}") from error
+        name = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        raise kind(f"{what}: {name}{' '.join(str(error).split()):.{_MAX_REASON}}") from error

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,12 @@ from repository import REPOSITORY
 from slow_cases import slow_except
 from tiny_models import (
     ARCHITECTURES,
+    BART_LIKE,
     DECODER_START,
     ENCODER_DECODERS,
     EOS,
+    GPT2_LIKE,
+    LLAMA_LIKE,
     MORE_ARCHITECTURES,
     REFUSED_ENCODER_DECODERS,
     T5_LIKE,
@@ -26,8 +30,10 @@ from tiny_models import (
     VOCAB_SIZE,
     check_best,
     generate_all,
+    limits_of,
     make_config,
     make_model,
+    make_model_from_config,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
@@ -168,6 +174,73 @@ def test_layers_that_keep_their_windows_to_themselves_are_not_paged_for_longer_t
     PagedEngine(msgspec.structs.replace(options, max_sequence_length=256))
     with pytest.raises(Unsupported, match="256 do not pass it"):
         PagedEngine(msgspec.structs.replace(options, max_sequence_length=257))
+
+
+DECODERS = ["Bart", "BlenderbotSmall", "Blenderbot", "MBart", "Marian", "Mvp", "PLBart", "Pegasus", "TrOCR"]
+BERT_LIKE = LLAMA_LIKE | TOKEN_IDS
+AFMOE = transformers.AfmoeConfig(
+    **LLAMA_LIKE, **TOKEN_IDS, head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16
+)
+# a batch size of 1 where positions would count padding
+FALLING_BACK: list[tuple[str, Any, int]] = [
+    *((f"{name}ForCausalLM", getattr(transformers, f"{name}Config")(**BART_LIKE | TOKEN_IDS), 1) for name in DECODERS),
+    ("XLMRobertaForCausalLM", transformers.XLMRobertaConfig(**BERT_LIKE, is_decoder=True), 1),
+    ("AfmoeForCausalLM", AFMOE, 6),
+]
+
+
+def save_model(kind: str, config: Any, directory: Path) -> None:
+    """A model of this class with random weights."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    model.generation_config.update(_from_model_config=False)
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "rows"),
+    slow_except(FALLING_BACK[:1], FALLING_BACK),
+    ids=lambda value: str(value).split()[0],
+)
+def test_decoders_that_count_padding_get_one_sequence_at_a_time(
+    kind: str, config: Any, rows: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a check of tgis_native that raises, as for AFMoE, means hf_transformers."""
+    config.is_encoder_decoder, config.is_decoder = False, True
+    save_model(kind, config, tmp_path)
+    options = engine_options(tmp_path, 6, engine="auto", max_sequence_length=128)
+    engine, reason = load_engine(options, sys.exit, print)
+    assert reason.startswith("not tgis_native: ")
+    assert engine.info.max_batch_size == rows
+    assert (f"MAX_BATCH_SIZE is 1: positions of {kind} count padding" in caplog.text) == (rows == 1)
+    check(tmp_path, engine, limits(100_000, max_batch_size=rows, prefill_tokens=512))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "error"),
+    [
+        ("RobertaForCausalLM", transformers.RobertaConfig(**BERT_LIKE), "a KV cache does not give the logits of R"),
+        ("OpenAIGPTLMHeadModel", transformers.OpenAIGPTConfig(**GPT2_LIKE, **TOKEN_IDS), ".* be run: RuntimeError: "),
+    ],
+)
+def test_what_the_last_engine_cannot_run_either(kind: str, config: Any, error: str, tmp_path: Path) -> None:
+    """Attention to later tokens, and a model without a cache: each is refused in one line."""
+    save_model(kind, config, tmp_path)
+    with pytest.raises(StartError, match=f"^{error}.*$"):
+        load_engine(engine_options(tmp_path, 6, engine="auto"), sys.exit, print)
+
+
+def test_the_text_part_of_a_model_of_images_and_text(tmp_path: Path) -> None:
+    """Gemma 3 pools images by a module without parameters, which fails on any text."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = make_config("Gemma3Text").to_dict()
+    images = sizes | {"image_size": 28, "patch_size": 7}
+    config = transformers.Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4, **TOKEN_IDS)
+    directory = make_model_from_config(config, tmp_path)
+    engine = load_engine(engine_options(directory, 6, engine="tgis_native"), sys.exit, print)[0]
+    check(directory, engine, limits_of(engine, 80))
 
 
 def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_all_formats_are_checked() -> None:
     assert {schema["format"] for schema in FEATURES["formats"]} <= FORMATS.checkers.keys()
 
 
-def allows(schema: Any, texts: Iterable[str]) -> list[str]:
+def allows(schema: Any, texts: Iterable[Any]) -> list[Any]:
     """Those that may be a whole output."""
     matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
     return [text for text in texts if suite.allows(matcher, json.dumps(text))]
@@ -207,6 +207,28 @@ ACCEPTED: list[dict[str, Any]] = [  # next to what is refused
 @pytest.mark.parametrize("schema", ACCEPTED, ids=range(len(ACCEPTED)))
 def test_what_can_be_kept_is_kept(schema: dict[str, Any]) -> None:
     assert count_finished(schema, random.Random(1))
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_bounds_of_int64_and_beyond(kind: str) -> None:
+    """A few values next to the ends of int64 may be missing, and none is too many."""
+    for least, most in ((-(2**63), 2**63 - 1), (-(2**64), 2**64), (-1e30, 1e300)):
+        for names in (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")):
+            schema = {"type": kind, **dict(zip(names, (least, most), strict=True))}
+            inside = [0, -9223372036854770000, 9223372036854770000]
+            assert allows(schema, [*inside, -(10**31), 10**301]) == inside
+    assert allows({"type": "integer", "maximum": 2**63 - 1}, [2**63 - 1, 2**63]) == [2**63 - 1]
+
+
+@pytest.mark.parametrize("value", [{"maxLength": 10**9, "x-guidance": {}}, {"multipleOf": 99999, "oneOf": [{}, {}]}])
+def test_keywords_in_values_are_values(value: dict[str, Any]) -> None:
+    inner = {"properties": {"default": {"type": "string"}, "const": {"items": {"examples": [value]}}}}
+    for schema in ({"const": value}, {"enum": [value]}, inner | {"const": value}, inner | {"enum": [1, value]}):
+        assert allows(schema, [value, {}]) == [value]
+    assert allows(inner | {"default": value, "examples": [value]}, [{"default": "a", "const": [value]}])
+    leading = {"$ref": "#/%64efault", "default": {"type": "string"} | value}
+    with pytest.raises(GrammarError, match=r"^(unsupported keyword x-guidance|maxLength|multipleOf)"):
+        parse_schema(json.dumps(leading))
 
 
 def test_exclusive_bounds_are_exclusive() -> None:

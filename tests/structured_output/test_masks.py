@@ -69,6 +69,30 @@ def test_masks_are_those_of_a_naive_matcher(pattern: str, rng: random.Random) ->
         assert matcher.allowed_ids(tokens[:length]) == expected, (pattern, text)
 
 
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_grammar_begins_after_the_token_that_a_model_forces(examples: int) -> None:
+    """Its masks are those of the tokens after it, forwards and backwards."""
+    forced = len(PIECES)
+    table = TokenTable(Vocabulary([b"", *(piece.encode() for piece in PIECES)]), 1 + len(PIECES), [EOS], forced)
+
+    @given(st.sampled_from(REGEXES), st.randoms(use_true_random=False))
+    @settings(max_examples=examples, deadline=None)
+    def check(pattern: str, rng: random.Random) -> None:
+        plain, shifted = (compiled(GrammarKind.REGEX, pattern, tokens) for tokens in (TABLE, table))
+        tokens, _ = walk(plain, rng, 6, eager=0.2)
+        for matcher in (shifted.copy(), shifted):
+            for length in [0, *(rng.randint(0, 1 + len(tokens)) for _ in range(5))]:
+                expected = plain.allowed_ids(tokens[: length - 1]) if length else [forced]
+                assert matcher.allowed_ids([forced, *tokens][:length]) == expected
+                more = rng.choices(tokens or [1], k=2)
+                if length:
+                    assert matcher.num_allowed([forced, *tokens][:length], more) == plain.num_allowed(
+                        tokens[: length - 1], more
+                    )
+
+    check()
+
+
 def test_characters_may_be_split_between_tokens() -> None:
     table = byte_table(["世".encode()[:2], "界".encode()[1:], "é".encode()])
     matcher = compiled(GrammarKind.REGEX, "[世é]界", table)

@@ -26,7 +26,10 @@ QUOTES = re.compile(rb'\\.|(")')
 NAMES = st.sampled_from(["a", "ab", "b", "c"])
 # \w and $ of Python are not those of ECMA, where a name matches or does not: no name ends with a line break.
 PATTERNS = st.sampled_from(["^a", "b$", "a", "^ab$", ".*", "^[ab]+$", "^a?$", "^(a|b|ab|c)$", "^.{2}$"])
-COUNTS, NUMBERS = st.integers(0, 3), st.sampled_from([-3, -1, 0, 1, 2, 5, 0.5, 1.5, -0.5, 0.1])
+COUNTS, NUMBERS = (
+    st.integers(0, 3),
+    st.sampled_from([-3, -1, 0, 1, 2, 5, 0.5, 1.5, -0.5, 0.1, -(2**63), 2**63 - 1, 1e30]),
+)
 TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]
 VALUES = st.sampled_from([None, True, 0, 1, 1.5, -1, "", "a", "ab", [], [1], ["a"], {}, {"a": 1}, {"b": None}])
 LEAVES = st.sampled_from([{}, True, False, {"$ref": "#"}, {"$ref": "#/$defs/x"}, *({"type": name} for name in TYPES)])
@@ -58,6 +61,7 @@ def keywords(inner: st.SearchStrategy[Any]) -> list[dict[str, st.SearchStrategy[
         {
             **dict.fromkeys(["anyOf", "allOf", "oneOf"], several),
             "const": VALUES,
+            "default": st.dictionaries(st.sampled_from(["maxLength", "x-guidance", "$id", "multipleOf"]), VALUES),
             "enum": st.lists(VALUES, min_size=1, max_size=4),
             "type": st.sampled_from(TYPES) | st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True),
         },

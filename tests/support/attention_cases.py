@@ -8,7 +8,7 @@ from attention_oracle import random_bias, reference_attention
 from chunk_batches import ChunkedBatch, chunk_batch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import AttentionParams, make_paged_chunks
+from tgis.engines.kernels.attention_inputs import AttentionParams
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ def prefill_error(case: Case, device: str) -> float:
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill
 
     made, params = chunk_inputs(case, device)
-    output = paged_prefill(made.q, *made.layer, make_paged_chunks(made.batch.chunks), params)
+    output = paged_prefill(*made.prefill_inputs(), params)
     return float((output.double() - made.expected(params)).abs().max())

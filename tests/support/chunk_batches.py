@@ -28,6 +28,11 @@ class ChunkedBatch:
             (keys[table].flatten(0, 1)[:length], values[table].flatten(0, 1)[:length]) for table, length in tables
         ]
 
+    def prefill_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Arguments of the Triton kernel."""
+        most = max(chunk.num_tokens for chunk in self.batch.chunks)
+        return self.q[self.batch.num_decodes :], *self.layer, self.batch.chunk_sequences, most
+
     def expected(self, rules: AttentionParams) -> Tensor:
         """The oracle's output [tokens, H, E], decodes excluded."""
         return torch.cat(

@@ -255,16 +255,21 @@ def with_input_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def quantized_copy(
-    path: Path, quantize: Quantize | Mapping[str, Quantize | None], config: dict[str, Any] | None
+    path: Path,
+    quantize: Quantize | Mapping[str, Quantize | None],
+    config: dict[str, Any] | None,
+    kinds: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Linear,
 ) -> PreTrainedModel:
-    """Quantize the files of a model in place; also what they stand for. The first pattern in a layer's name counts."""
+    """Quantize the layers of these kinds in the files of a model in place; also what they stand for. The first pattern
+    in a layer's name counts.
+    """
     of_layers = quantize if isinstance(quantize, Mapping) else {"": quantize}
     kind = AutoModelForSeq2SeqLM if "T5" in (path / "config.json").read_text() else AutoModelForCausalLM
     expected = kind.from_pretrained(path, dtype=torch.float32).eval()
     tensors = load_file(path / "model.safetensors")
     for name, module in expected.named_modules():
         chosen = next((each for pattern, each in of_layers.items() if re.search(pattern, name)), None)
-        if isinstance(module, nn.Linear) and name != "lm_head" and chosen:
+        if isinstance(module, kinds) and name != "lm_head" and chosen and f"{name}.weight" in tensors:
             found, numbers = chosen(tensors.pop(f"{name}.weight"))
             module.weight.data = numbers.float()
             tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}

@@ -17,7 +17,6 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tgis.engines.kernels.attention_inputs import make_paged_chunks
 from tgis.engines.kernels.cuda import kv_cache, paged_decode, paged_prefill, quantized, sampling
 from tgis.engines.sampling import draws
 
@@ -64,7 +63,7 @@ def decode(name: str) -> None:
 
 def prefill(name: str) -> None:
     made, params = chunk_inputs(BFLOAT16_CHUNKS[name], "cpu")
-    paged_prefill.paged_prefill(made.q, *made.layer, make_paged_chunks(made.batch.chunks), params)
+    paged_prefill.paged_prefill(*made.prefill_inputs(), params)
 
 
 def draw() -> None:
@@ -91,7 +90,6 @@ def main() -> None:
     builds = {
         "a draw": build("_gumbel_max_block", 80, draw),
         "a filtered draw": build("_filtered_draw", 80, filtered_draw),
-        "a searched draw": build("_searched_draw", 80, filtered_draw),
         "an argmax": build("_best_token", 80, lambda: sampling.best_token_table(torch.zeros(2, 128256).bfloat16())),
         "a write": build("_write_token", 80, write),
     }

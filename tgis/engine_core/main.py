@@ -72,7 +72,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     (vocabulary,) = received or channel.receive()
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
-        table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids)
+        table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids, engine.info.forced_bos_token_id)
         lookups.finders[GrammarSpec] = compilers(table)
     channel.handle_inline(Acquire, lookups.acquire)
     channel.send(Ready(engine.info, fallback_reason))

@@ -94,6 +94,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below
     decoder_start_token_id: int | None = None  # of an encoder-decoder
+    forced_bos_token_id: int | None = None  # the first token of every output
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
     quantize: str = "none"  # weights of linear layers
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA

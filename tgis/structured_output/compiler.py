@@ -33,7 +33,7 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), kind))
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
-    compiled.mask([])  # GrammarError if there is no first token
+    compiled.mask(table.forced_ids)  # GrammarError if there is no first token
     return compiled
 
 

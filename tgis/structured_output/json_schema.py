@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any
+from urllib.parse import unquote
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
@@ -20,6 +21,7 @@ _Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
+_MAX_BOUND = 2**63 - 1024  # the largest of int64 that is a float
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
 OPTIONS_KEYWORD = "x-guidance"  # options of llguidance's compiler, not for clients
 _VALUES = ("const", "enum", "default", "examples")
@@ -55,7 +57,7 @@ def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
     schema = _parse(text)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
-    members = list(_members(schema))
+    members = _keywords(schema)
     _check_values(members)
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
@@ -65,6 +67,16 @@ def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
     checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))
     rewritten: dict[str, Any] = _rewritten(plain, checker.check if exact else lambda *_: None, "#")
     return rewritten
+
+
+def _keywords(schema: Any) -> list[tuple[str, Any]]:
+    """The members of all schemas; those of values such as defaults, too, if a reference may lead there."""
+    members, schemas = list(_members(schema)), list[dict[str, Any]]()
+    references = [unquote(value) for name, value in members if isinstance(value, str) and name.lower().endswith("ref")]
+    if any(f"/{name}" in reference for reference in references for name in _VALUES):
+        return members
+    _rewritten(schema, lambda part, _: schemas.append(part), "#")
+    return [member for part in schemas for member in part.items()]
 
 
 def _check_values(members: list[tuple[str, Any]]) -> None:
@@ -89,7 +101,7 @@ def _rewritten(schema: Any, check: _Check, place: str) -> Any:
     check(schema, place)
     kept = {name: value for name, value in schema.items() if value not in _WITHOUT_EFFECT.get(name, ())}
     changed = {name: _rewritten_member(name, value, check, f"{place}/{name}") for name, value in kept.items()}
-    return _with_exact_format(_with_inner_bounds(with_type(_check_num_properties(changed))))
+    return _with_exact_format(_with_inner_bounds(_with_int64_bounds(with_type(_check_num_properties(changed)))))
 
 
 def _rewritten_member(name: str, value: Any, check: _Check, place: str) -> Any:
@@ -153,6 +165,16 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     rest = {name: value for name, value in schema.items() if name != "format"}
     return rest | {"allOf": [*schema.get("allOf", []), exact]}
+
+
+def _with_int64_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with bounds that llguidance knows; upper ones of integers may have any size."""
+    changed = dict(schema)
+    for exclusive, inclusive, best, step in _EXCLUSIVE:
+        for name in (exclusive, inclusive) if schema.get("type") != "integer" or step > 0 else ():
+            if isinstance(bound := schema.get(name), int | float):
+                changed[name] = best(bound, -_MAX_BOUND if step > 0 else _MAX_BOUND)
+    return changed
 
 
 def _with_inner_bounds(schema: dict[str, Any]) -> dict[str, Any]:

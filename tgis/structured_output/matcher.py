@@ -32,8 +32,10 @@ class TokenTable:
     Tokens that add other bytes at the beginning of an output have a second id for it, above all others.
     """
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits; ids from there on cannot be generated."""
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int], bos: int | None = None) -> None:
+        """`vocab_size` is the width of the logits; ids from there on cannot be generated. Grammars begin after
+        `bos`, if the model forces every output to begin with that.
+        """
         padded_size = -(-vocab_size // _WORD_BITS) * _WORD_BITS
         first_tokens = {token: data for token, data in vocabulary.first_tokens.items() if token < vocab_size}
         tokens = vocabulary.tokens[:vocab_size]
@@ -47,20 +49,25 @@ class TokenTable:
         wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, *first_tokens.values()], self.eos_ids))
         self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eos_ids)
         self._first_ids = np.fromiter(first_tokens, np.int64)
+        self.forced_ids = [] if bos is None else [bos]
+        self._only_forced = _packed(np.isin(np.arange(padded_size), self.forced_ids))
         self._not_eos = _packed(np.isin(np.arange(padded_size), self.eos_ids, invert=True))
 
     def new_mask(self) -> Mask:
         return np.zeros(self._mask_size, np.uint8)
 
-    def fill(self, matcher: llguidance.LLMatcher, mask: Mask, *, first: bool) -> None:
-        """Write the tokens that are allowed next to `mask`."""
+    def fill(self, matcher: llguidance.LLMatcher, mask: Mask, index: int) -> None:
+        """Write the tokens that are allowed next, as that of this index of the output, to `mask`."""
+        if index < len(self.forced_ids):
+            mask[:] = self._only_forced
+            return
         if not self.ids_at_start:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             return
         full_mask = np.zeros(self._full_mask_size, np.uint8)
         matcher.unsafe_compute_mask_ptr(full_mask.ctypes.data, full_mask.nbytes)
         mask[:] = full_mask[: self._mask_size]
-        if first:
+        if index == len(self.forced_ids):
             allowed = np.unpackbits(full_mask, bitorder="little")
             ids = allowed[: 8 * self._mask_size]
             ids[self._first_ids] = allowed[len(ids) : len(ids) + len(self._first_ids)]
@@ -92,8 +99,9 @@ class GrammarMatcher:
 
     def copy(self) -> "GrammarMatcher":
         """A matcher for another output, before its first token."""
-        assert not self._consumed
+        assert self._consumed == self.table.forced_ids
         copied = GrammarMatcher(self._matcher, self.table, in_thread=self.in_thread)
+        copied._consumed = [*self._consumed]
         copied._mask[:] = self._mask
         copied._has_mask = self._has_mask
         return copied
@@ -156,7 +164,7 @@ class GrammarMatcher:
     def _compute(self, tokens: Sequence[int]) -> None:
         started = time.thread_time()
         self._advance(tokens)
-        self.table.fill(self._matcher, self._mask, first=not tokens)
+        self.table.fill(self._matcher, self._mask, len(tokens))
         self._check()
         self._has_mask = True
         self.in_thread = self.in_thread or time.thread_time() - started > _SLOW_SECONDS
@@ -165,14 +173,15 @@ class GrammarMatcher:
         kept = min(len(tokens), len(self._consumed))
         if self._consumed[:kept] != tokens[:kept]:
             kept = next(at for at, pair in enumerate(zip(self._consumed, tokens, strict=False)) if pair[0] != pair[1])
-        back = len(self._consumed) - kept
+        start = len(self.table.forced_ids)
+        back = max(len(self._consumed) - max(kept, start), 0)
         failed = self._matcher.is_error()  # perhaps at a token that was only proposed
         if failed or (back and (self._matcher.is_stopped() or not self._matcher.rollback(back))):
             self._matcher, kept = self._start.deep_copy(), 0  # neither errors nor ends can be rolled back
         self._has_mask = self._has_mask and kept == len(self._consumed) == len(tokens)
-        for index in range(kept, len(tokens)):
+        for index in range(max(kept, start), len(tokens)):
             token = tokens[index]
-            self._matcher.consume_token(token if index else self.table.ids_at_start.get(token, token))
+            self._matcher.consume_token(token if index > start else self.table.ids_at_start.get(token, token))
         self._consumed = [*tokens]
         self._check()
 

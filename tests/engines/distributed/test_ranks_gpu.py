@@ -51,7 +51,6 @@ def test_ranks_keep_graphs_compiled_layers_and_steps_in_flight(
         engine._decoder.launch_next = launch
         assert generate_all(ranks, bounds, requests, random.Random(1)) == expected
         assert engine.runner.compiled is not None
-        assert engine.runner.compiled.num_eager_steps == 0
         assert engine.runner.graphs is not None
         assert len(ahead) > 20
     finally:

@@ -292,5 +292,32 @@ def test_every_architecture_computes_in_bfloat16_what_it_did(
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
+class Raising(nn.Module):  # type: ignore[misc]
+    """Without parameters, like an activation, but for inputs of another kind."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fail as code may on an input that is not its own."""
+        raise self.error(x.shape)
+
+
+RAISING = [*map(Raising, (IndexError, KeyError, AssertionError)), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)]
+
+
+@pytest.mark.parametrize("part", [*RAISING, nn.PixelShuffle(2), nn.Fold(2, 2)])
+def test_a_module_that_raises_anything_stays_and_is_named(
+    best_kernels: CpuKernels, part: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not tried if no pass calls modules of its class."""
+    caplog.set_level("DEBUG", "tgis")
+    assert fuse(Holder(nn.Sequential(part, nn.SiLU())), best_kernels, {nn.Sequential, nn.SiLU}) == 1
+    assert not caplog.text
+    assert fuse(Holder(nn.Sequential(part, nn.SiLU())), best_kernels) == 1
+    assert f"part.0, {type(part).__name__}, is not fused" in caplog.text
+
+
 def test_without_kernels_nothing_is_replaced() -> None:
     assert fuse(Holder(modeling_llama.LlamaRMSNorm(32)), None) == 0

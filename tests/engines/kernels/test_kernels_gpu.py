@@ -52,7 +52,7 @@ def test_prefill_matches_the_oracle(
     chunks = chunk_batch(rows, heads, kv_heads, size, dtype, "cuda")
     params = AttentionParams(size**-0.5, window, causal=causal)
     arguments = chunks.batch, chunks.q, chunks.k, chunks.v, chunks.layer, params
-    assert attention._select_backends(chunks.q, chunks.layer, params).prefill is attention._varlen_prefill
+    assert attention._select_backends(chunks.q, chunks.layer, params)[2] is attention._varlen_prefill
     for backend in (attention._varlen_prefill, attention._torch_prefill):
         output = torch.cat(backend(*arguments))
         torch.testing.assert_close(output.double(), chunks.expected(params), atol=TOLERANCE[dtype], rtol=0)

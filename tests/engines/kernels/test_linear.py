@@ -126,7 +126,8 @@ def test_the_smallest_dtype_that_holds_a_weight() -> None:
     assert smallest(weight, torch.float32).dtype == torch.float32
     for dtype in HALVES:
         held = smallest(weight.to(dtype).float(), torch.float32)
-        assert torch.equal(held, weight.to(dtype)) and held.dtype == dtype
+        assert held.dtype == dtype
+        assert torch.equal(held, weight.to(dtype))
     assert smallest(1e-9 * weight.bfloat16()[:, 1:], torch.float32).dtype == torch.float32  # no pairs, too small
     assert smallest(weight, torch.bfloat16).dtype == torch.bfloat16
 

@@ -196,7 +196,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     variables = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     builds = run_python("tests/support/triton_compilation.py", **variables)
     assert all(builds.pop(name)[0] <= 1024 for name in ("a draw", "an argmax", "a write"))
-    assert all(builds.pop(name)[0] <= 16 * 1024 for name in ("a filtered draw", "a searched draw"))
+    assert builds.pop("a filtered draw")[0] <= 16 * 1024
     assert len(builds) == 18
     for name, (shared, wide_copies, products) in builds.items():
         assert shared <= (160 if "512 rows on sm_90" in name else 99) * 1024, name

@@ -22,6 +22,7 @@ from quantized_formats import (
     with_input_scale,
 )
 from tiny_models import make_config, make_model, make_model_from_config
+from torch import Tensor, nn
 
 from tgis.engines.quantization import compressed_tensors as reader
 from tgis.errors import StartError
@@ -44,14 +45,27 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
     config["ignore"] += ["model.layers.0.self_attn.o_proj", "re:.*1.*down_proj"]
     quantize: dict[str, Quantize | None] = {
         r"0\.self_attn\.o_proj|1\.mlp\.down_proj": None,
-        r"1\.mlp\.up_proj": INT8,
+        r"1\.mlp\.up_proj|embed_tokens": INT8,
         "up_proj|gate_proj": packed(4, 8, symmetric=False),
         "k_proj|v_proj": in_bytes(1, None, "weight_scale"),
         "": packed(4, 16),
     }
-    expected = quantized_copy(make_model("Llama", tmp_path), quantize, config)
+    expected = quantized_copy(make_model("Llama", tmp_path), quantize, config, (nn.Linear, nn.Embedding))
     logits = expected.double()(IDS).logits
     assert (load(tmp_path)(IDS).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_groups_of_minus_one_are_in_order(tmp_path: Path) -> None:
+    """The library fills g_idx with -1, and reads columns in their order where it finds one."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, expected = packed(4, 16)(weight)
+        return tensors | {"weight_g_idx": torch.full(weight.shape[1:], -1, dtype=torch.int32)}, expected
+
+    config = compressed_tensors("pack-quantized", GROUPS | {"actorder": "group"})
+    expected = quantized_copy(make_model("Llama", tmp_path), quantize, config)
+    check_layers(load(tmp_path), expected, IDS, lambda x: x.double())
 
 
 @pytest.mark.parametrize(("scale", "size"), [(None, 48), (None, 43), (0.03, 48)])
@@ -69,7 +83,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # changes of the configurati
     "transform": ({"transform_config": {"config_groups": {}}}, "Expected `object` of length <= 0"),
     "bits": ({"weights": CHANNELS | {"num_bits": 3}}, "Invalid enum value 3"),
     "group": ({"weights": GROUPS | {"group_size": "16"}}, "Expected `int | null`, got `str`"),
-    "outputs": ({"output_activations": TOKENS}, "Expected `null`, got `object`"),
+    "outputs": (
+        {"output_activations": TOKENS},
+        "Expected `null`, got `object` - at `$.config_groups[...].output_activations`",
+    ),
     "inputs": ({"input_activations": STATIC | {"symmetric": False}}, "LAYER: int weights with static asymmetric int8"),
     "floats": ({"input_activations": TOKENS, "weights": E4M3}, "LAYER: float weights with dynamic symmetric int8"),
     "ignored": ({"ignore": ["re:.*q_proj"]}, "LAYER is quantized, but quantization_config does not say how"),

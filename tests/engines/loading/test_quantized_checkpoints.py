@@ -1,5 +1,7 @@
 """Checkpoints that are quantized: each layer's weights are what the files of its format say."""
 
+import itertools
+import json
 import random
 import re
 import shutil
@@ -15,22 +17,28 @@ from quantized_formats import (
     AUTO_ROUND,
     AWQ,
     BITSANDBYTES,
+    CHANNELS,
     FORMATS,
     GPTQ,
+    TOKENS,
     Quantize,
     awq,
+    compressed_tensors,
     experts_in_mxfp4,
     gptq,
+    in_bytes,
+    layer_calls,
     load,
     quantized_copy,
 )
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from tiny_models import make_config, make_model, make_model_from_config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.loading import loader
+from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
 from tgis.engines.quantization.gguf import read_gguf
 from tgis.engines.quantization.gptq import unpacked
 from tgis.errors import StartError
@@ -39,11 +47,17 @@ IDS = torch.tensor([[5, 9, 13, 7, 40]])
 EXPERTS = "model.layers.1.mlp.experts.down_proj_scales"
 
 
-# config.json says nothing: a file beside it, or tensors
-BESIDE: dict[str, tuple[str, dict[str, Any], Quantize]] = {
-    "AutoAWQ": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}, awq),
-    "AutoGPTQ": ("quantize_config.json", {"bits": 8, "group_size": 16, "desc_act": False}, gptq(8, 16, 1)),
-    "TGIS": ("model.safetensors", {"gptq_bits": 4, "gptq_groupsize": 16}, gptq(4, 16, 1, act_order=True)),
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+OLDER = {"compression_config": FORMATS["compressed-tensors"][0] | {"quant_method": "sparseml"}}
+OF_TENSOR = in_bytes(None, None, "weight_scale")
+# another file or key than quantization_config of config.json, or tensors; and the method
+BESIDE: dict[str, tuple[str, dict[str, Any], Quantize, str]] = {
+    "AutoAWQ": ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, awq, "awq"),
+    "AutoGPTQ": ("quantize_config.json", {"bits": 8, "group_size": 16, "desc_act": False}, gptq(8, 16, 1), "gptq"),
+    "TGIS": ("model.safetensors", {"gptq_bits": 4, "gptq_groupsize": 16}, gptq(4, 16, 1, act_order=True), "gptq"),
+    "ModelOpt": ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, OF_TENSOR, "modelopt"),
+    "ModelOpt, newer": ("config.json", {"quantization_config": MODELOPT}, OF_TENSOR, "modelopt"),
+    "older compressed-tensors": ("config.json", OLDER, FORMATS["compressed-tensors"][1], "compressed-tensors"),
 }
 
 
@@ -59,10 +73,73 @@ def check_logits(found: PreTrainedModel, expected: PreTrainedModel) -> None:
 def test_logits(model: str, name: str, tmp_path: Path) -> None:
     """43 inputs or outputs are no multiple of anything; words of gptq and awq cannot hold them."""
     config, quantize = FORMATS[name]
+    config = config | {"dynamic": {"-:lm_head": {}, "v_proj": {"bits": config.get("bits", 16)}}}
     is_odd = model == "Llama" and not name.startswith(("awq", "gptq")) and "act-order" not in name
     path = make_model_from_config(make_config(model, **({"intermediate_size": 43} if is_odd else {})), tmp_path)
     expected = quantized_copy(path, quantize, config)
     check_logits(load(path), expected)
+
+
+OTHERS = [(model, name, *[True] * 3) for model in ("T5", "OPT, 350m") for name in ("compressed-tensors", "fp8")]
+FAST = [("Llama", "gptq", False), ("Llama", "compressed-tensors, int8", True), ("Llama", "fp8", False)]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "said", "tied", "coded"),
+    slow_except(
+        [(*case, True, True) for case in FAST],
+        [*(("Llama", *case) for case in itertools.product(FORMATS, *[(False, True)] * 3)), *OTHERS],
+    ),
+)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_right_or_refused_by_a_tensors_name(
+    model: str, name: str, said: bool, tied: bool, coded: bool, tmp_path: Path
+) -> None:
+    """Whether config.json says how layers are quantized, and embeddings are tied to the logits, and in codes."""
+    config, quantize = FORMATS[name]
+    path = make_model_from_config(make_config(model, vocab_size=96, tie_word_embeddings=tied), tmp_path)
+    if coded and "config_groups" in config:
+        config = json.loads(json.dumps(config).replace('["Linear"]', '["Linear", "Embedding"]'))
+    kinds = (nn.Linear, nn.Embedding) if coded else nn.Linear
+    expected = quantized_copy(path, {"embed_positions": None, "": quantize}, config if said else None, kinds)
+    if said:
+        check_logits(load(path), expected)
+        return
+    layers = {name.rpartition(".")[0] for name in load_file(path / "model.safetensors")}
+    with pytest.raises(StartError) as refusal:
+        load(path)
+    assert any(layer in str(refusal.value) for layer in layers), refusal.value
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_logits_of_tied_embeddings_in_codes_do_not_round_activations(tmp_path: Path) -> None:
+    """Those of the other layers are rounded to int8."""
+    path = make_model_from_config(make_config("Llama", tie_word_embeddings=True), tmp_path)
+    config = compressed_tensors("int-quantized", CHANNELS, input_activations=TOKENS)
+    config = json.loads(json.dumps(config).replace('["Linear"]', '["Linear", "Embedding"]'))
+    kinds = (nn.Linear, nn.Embedding)
+    expected = quantized_copy(path, in_bytes(1, None, "weight_scale", e4m3=False), config, kinds)
+    ((x, y),) = layer_calls(load(path), ["lm_head"], input_ids=IDS).values()
+    torch.testing.assert_close(y, x @ expected.lm_head.weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("planted", ["attach", "pack"])
+def test_no_parameter_may_be_a_placeholder(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that no layer gets, and a layer that is not packed."""
+    path = make_model("Llama", tmp_path)
+    quantized_copy(path, gptq(4, 16, 1), GPTQ)
+    attach = QuantizedCheckpoint.attach
+
+    def plant(checkpoint: QuantizedCheckpoint, model: PreTrainedModel) -> None:
+        if planted != "attach":
+            attach(checkpoint, model)
+        if planted == "pack":
+            vars(model.model.layers[0].self_attn.q_proj)["forward"] = str
+
+    monkeypatch.setattr(QuantizedCheckpoint, "attach", plant)
+    monkeypatch.setattr(loader, "merge_linears", lambda *_, **__: 0)
+    with pytest.raises(StartError, match=r"AssertionError: model\..*\.weight is a placeholder"):
+        load(path)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -82,16 +159,16 @@ def test_what_the_index_does_not_list_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BESIDE)
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
-    file, content, quantize = BESIDE[name]
+    file, content, quantize, method = BESIDE[name]
     path = make_model("Llama", tmp_path)
     expected = quantized_copy(path, quantize, None)
     if file.endswith(".json"):
-        (path / file).write_bytes(msgspec.json.encode(content))
+        kept = msgspec.json.decode((path / file).read_bytes()) if (path / file).exists() else {}
+        (path / file).write_bytes(msgspec.json.encode(kept | content))
     else:
         tensors = load_file(path / file) | {key: torch.tensor([value]) for key, value in content.items()}
         save_file(tensors, path / file, {"format": "pt"})
-    method = "awq" if quantize is awq else "gptq"
-    model = load(path, quantize=f"{method}_marlin")
+    model = load(path, quantize=f"{method}_marlin" if method in ("awq", "gptq") else "none")
     check_logits(model, expected)
     assert model.quantized_as == method
 
@@ -188,6 +265,10 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (GPTQ | {"bits": 3}, "gptq with 3 bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"bits": {"q_proj": 4}}, "gptq with {'q_proj': 4} bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "gptq with 4 bits, checkpoint_format 'marlin' is not supported"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of modelopt is not supported, only"),
+        (GPTQ | {"dynamic": {"-:k_proj": {}, "+:q_proj": {"bits": 8}}}, "quantization_config.dynamic: other options "),
+        (GPTQ | {"dynamic": {r".*q_proj": {"group_size": 8}}}, "quantization_config.dynamic: other options for '.*q_"),
+        (AUTO_ROUND | {"extra_config": {"head": {"bits": 8}}}, "quantization_config.extra_config: other options for"),
         (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
         (AUTO_ROUND | {"packing_format": "auto_round:mx_fp"}, "gptq with 4 bits, checkpoint_format 'mx_fp'"),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),

@@ -10,13 +10,27 @@ from typing import Any
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import DECODER_START, VOCAB_SIZE, generate_all, make_config, make_model, make_model_from_config
+from tiny_models import (
+    DECODER_START,
+    EOS,
+    VOCAB_SIZE,
+    generate_all,
+    limits_of,
+    make_config,
+    make_model,
+    make_model_from_config,
+    outcomes,
+)
 from transformers import AutoModelForSeq2SeqLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.padded.engine import PaddedEngine
+from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
+from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import TokenTable
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams()
@@ -68,6 +82,55 @@ def test_the_generation_config_is_obeyed(name: str, rule: str, tmp_path: Path) -
     expected = generate(directory)
     assert expected != plain, "the rule changes nothing"
     assert joined(directory, requests(), 3) == expected
+
+
+FORCED, LETTERS = 7, {10: "a", 11: "b", 12: "c", 13: "d"}
+TABLE = TokenTable(Vocabulary([LETTERS.get(id_, "").encode() for id_ in range(VOCAB_SIZE)]), VOCAB_SIZE, [EOS], FORCED)
+ALLOWED = SamplingParams(allowed_token_ids=(*LETTERS, EOS))
+
+
+@pytest.mark.parametrize(("name", "engine"), [("Marian", PaddedEngine), ("Bart", PagedEngine)])
+@pytest.mark.parametrize(
+    ("sampling", "is_allowed", "pattern"),
+    [
+        (
+            GREEDY,
+            lambda token, text: len(text) < 5 if token in LETTERS else len(text) > 2 and token == EOS,
+            "[a-d]{3,5}",
+        ),
+        (ALLOWED, lambda token, _: token in (*LETTERS, EOS), None),
+        (SamplingParams(bad_words=((FORCED,),)), lambda token, _: token != FORCED, None),
+        (
+            SamplingParams(stop_token_ids=(FORCED,), min_new_tokens=NEW_TOKENS),
+            lambda token, _: token not in (EOS, FORCED),
+            None,
+        ),
+    ],
+)
+def test_nothing_excludes_the_token_that_the_model_forces(
+    sampling: SamplingParams, is_allowed: Any, pattern: str | None, name: str, engine: Any, tmp_path: Path
+) -> None:
+    """Each output is that token, and then the best of those that are left, as transformers scores them."""
+    directory = make_model(name, tmp_path, forced_bos_token_id=FORCED)
+    loaded = engine(engine_options(directory, 6))
+    loaded.warm_up()
+
+    def prepare(seq: Sequence) -> None:
+        seq.grammar = compile_grammar(GrammarSpec(GrammarKind.REGEX, pattern), TABLE) if pattern else None
+
+    assert loaded.info.forced_bos_token_id == FORCED
+    bounds = limits(100_000, prefill_tokens=512) if loaded.info.padded else limits_of(loaded, 400)
+    found = outcomes(loaded, bounds, requests(sampling), random.Random(1), prepare=prepare)[0]
+    model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+    for prompt, outcome in zip(prompts(), found.values(), strict=True):
+        assert outcome.tokens[0] == FORCED
+        logits = model(
+            torch.tensor([prompt]), decoder_input_ids=torch.tensor([[DECODER_START, *outcome.tokens]])
+        ).logits
+        for index, token in enumerate(outcome.tokens[1:], 1):
+            left = [id_ for id_ in range(1, VOCAB_SIZE) if is_allowed(id_, outcome.tokens[1:index])]
+            assert token == max(left, key=logits[0, index].tolist().__getitem__)
+        assert outcome.tokens[-1] == EOS or len(outcome.tokens) == NEW_TOKENS
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), [(60, VOCAB_SIZE), (VOCAB_SIZE, 60)])

@@ -2,8 +2,6 @@
 
 import logging
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from batches import engine_options, limits
 from repository import run_python
 from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
-from transformers import AutoModelForCausalLM
 
 from tgis.engines.memory import capacity
 from tgis.engines.paged import model_runner
@@ -70,7 +67,6 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
     assert at_startup == [graphs()]
     assert graphs() - before == 2  # for all layers: of one token, and of several
     assert engine.runner.compiled is not None
-    assert engine.runner.compiled.num_eager_steps == 0
 
 
 @pytest.mark.slow  # it traces 12 graphs
@@ -96,32 +92,6 @@ def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
     first, second = (run_python(*command, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
     assert first == {"fxgraph_cache_miss": 2}
     assert second == {"fxgraph_cache_hit": 2}
-
-
-def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    attention = PagedEngine(options(model)).runner.attention
-    layers = CompiledLayers(AutoModelForCausalLM.from_pretrained(model), attention)
-    stances: list[str] = []
-
-    @contextmanager
-    def stance(name: str) -> Iterator[None]:
-        stances.append(name)
-        yield
-
-    def forward() -> torch.Tensor:
-        if stances[-1] == "fail_on_recompile":  # torch's words
-            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'. filename: 'x.py'")
-        return torch.ones(1)
-
-    monkeypatch.setattr(torch.compiler, "set_stance", stance)
-    layers.freeze()
-    for _ in range(5):
-        assert torch.equal(layers.run(forward), torch.ones(1))
-    assert stances == ["fail_on_recompile", "force_eager"] * 5
-    assert layers.num_eager_steps == 5
-    assert [count for count in range(6) if f"runs eagerly, {count} so far" in caplog.text] == [1, 2, 4]
 
 
 def failing(error: Exception) -> mock.Mock:

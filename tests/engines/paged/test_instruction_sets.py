@@ -1,5 +1,6 @@
-"""In float32 and with quantized weights, every instruction set with fused multiply-add gives the same numbers to the last
-bit. PyTorch and MKL choose theirs once in a process, so that those of AVX2 and AVX-512 run in one child each.
+"""In float32 and with quantized weights, every instruction set with fused multiply-add gives the same bits.
+
+PyTorch and MKL choose theirs once in a process: AVX2 and AVX-512 have one child each.
 """
 
 import hashlib
@@ -50,12 +51,13 @@ def print_answers(isas: list[str], models: list[Path]) -> None:
 
 def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
     models = [make_model_from_config(config, tmp_path / name) for name, config in CONFIGS.items()]
-    lines = []
+    lines: list[str] = []
     for name, isas in ISAS_OF.items():
         here = [isa for isa in isas if ISAS[isa] <= cpu_flags()]
-        settings = {"ATEN_CPU_CAPABILITY": name.lower(), "MKL_ENABLE_INSTRUCTIONS": name, "PYTHONPATH": ":".join(sys.path)}
-        command = [sys.executable, __file__, ",".join(here), *models]
-        done = subprocess.run(command, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True)
+        libraries = {"ATEN_CPU_CAPABILITY": name.lower(), "MKL_ENABLE_INSTRUCTIONS": name}
+        settings = os.environ | libraries | {"PYTHONPATH": ":".join(sys.path)}
+        command = [sys.executable, __file__, ",".join(here), *map(str, models)]
+        done = subprocess.run(command, env=settings, check=True, stdout=subprocess.PIPE, text=True)
         lines += done.stdout.splitlines() if here else []
     if not lines:
         pytest.skip("no AVX2")

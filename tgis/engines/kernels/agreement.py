@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 0.02
@@ -23,3 +23,11 @@ def agrees(computed: Tensor, expected: Tensor, dtype: torch.dtype, *, logits: bo
     """Whether the relative error is at most that of rounding to this dtype, of all layers for `logits`."""
     half_tolerance = _HALF_LOGITS_TOLERANCE if logits else _HALF_TOLERANCE
     return relative_error(computed, expected) <= _TOLERANCE.get(dtype, half_tolerance)
+
+
+def dtype_of_logits(model: nn.Module) -> torch.dtype:
+    """The dtype whose rounding logits have. Activations in 8 bits differ by a step where a value is halfway between two
+    codes, which is as coarse as half precision.
+    """
+    rounds = any(getattr(module, "rounds_inputs", False) for module in model.modules())
+    return torch.bfloat16 if rounds else model.dtype

@@ -3,11 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass, field
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
-from tgis.engines.host_memory import to_device
 
 BIAS_PADDING = 32  # columns that are read, and masked, where keys and queries are computed in blocks
 
@@ -57,24 +53,3 @@ class PrefillChunk:
     def seq_len(self) -> int:
         """Length of the sequence up to the last token of this step."""
         return self.num_computed_tokens + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PagedChunks:
-    """The prefill chunks of a flat batch as tensors."""
-
-    tokens: slice  # of the flat batch
-    cu_seqlens: Tensor  # int32 [chunks + 1]: cumulative numbers of queries, from 0
-    seq_lens: Tensor  # int32 [chunks]
-    block_tables: Tensor  # int64 [chunks, max blocks], padded with 0
-    max_tokens: int  # of a chunk
-
-
-def make_paged_chunks(chunks: list[PrefillChunk]) -> PagedChunks:
-    device, start = chunks[0].block_table.device, chunks[0].tokens.start
-    ends = [chunk.tokens.stop - start for chunk in chunks]
-    lengths = to_device([0, *ends, *(chunk.seq_len for chunk in chunks)], torch.int32, device)
-    block_tables = pad_sequence([chunk.block_table for chunk in chunks], batch_first=True)
-    most = max(chunk.num_tokens for chunk in chunks)
-    split = len(chunks) + 1
-    return PagedChunks(slice(start, start + ends[-1]), lengths[:split], lengths[split:], block_tables, most)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -20,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tgis.engines.kernels.cpu.embedding import pack_embeddings, token_embeddings
+from tgis.engines.kernels.cpu.embedding import TokenEmbeddings
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
+NO_TABLE = 1 << 40  # positions
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _MAX_NAMES = 3  # of weights in a warning
 
@@ -87,6 +89,7 @@ def engine_info(
         encoder_decoder=model.config.is_encoder_decoder,
         max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device.type],
         token_capacity=0,
+        forced_bos_token_id=model.generation_config.forced_bos_token_id if model.config.is_encoder_decoder else None,
         **others,
     )
 
@@ -95,7 +98,7 @@ def max_positions(model: PreTrainedModel) -> int:
     """The size of the model's table of positions; practically unlimited if it has none."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if not any(_POSITION_TABLE.search(name) for name, _ in tensors):
-        return 1 << 40
+        return NO_TABLE
     return int(model.config.max_position_embeddings)
 
 
@@ -164,8 +167,10 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         _check_finite(model, options.model_path)
         if quantization and size:
             _convert_buffers(model, like=size[0])
+        _check_written(model, packed=False)
         _optimize(model, options, device, quantization)
         model.to(device)
+        _check_written(model, packed=True)
         if sharding:
             sharding.install_collectives(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
@@ -191,18 +196,19 @@ def _optimize(
         from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
 
         gemms = DeviceGemms(quantization, device)
-    merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
+    kinds: set[type] = set()  # of the modules that a pass calls
+    with register_module_forward_pre_hook(lambda module, _: kinds.add(type(module))):
+        merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
-        head, embeddings = model.get_output_embeddings(), token_embeddings(model)
-        weight, dtype = head.weight, quantization.dtype if quantization else model.dtype
+        embeddings = TokenEmbeddings(model)
         pack_linears(model, gemms)
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
-        fused = fuse(model, kernels)
+        fused = fuse(model, kernels, kinds)
         if kernels:
-            pack_embeddings(embeddings, weight, getattr(model.get_output_embeddings(), "gemm", None), kernels, dtype)
+            embeddings.pack(model, kernels)
         log.info(
             "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
         )
@@ -266,6 +272,14 @@ def _from_pretrained(
     if _has_other_state(model):  # sequences could not leave the batch
         raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
+
+
+def _check_written(model: PreTrainedModel, *, packed: bool) -> None:
+    """No parameter is a placeholder, except those of quantized layers until they are packed."""
+    for name, module in model.named_modules():
+        for kind, weight in module.named_parameters(recurse=False):
+            is_written = weight.untyped_storage().nbytes() >= weight.nbytes
+            assert is_written or (not packed and hasattr(module, "quantized")), f"{name}.{kind} is a placeholder"
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:

@@ -49,6 +49,8 @@ def check_model_fits(
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except (ValueError, RuntimeError):
         return None  # loading raises a better error, if any
+    if quantization and quantization.checkpoint:
+        quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
     if quantization:

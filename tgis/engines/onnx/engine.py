@@ -148,6 +148,7 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
             self.info,
             max_positions=min(options.max_sequence_length, most),
             decoder_start_token_id=self.decoder_start_token_id,
+            forced_bos_token_id=self.forced_bos_token_id,
         )
         self._check_padding(options, self._probe_outputs)
 

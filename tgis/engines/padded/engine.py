@@ -26,7 +26,7 @@ from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.sampler import BatchSampler
 from tgis.engines.sharding.collectives import least_of_ranks
-from tgis.errors import OutOfMemory, StartError
+from tgis.errors import OutOfMemory, StartError, library_errors
 from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import Request
 
@@ -64,13 +64,16 @@ class PaddedEngine(NoReservedCache):
         torch.set_grad_enabled(False)
         self._options = options
         self._device = select_device(options)
-        self._model = load(options, self._device)
+        with library_errors(f"{options.model_path} cannot be run"):
+            self._model = load(options, self._device)
         self.info = self._model.info
         ops = select_ops(self._device, select_kernels(options, self._device))
         vocab_size, history_of = self.info.vocab_size, self._model.token_history
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history_of, ops, options.config_eos_ids)
+        ends, num_forced = options.config_eos_ids, int(self.info.forced_bos_token_id is not None)
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, self._device, history_of, ops, ends, num_forced)
         self._seqs: list[Sequence] = []
 
+    @library_errors("a first step failed")
     def warm_up(self) -> None:
         """Generate two tokens for one sequence, then find the number of tokens of context that fit into memory."""
         seq = Sequence(Request(-1, tokens=[0] * 8, max_new_tokens=2), arrival_time=0.0)

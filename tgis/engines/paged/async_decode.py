@@ -29,16 +29,11 @@ class InFlightStep:
 
     sampled: SampledTokens
     prompt_chunks: list[PromptChunk]
-    _pending: PendingCopy = field(init=False)
+    pending: PendingCopy = field(init=False)  # the tables of the sampled tokens, then those of the prompt chunks
 
     def __post_init__(self) -> None:
         prompt_tables = [chunk.table for chunk in self.prompt_chunks if chunk.table is not None]
-        self._pending = PendingCopy([*self.sampled.tables, *prompt_tables])
-
-    def wait(self) -> tuple[list[list[Row]], list[list[Row]]]:
-        """The tables of the sampled tokens and of the prompt chunks."""
-        tables, count = self._pending.wait(), len(self.sampled.tables)
-        return tables[:count], tables[count:]
+        self.pending = PendingCopy([*self.sampled.tables, *prompt_tables])
 
 
 Launch = Callable[[StepPlan], InFlightStep]
@@ -82,8 +77,6 @@ class AsyncDecoder:
         """Do not reuse the step in flight for the sequences of these requests."""
         for request_id in ids:
             self._expected_lengths.pop(request_id, None)
-        if not self._expected_lengths:
-            self.discard()
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The sequences that need another token unless the next one ends them. Empty if one of them cannot be in the
@@ -104,8 +97,8 @@ class AsyncDecoder:
         rows, problems = dict[int, Row](), dict[int, str]()
         prompt_logprobs = dict[int, list[TokenLogprobs]]()
         for step in steps:
-            tables, prompt_tables = step.wait()
-            rows |= step.sampled.rows(tables)
+            tables, count = step.pending.wait(), len(step.sampled.tables)
+            rows |= step.sampled.rows(tables[:count])
             problems |= step.sampled.problems
-            prompt_logprobs |= self.prompt_logprobs.finish(step.prompt_chunks, prompt_tables)
+            prompt_logprobs |= self.prompt_logprobs.finish(step.prompt_chunks, tables[count:])
         return step_result(plan.sampled, rows, problems, prompt_logprobs)

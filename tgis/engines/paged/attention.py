@@ -8,7 +8,7 @@ faster and must give the same result.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from tgis.engines.host_memory import HugePageBuffer
-from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk, make_paged_chunks
+from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
@@ -35,12 +35,7 @@ _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D
 _Write = Callable[[AttentionMetadata, Tensor, Tensor, _KVCache], None]
 _Decode = Callable[[AttentionMetadata, Tensor, _KVCache, AttentionParams], Tensor]
 _Prefill = Callable[[AttentionMetadata, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
-
-
-class _Backends(NamedTuple):
-    write: _Write
-    decode: _Decode
-    prefill: _Prefill
+_Backends = tuple[_Write, _Decode, _Prefill]
 
 
 class PagedKVCache:
@@ -145,15 +140,13 @@ class PagedAttention:
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
-            return self._attend(batch.attention, query, key, value, kv_cache, whole)
+            return self.attend(batch.attention, query, key, value, kv_cache, whole)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
         scales = self._scales_of(module, key) if self.cache.kv_dtype else None
-        attention_params = AttentionParams(*params, key_scales=scales)
-        if module in self.cross_modules:
-            assert batch.cross is not None
-            return self._attend(batch.cross, query, key, value, kv_cache, attention_params)
         self.modules[module.layer_idx] = module
-        return self._attend(batch.attention, query, key, value, kv_cache, attention_params)
+        metadata = batch.cross if module in self.cross_modules else batch.attention
+        assert metadata is not None
+        return self.attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
 
     def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
         """What the keys of a module are divided by."""
@@ -161,12 +154,7 @@ class PagedAttention:
             self._key_scales[module] = channel_scales(key[0])
         return self._key_scales[module]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: _KVCache, *params: Any) -> Tensor:
-        """The output [1, T, H, E] of the batch in a layer with this KV cache."""
-        assert self.batch is not None
-        return self._attend(self.batch.attention, query, key, value, kv_cache, AttentionParams(*params))
-
-    def _attend(
+    def attend(
         self,
         metadata: AttentionMetadata,
         query: Tensor,
@@ -187,15 +175,15 @@ class PagedAttention:
         if key_scales is not None:
             factors = key_scales.to(q.dtype)
             q, k = q * factors.repeat_interleave(q.shape[1] // k.shape[1], 0), k / factors
-        fast, plain = _select_backends(q, kv_cache, params), _TORCH_BACKENDS
+        write, decode, prefill = _select_backends(q, kv_cache, params)
         kind = q.dtype, q.shape[1:], *(states.shape[1:] for states in kv_cache), params.kind
         run = partial(self._self_test.run, kind)
         if len(k):
-            run(fast.write, plain.write, lambda _: _slots(kv_cache, metadata.slot_mapping), metadata, k, v, kv_cache)
+            run(write, _torch_write, lambda _: _slots(kv_cache, metadata.slot_mapping), metadata, k, v, kv_cache)
         decodes = q[: metadata.num_decodes], kv_cache, params
-        outputs = [run(fast.decode, plain.decode, torch.clone, metadata, *decodes)] if metadata.num_decodes else []
+        outputs = [run(decode, _torch_decode, torch.clone, metadata, *decodes)] if metadata.num_decodes else []
         outputs += (
-            run(fast.prefill, plain.prefill, torch.cat, metadata, q, k, v, kv_cache, params) if metadata.chunks else []
+            run(prefill, _torch_prefill, torch.cat, metadata, q, k, v, kv_cache, params) if metadata.chunks else []
         )
         outputs = outputs or [q.new_empty(0, q.shape[1], v.shape[2])]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
@@ -213,7 +201,7 @@ def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> 
     if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
         return _TORCH_BACKENDS
     prefill = _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
-    return _Backends(_triton_write, _triton_decode, prefill)
+    return _triton_write, _triton_decode, prefill
 
 
 def _triton_write(metadata: AttentionMetadata, k: Tensor, v: Tensor, kv_cache: _KVCache) -> None:
@@ -262,9 +250,8 @@ def _triton_prefill(
     """New keys and values are in the cache already."""
     from tgis.engines.kernels.cuda.paged_prefill import paged_prefill  # noqa: PLC0415 - as above
 
-    if metadata.paged_chunks is None:
-        metadata.paged_chunks = make_paged_chunks(metadata.chunks)
-    return [paged_prefill(q, *kv_cache, metadata.paged_chunks, params)]
+    most = max(chunk.num_tokens for chunk in metadata.chunks)
+    return [paged_prefill(q[metadata.num_decodes :], *kv_cache, metadata.chunk_sequences, most, params)]
 
 
 def _torch_decode(metadata: AttentionMetadata, q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> Tensor:
@@ -363,4 +350,4 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: Att
     return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
-_TORCH_BACKENDS = _Backends(_torch_write, _torch_decode, _torch_prefill)
+_TORCH_BACKENDS = _torch_write, _torch_decode, _torch_prefill

@@ -8,8 +8,7 @@ without its hook.
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +73,6 @@ def repeats_of_keys(config: PreTrainedConfig) -> int:
     """How often transformers caches the keys and values that a hook keeps once: Falcon 40B's for each head."""
     grouped = getattr(config, "new_decoder_architecture", False)
     return int(config.num_attention_heads // config.num_kv_heads) if grouped else 1
-
-
-@contextmanager
-def hook_errors(model: PreTrainedModel) -> Iterator[None]:
-    """Unsupported where hooks do not fit the model's code, which another release of transformers may have changed."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not hooked_modules(model):
-            raise
-        raise Unsupported(f"the hooks do not fit the attention of {type(model).__name__}: {error!r:.200}") from error
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.attention_inputs import PagedChunks, PrefillChunk
+from tgis.engines.host_memory import to_device
+from tgis.engines.kernels.attention_inputs import PrefillChunk
 from tgis.engines.kernels.cuda.varlen_prefill import VarlenBatch
 
 
@@ -21,7 +22,6 @@ class AttentionMetadata:
     chunks: list[PrefillChunk]
     decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
     varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
-    paged_chunks: PagedChunks | None = None  # of the chunks, made by the first layer that needs them
 
     @classmethod
     def decodes(cls, block_tables: Tensor, seq_lens: Tensor) -> "AttentionMetadata":
@@ -34,14 +34,21 @@ class AttentionMetadata:
         return len(self.seq_lens)
 
     @cached_property
-    def cpu_sequences(self) -> Tensor:
-        """The sequences for the CPU kernel, int64 [sequences, 4]: first token, number of tokens, sequence length, and
-        the address of the block table, which is valid as long as this object exists.
+    def chunk_sequences(self) -> Tensor:
+        """The prefill chunks for a kernel, int64 [chunks, 4]: first token, number of tokens, sequence length, and the
+        address of the block table, which is valid as long as this object exists.
         """
-        tables, indices = self.block_tables, torch.arange(self.num_decodes)
+        rows = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in self.chunks]
+        return to_device(rows, torch.int64, self.slot_mapping.device)
+
+    @cached_property
+    def cpu_sequences(self) -> Tensor:
+        """All sequences for the CPU kernel, in the form of `chunk_sequences`."""
+        tables, count = self.block_tables, self.num_decodes
         assert tables.is_contiguous()
         assert tables.dtype == torch.int64
-        addresses = tables.data_ptr() + indices * tables.shape[1] * tables.itemsize
-        decodes = torch.stack([indices, torch.ones_like(indices), self.seq_lens, addresses], 1)
-        chunks = [[c.tokens.start, c.num_tokens, c.seq_len, c.block_table.data_ptr()] for c in self.chunks]
-        return torch.cat([decodes, torch.tensor(chunks)]) if chunks else decodes
+        first, row_bytes = tables.data_ptr(), max(tables.shape[1], 1) * tables.itemsize
+        addresses = torch.arange(first, first + count * row_bytes, row_bytes)
+        ones = torch.ones(count, dtype=torch.int64)
+        decodes = torch.stack([torch.arange(count), ones, self.seq_lens, addresses], 1)
+        return torch.cat([decodes, self.chunk_sequences]) if self.chunks else decodes

@@ -7,7 +7,6 @@ are operators, too: graphs can be made without. Steps that would need a graph be
 no request waits for a compiler.
 """
 
-import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.paged.self_check import on_all_ranks, verify_steps
 from tgis.errors import Unsupported
-
-log = logging.getLogger(__name__)
 
 _NAMESPACE = "tgis_paged"  # constant: names are part of the key of torch's cache of compiled graphs
 _ATTEND = (
@@ -54,9 +52,7 @@ class CompiledLayers:
         self.collectives: Any = self._sharding and self._sharding.collectives
         self.communicates = True
         self._dtype = model.dtype
-        self._stance = "force_eager"
-        self.num_eager_steps = 0  # for lack of a compiled graph
-        self.lora_is_eager = False  # whether passes with adapters run eagerly
+        self._stance = "default"
 
     def enable(self) -> None:
         """Compile a graph for every step that has none."""
@@ -74,7 +70,6 @@ class CompiledLayers:
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         for layer in self._layers:
             layer.compile(dynamic=True)
-        self._stance = "default"
 
     def make_graphs(self, run: Callable[[], Tensor], eager_logits: Tensor) -> None:
         """Compile the graphs of some passes; Unsupported, on all ranks, unless they give these logits."""
@@ -87,8 +82,7 @@ class CompiledLayers:
 
     def freeze(self) -> None:
         """Stop compiling: steps without a graph run eagerly from now on."""
-        # Ranks wait for each other in every layer: none may begin the step again.
-        self._stance = "eager_on_recompile" if self._sharding else "fail_on_recompile"
+        self._stance = "eager_on_recompile"
 
     def disable(self) -> None:
         """Run eagerly, as before `enable`."""
@@ -99,33 +93,15 @@ class CompiledLayers:
             layer._compiled_call_impl = None
         if self._sharding:
             self._sharding.collectives = self.collectives
-        self._stance = "force_eager"
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Run a pass of the model."""
-        if self.lora and self.lora.active and self.lora_is_eager:
-            return self._run("force_eager", forward)
-        try:
-            return self._run(self._stance, forward)
-        except RuntimeError as error:
-            if "fail_on_recompile" not in str(error):
-                raise
-            self._count_eager_step(error)
-            return self._run("force_eager", forward)
-
-    def _run(self, stance: str, forward: Callable[[], Tensor]) -> Tensor:
         token = _running.set(self)
         try:
-            with torch.compiler.set_stance(stance):
+            with torch.compiler.set_stance(self._stance):
                 return forward()
         finally:
             _running.reset(token)
-
-    def _count_eager_step(self, error: RuntimeError) -> None:
-        self.num_eager_steps += 1
-        if self.num_eager_steps.bit_count() == 1:  # 1, 2, 4, ...
-            reason = " ".join(str(error).split())
-            log.warning("a step without a compiled graph runs eagerly, %d so far: %.300s", self.num_eager_steps, reason)
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -179,7 +155,9 @@ def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *params: Any) -> Tensor:
-    return _running.get().attention.attend(q, k, v, (keys, values), *params).contiguous()
+    attention = _running.get().attention
+    assert attention.batch
+    return attention.attend(attention.batch.attention, q, k, v, (keys, values), AttentionParams(*params)).contiguous()
 
 
 def _call_lora(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ class DecodeGraphs:
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, which no later call changes; None if there is no graph for such a batch."""
-        if not self._inputs.fit(batch) or not _is_short(batch):
+        attended_tokens = sum(chunk.num_tokens * chunk.seq_len for chunk in batch.attention.chunks)
+        if not self._inputs.fit(batch) or attended_tokens > _MAX_ATTENDED_TOKENS:
             return None
         count = len(batch.input_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -130,10 +131,6 @@ class DecodeGraphs:
             else:
                 self._captured = without_stale(self._captured, adapters) | {(size, adapters): captured}
         return captured
-
-
-def _is_short(batch: FlatBatch) -> bool:
-    return sum(chunk.num_tokens * chunk.seq_len for chunk in batch.attention.chunks) <= _MAX_ATTENDED_TOKENS
 
 
 def _verified(run: Callable[[], Tensor], capture_graph: Capture) -> tuple[Replay, Tensor]:

@@ -34,6 +34,7 @@ from tgis.engines.sampling.sampler import BatchSampler
 from tgis.engines.sharding.collectives import least_of_ranks, sum_of_ranks
 from tgis.engines.speculation.draft_model import load_drafter, unloaded_drafter
 from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_proposals
+from tgis.errors import Unsupported, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
 
@@ -56,17 +57,16 @@ def describe_memory(options: EngineOptions) -> list[str]:
     encodes = len(unloaded.caches) > 1
     step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
     drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
-    each = 0
-    for model in (unloaded, *drafting):
-        if not model.caches:
-            return unknown_memory("tgis_native", options)
-        each += sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config)
+    models = unloaded, *drafting
+    if not all(model.caches for model in models):
+        return unknown_memory("tgis_native", options)
+    token_bytes = sum(sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config) for model in models)
     extra = EXTRA_BLOCKS if encodes else 0
     to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
     budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
-    room = BLOCK_SIZE * budget.num_blocks(each * BLOCK_SIZE, lambda: step)
+    room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, each, 0), step, drafter)
+    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter)
 
 
 class PagedEngine:
@@ -86,10 +86,13 @@ class PagedEngine:
         torch.set_grad_enabled(False)
         self._options = options
         self._block_size = block_size
-        self.runner = runner = ModelRunner(options, block_size)
+        with library_errors("tgis_native cannot run it", Unsupported):
+            self.runner = runner = ModelRunner(options, block_size)
         history = runner.encoder.outputs.token_history if runner.encoder else _token_history
         vocab_size, ops = runner.vocab_size, select_ops(runner.device, runner.kernels)
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, options.config_eos_ids)
+        ends, forced = options.config_eos_ids, runner.encoder and runner.encoder.outputs.forced_bos_token_id
+        num_forced = int(forced is not None)
+        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, ends, num_forced)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder

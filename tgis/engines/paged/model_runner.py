@@ -115,8 +115,7 @@ class ModelRunner:
         """The logits of a prefill and of a decode, [2, V]. The prefill usually has 13 tokens: a compiler assumes that
         sizes which are equal now, such as the number of tokens and the size of a head, are always equal.
         """
-        extra = EXTRA_BLOCKS if self.encoder else 0
-        seq = dummy_sequence([*tokens], self._block_size, output=[*output], extra_blocks=extra)
+        seq = dummy_sequence([*tokens], self._block_size, output=[*output])
         seq.adapter = adapter
         return step_logits(self.compute_logits, seq, (len(seq.tokens) - 1, 1))
 
@@ -174,7 +173,7 @@ class ModelRunner:
         else:
             verify = partial(verify_attention, self.model, self.attention, self.compute_logits, length)
         if self.model.sharding:
-            on_all_ranks(verify, (Unsupported,))
+            on_all_ranks(verify)
         else:  # what drafts, too, which other ranks do not load
             verify()
         if self.kv_dtype:
@@ -217,34 +216,27 @@ class ModelRunner:
             return
         started = time.monotonic()
         log.info("compiling the model's layers")
-        adapter = None
-        if self._options.adapter_store:
-            adapter = dummy_adapter(self.lora.targets, self.model.dtype, self.device)
+        lora, passes = None, [(self.dummy_logits, eager_logits)]
         try:
-            changed_logits = on_all_ranks(partial(self.dummy_logits, adapter))
-            self.compiled = CompiledLayers(self.model, self.attention, self.lora if adapter else None)
+            if self._options.adapter_store:
+                lora, adapter = self.lora, dummy_adapter(self.lora.targets, self.model.dtype, self.device)
+                adapted = partial(self.dummy_logits, adapter)
+                passes.append((adapted, on_all_ranks(adapted)))
+            self.compiled = CompiledLayers(self.model, self.attention, lora)
             on_all_ranks(self.compiled.enable)
-            self.compiled.make_graphs(self.dummy_logits, eager_logits)
+            for run, logits in passes:
+                self.compiled.make_graphs(run, logits)
         except Unsupported as error:
             text = f"PT2_COMPILE has no effect: {error}"
             if self.compiled:
                 self.compiled.disable()
+                self.compiled = None
             if self._options.compile:
                 warn(self._options, text)
             else:
                 log.warning("%s", text)
         else:
-            if adapter:
-                self._compile_lora(self.compiled, adapter, changed_logits)
             self.compiled.freeze()
             log.info("compiled in %.1f s", time.monotonic() - started)
-        if adapter:
-            self.lora.clear()
-
-    def _compile_lora(self, compiled: CompiledLayers, adapter: LoraAdapter, eager_logits: torch.Tensor) -> None:
-        """Compile the graphs of passes with LoRA adapters."""
-        try:
-            compiled.make_graphs(partial(self.dummy_logits, adapter), eager_logits)
-        except Unsupported as error:
-            log.warning("passes with LoRA adapters are not compiled: %s", error)
-            compiled.lora_is_eager = True
+        if lora:
+            lora.clear()

@@ -94,8 +94,6 @@ class RecordedDecodes:
         self._forward = forward
         self._recorder = recorder
         self._inputs = inputs
-        self._sequences = inputs.batch(inputs.max_rows).attention.cpu_sequences
-        self._cross_sequences = inputs.cross.cpu_sequences if inputs.cross else torch.empty(0, 4)
         self._steps: dict[StepKey, _RecordedStep] = {}
 
     def run(self, batch: FlatBatch) -> Tensor | None:
@@ -103,17 +101,11 @@ class RecordedDecodes:
         if len(batch.logits_indices) != count or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
-        self._sequences[:count, 2] = batch.attention.seq_lens
-        if batch.cross:
-            self._cross_sequences[:count, 2] = batch.cross.seq_lens
         logits = self._run(count, batch.adapters.version if batch.adapters else None)
         return logits if batch.all_logits else logits[batch.logits_indices]
 
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)
-        batch.attention.cpu_sequences = self._sequences[:count]
-        if batch.cross:
-            batch.cross.cpu_sequences = self._cross_sequences[:count]
         step = self._steps.get((count, adapters))
         if step is None:
             if adapters is not None:

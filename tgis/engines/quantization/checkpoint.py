@@ -3,7 +3,8 @@ when the layer is packed, to save memory.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -18,6 +19,7 @@ from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 from tgis.errors import StartError
 from tgis.models.files import find_weights
 
+_SCALE, _WEIGHT = re.compile("(?i)scale|scb|absmax"), re.compile(r"weight(_packed)?$")
 Size = Annotated[int, Meta(ge=1)]  # in what files say
 
 
@@ -51,6 +53,10 @@ class QuantizedLayer:
         weight = self.checked()
         return replace(self, read=lambda: weight)
 
+    def unrounded(self) -> "QuantizedLayer":
+        """The layer without rounding of its activations."""
+        return replace(self, read=lambda: replace(self.read(), activations=None))
+
     def part(self, indices: Tensor, dim: int) -> "QuantizedLayer":
         """The layer with some of its outputs (dim 0) or inputs (dim 1)."""
         outputs, inputs = (len(indices) if i == dim else size for i, size in enumerate(self.shape))
@@ -74,8 +80,16 @@ class QuantizedCheckpoint:
     method: str
     plain: dict[str, Tensor]  # best mapped files
     layers: list[QuantizedLayer]
-    embeddings: Sequence[QuantizedLayer] = ()  # widened, but multiplied as codes where they are tied to a linear layer
+    embeddings: list[QuantizedLayer] = field(default_factory=list)
     _placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = field(default_factory=dict)
+
+    def find_embeddings(self, model: PreTrainedModel) -> None:
+        """Set the embeddings apart from the layers. They are widened, but multiplied as codes, with activations that
+        are not rounded, where they are tied to a linear layer.
+        """
+        names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        self.embeddings = [layer.unrounded() for layer in self.layers if layer.name in names]
+        self.layers = [layer for layer in self.layers if layer.name not in names]
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors by name; those of quantized weights are zeros that take no memory."""
@@ -189,7 +203,9 @@ def _packed_bytes(tensor: Tensor) -> int:
 
 
 def read_tensors(path: Path, suffixes: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, LayerTensors]]:
-    """Tensors by name, which stay in the files, and those with the suffixes by layer."""
+    """Tensors by name, which stay in the files, and those with the suffixes by layer. StartError for codes among the
+    plain ones.
+    """
     plain: dict[str, Tensor] = {}
     layers: dict[str, LayerTensors] = {}
     for file in find_weights(path):
@@ -199,4 +215,17 @@ def read_tensors(path: Path, suffixes: Collection[str] = ()) -> tuple[dict[str, 
             layer = name.removesuffix(f".{suffix}")
             place = plain if suffix is None else layers.setdefault(layer, LayerTensors(layer))
             place[suffix or name] = tensors.get_tensor(name)
+    _check_plain(plain)
     return plain, layers
+
+
+def _check_plain(tensors: Mapping[str, Tensor]) -> None:
+    """StartError for codes that nothing describes: integers, or values of one byte beside their scales."""
+    scales = [name for name in tensors if _SCALE.search(name)]
+    for name, tensor in tensors.items():
+        layer = _WEIGHT.sub("", name)
+        scale = next((scale for scale in scales if scale.startswith(layer) and scale != name), None)
+        is_integer = layer != name and not tensor.is_floating_point()
+        if is_integer or (tensor.itemsize == 1 and scale):
+            kind = f"{tensor.dtype} codes".removeprefix("torch.") + (f", scaled by {scale}" if scale else "")
+            raise StartError(f"{name} has {kind}, and no quantization_config says how to read them")

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _STEPS = 127.5  # half of the range of int8
 _MAX_PATTERN, _MATCH_SECONDS = 300, 10.0  # characters; for all patterns and layers together
+_EMBEDDING = regex.compile(r"(emb[^.]*|wte|wpe|shared)$")
 _Format = Literal["dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"]
 _Type = Literal["int", "float"]
 
@@ -123,7 +124,8 @@ class CompressedTensorsFormat:
         if "weight_packed" in tensors:
             table, middle = (INT4, 8) if weights.num_bits == 4 else (INT8, 0)
             codes = unpacked(tensors.words("weight_packed"), weights.num_bits)[:, : shape[1]]
-            order = column_order(tensors, "weight_g_idx", shape[1], size)
+            is_ordered = -1 in tensors.get("weight_g_idx", ())  # what the library fills it with
+            order = None if is_ordered else column_order(tensors, "weight_g_idx", shape[1], size)
             codes = codes if order is None else codes[:, order]
         else:
             table, dtype = (INT8, torch.int8) if weights.type == "int" else (E4M3, torch.float8_e4m3fn)
@@ -136,8 +138,8 @@ class CompressedTensorsFormat:
     def _arguments(self, layer: str) -> tuple[_Weights, _Inputs | None]:
         """The arguments of a layer's weight and inputs: names go before patterns, these before classes."""
         if layer not in self._by_layer:
-            target = next((target for target in self._groups if self._matches(layer, target)), "Linear")
-            group = self._groups.get(target)
+            kind = "Embedding" if _EMBEDDING.search(layer) else "Linear"
+            group = self._groups.get(next((name for name in self._groups if self._matches(layer, name)), kind))
             if group is None or group.weights is None or any(self._matches(layer, name) for name in self._ignored):
                 raise StartError(f"{layer} is quantized, but quantization_config does not say how")
             inputs = group.input_activations

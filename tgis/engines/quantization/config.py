@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
-from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint
+from tgis.engines.quantization.checkpoint import Format, QuantizedCheckpoint, read_checkpoint, read_tensors
 from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
 from tgis.engines.quantization.fp8 import Fp8Format
 from tgis.engines.quantization.gguf import read_gguf
@@ -23,7 +23,8 @@ from tgis.models.files import read_json
 ON_CUDA = False  # until `make test-gpu`, whose tests set it, has passed on a GPU
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # that old AutoGPTQ and AutoAWQ wrote
+# Files that old AutoGPTQ, old AutoAWQ and ModelOpt write beside config.json.
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def _auto_round_format(config: Mapping[str, Any]) -> Format:
@@ -35,6 +36,13 @@ def _auto_round_format(config: Mapping[str, Any]) -> Format:
     return GptqFormat({**config, "checkpoint_format": versions.get(kind, kind)})
 
 
+def _modelopt_format(config: Mapping[str, Any]) -> Format:
+    kind = config.get("quantization", config).get("quant_algo")
+    if kind != "FP8":
+        raise StartError(f"quant_algo {kind!r:.20} of modelopt is not supported, only 'FP8'")
+    return Fp8Format({})
+
+
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantization_config
     "auto-round": _auto_round_format,
     "awq": AwqFormat,
@@ -42,6 +50,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantizatio
     "compressed-tensors": CompressedTensorsFormat,
     "fp8": Fp8Format,
     "gptq": GptqFormat,
+    "modelopt": _modelopt_format,
 }
 _GGUF = "gguf"  # said by directories that tgis makes for these files
 _WIDENED = "mxfp4"  # while the model is loaded
@@ -90,6 +99,8 @@ def resolve_quantization(
     path = Path(options.model_path)
     stated = _description(config, path, _NAMES.get(asked, asked))
     method = None if stated is None else str(stated.get("quant_method"))
+    if method is None:
+        read_tensors(path)  # which refuses codes
     if method is None and asked == "none":
         if options.quantize_logits or options.quantize_activations == "int8":
             raise StartError(
@@ -118,6 +129,11 @@ def resolve_quantization(
 
 
 def _layout(method: str, description: Mapping[str, Any]) -> Format:
+    for key in ("dynamic", "extra_config"):  # GPTQModel's and auto-round's options of single layers
+        for name, options in (description.get(key) or {}).items():
+            is_plain = name.startswith("-") or options.get("bits", 0) >= 16
+            if not is_plain and not options.items() <= description.items():
+                raise StartError(f"quantization_config.{key}: other options for {name!r:.60} are not supported")
     try:
         return _FORMATS[method](description)
     except msgspec.ValidationError as error:
@@ -128,6 +144,8 @@ def _description(config: PreTrainedConfig, path: Path, asked: str) -> Any:
     """The description of a quantized checkpoint, None if it is plain. TGIS's files need QUANTIZE=gptq."""
     if (description := getattr(config, "quantization_config", None)) is not None:
         return description
+    if (description := getattr(config, "compression_config", None)) is not None:
+        return {**description, "quant_method": "compressed-tensors"}
     for name, method in _FILES.items():
         if (path / name).is_file():
             return {"quant_method": method, **read_json(path / name)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
@@ -37,11 +37,9 @@ def read_gguf(path: Path, config: PreTrainedConfig) -> QuantizedCheckpoint:
         model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=False)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     names = _names(model, header.architecture)
-    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
     data = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     plain: dict[str, Tensor] = {}
     layers: list[QuantizedLayer] = []
-    embeddings: list[QuantizedLayer] = []
     for name, tensor in header.tensors.items():
         if name.startswith(_ROPE):
             continue
@@ -54,9 +52,8 @@ def read_gguf(path: Path, config: PreTrainedConfig) -> QuantizedCheckpoint:
             continue
         target, read = names[name].removesuffix(".weight"), partial(_read, tensor.kind, rows)
         size = int(prod(tensor.shape) * _PACKED_BYTES[tensor.kind])
-        layer = QuantizedLayer(target, (tensor.shape[0], tensor.shape[1]), size, read)
-        (layers if names[name] in linears else embeddings).append(layer)
-    return QuantizedCheckpoint("gguf", plain, layers, embeddings)
+        layers.append(QuantizedLayer(target, (tensor.shape[0], tensor.shape[1]), size, read))
+    return QuantizedCheckpoint("gguf", plain, layers)
 
 
 def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:

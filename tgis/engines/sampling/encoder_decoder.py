@@ -34,7 +34,7 @@ class EncoderDecoder:
         words = [word[0] for word in config.bad_words_ids or [] if len(word) == 1]
         suppressed = [*words, *(config.suppress_tokens or [])]  # such as Marian's padding
         self.decoder_start_token_id = start
-        self._forced_bos_token_id = config.forced_bos_token_id  # starts every output: a target language
+        self.forced_bos_token_id = config.forced_bos_token_id  # starts every output: a target language
         known = [token for token in suppressed if 0 <= token < vocab_size]
         self._suppressed_token_ids = torch.tensor(known, dtype=torch.int64, device=device)
 
@@ -49,10 +49,10 @@ class EncoderDecoder:
     def constrain(self, logits: Tensor, first_step_rows: list[int]) -> None:
         """Change logits [rows, V] in place; `first_step_rows` have no token yet."""
         logits.index_fill_(-1, self._suppressed_token_ids, -torch.inf)
-        if self._forced_bos_token_id is not None and first_step_rows:
+        if self.forced_bos_token_id is not None and first_step_rows:
             rows = to_device(first_step_rows, torch.int64, logits.device)
             logits.index_fill_(0, rows, -torch.inf)
-            logits[:, self._forced_bos_token_id].index_fill_(0, rows, 0)
+            logits[:, self.forced_bos_token_id].index_fill_(0, rows, 0)
 
     def prefilled(self, seqs: list[Sequence], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprobs]]]:
         """The result of a prefill from the decoder's last logits [rows, V]."""

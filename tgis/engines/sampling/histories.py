@@ -111,6 +111,7 @@ class Histories:
     ids: Tensor  # [slots, columns]
     rows: Tensor  # [3, B]: slots, and where in them the outputs start and end; empty if no row has a history
     only_eos: NDArray[np.bool_] | None = None  # [B]: a grammar allows nothing but the end; None: no row has a grammar
+    num_forced: int = 0  # tokens that the model forces at the start of an output
 
     def of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The histories of some rows [r]: their ids [r, columns], and where the outputs start and end [r, 1]."""

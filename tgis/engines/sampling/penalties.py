@@ -240,7 +240,7 @@ class Penalties:
 
     def __init__(self, params: list[SamplingParams], indices: list[int], eos: Ends) -> None:
         """`indices` are the places of the rows in the whole batch."""
-        self._penalties = []
+        self._penalties, self._indices = [], indices
         for kind, is_used_by in _USED_BY.items():
             if rows := [row for row, row_params in enumerate(params) if is_used_by(row_params)]:
                 in_batch, users = [indices[row] for row in rows], [params[row] for row in rows]
@@ -271,6 +271,10 @@ class Penalties:
         """Change `scores` [b, V], or a copy in float32 where numbers change."""
         if scores.dtype != torch.float64 and not all(isinstance(penalty, _IN_ANY_DTYPE) for penalty in self._penalties):
             scores = scores.float()
+        forced = np.flatnonzero(histories.num_generated[self._indices] < histories.num_forced).tolist()
+        kept = scores[forced] if forced else None
         for penalty in self._penalties:
             penalty.apply(scores, histories)
+        if kept is not None:
+            scores[forced] = kept
         return scores

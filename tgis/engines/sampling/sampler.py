@@ -205,14 +205,15 @@ class BatchSampler:
         history_of: Callable[[Sequence], list[int]],
         ops: SamplingOps,
         config_eos_ids: Iterable[int] = (),
+        num_forced: int = 0,
     ) -> None:
         """`vocab_size` is the width of the logits. A minimum length excludes all of `eos_ids`; a length penalty boosts
         `config_eos_ids`, if given. A repetition penalty and a watermark apply to the tokens that `history_of` returns,
-        those of the output last.
+        those of the output last. No parameter excludes the first `num_forced` tokens of an output.
         """
         self._vocab_size = vocab_size
         self._device = device
-        self._history_of = history_of
+        self._history_of, self._num_forced = history_of, num_forced
         self._ops = ops
         ends = [sorted({id_ for id_ in ids if 0 <= id_ < vocab_size}) for ids in (eos_ids, config_eos_ids or eos_ids)]
         self._eos = Ends(*(to_device(ids, torch.int64, device) for ids in ends))
@@ -248,7 +249,7 @@ class BatchSampler:
         if newest is not None and self._history_rows:
             self._slots.append(rows, newest)
         grammars = apply_grammars(logits, self._seqs, self._grammar_rows) if self._grammar_rows else NO_GRAMMARS
-        histories = Histories(self._num_generated, self._slots.ids, rows, grammars.only_eos)
+        histories = Histories(self._num_generated, self._slots.ids, rows, grammars.only_eos, self._num_forced)
         step = StepInputs(logits, histories, keys, self._ops)
         tables = [group.method(group, step) for group in self._groups]
         return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, grammars.problems)

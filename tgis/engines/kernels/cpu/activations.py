@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, is_special, output_of, rows_close
+from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, is_special, rows_close
 
 _GATED_MLPS = ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo")  # the projections; the second ones are T5's
 
@@ -78,7 +78,7 @@ def as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
     if [*module.children(), *module.parameters(), *module.buffers()] or is_special(module):
         return None
     x = inputs_of_all_sizes()
-    output = output_of(module, x.clone())
+    output = module(x.clone())
     name = next((name for name, function in ACTIVATIONS.items() if rows_close(function(x), output)), None)
     return None if name is None else Activation(module, name, kernels)
 
@@ -106,4 +106,4 @@ def _computes_gated_mlp(module: nn.Module, activation: Callable[[Tensor], Tensor
     x = inputs_of_all_sizes()
     probe = copy.copy(module)
     probe._modules = module._modules | dict(zip(_gated_projections(module), (gate, up, down), strict=True))
-    return rows_close(down(activation(gate(x)) * up(x)), output_of(probe, x))
+    return rows_close(down(activation(gate(x)) * up(x)), probe(x))

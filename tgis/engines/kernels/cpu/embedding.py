@@ -22,9 +22,8 @@ class PackedEmbedding(nn.Embedding):  # type: ignore[misc]
             [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4,
             ctypes.c_int,
         )
-        weight = self.weight.detach()
-        del self.weight
-        self.weight = weight.to("meta", dtype)  # some models ask for its dtype
+        del self._parameters["weight"]
+        self.weight: Tensor = torch.empty(0, dtype=dtype, device="meta")  # some models ask for its dtype
 
     def forward(self, ids: Tensor) -> Tensor:  # [...] -> [..., size]
         assert ids.dtype == torch.int64, ids.dtype
@@ -36,28 +35,29 @@ class PackedEmbedding(nn.Embedding):  # type: ignore[misc]
         return y
 
 
-def token_embeddings(model: PreTrainedModel) -> list[nn.Embedding]:
-    """Those of the model, or of its encoder and decoder, whose forward is not wrapped."""
-    parts = (model.get_encoder(), model.get_decoder()) if model.config.is_encoder_decoder else (model,)
-    embeddings = {part.get_input_embeddings() for part in parts}
-    return [x for x in embeddings if isinstance(x, nn.Embedding) and "forward" not in vars(x) and x.max_norm is None]
+class TokenEmbeddings:
+    """The embeddings of a model, or of its encoder and decoder, and the weight of its logits before this is packed."""
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        parts = (model.get_encoder(), model.get_decoder()) if model.config.is_encoder_decoder else (model,)
+        self._embeddings = {part.get_input_embeddings() for part in parts}
+        self._head_weight = model.get_output_embeddings().weight
 
-def pack_embeddings(
-    embeddings: list[nn.Embedding], head: Tensor, gemm: object, kernels: CpuKernels, dtype: torch.dtype
-) -> None:
-    """Replace embeddings in place. `gemm` multiplies by the packed weight of the logits, `head` before it was packed."""
-    halves: dict[Tensor, Tensor] = {}
-    for embedding in embeddings:
-        weight = embedding.weight
-        if weight is head and isinstance(gemm, CpuGemm):
-            packed, tile_n = gemm.packed, TILE_N
-        elif dtype in DTYPES and weight.is_floating_point():
-            packed, tile_n = halves.setdefault(weight, smallest(weight.detach(), dtype)), 1
-        else:
-            continue
-        if tile_n == 1 and packed.dtype == dtype:
-            continue
-        kind = type(embedding)
-        embedding.__class__ = PackedEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, PackedEmbedding), {})
-        embedding.share(packed, tile_n, kernels, dtype)
+    def pack(self, model: PreTrainedModel, kernels: CpuKernels) -> None:
+        """Replace in place those whose forward is not wrapped."""
+        gemm = getattr(model.get_output_embeddings(), "gemm", None)
+        head = gemm if isinstance(gemm, CpuGemm) else None
+        halves: dict[Tensor, Tensor] = {}
+        for embedding in self._embeddings:
+            is_wrapped = not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding)
+            if is_wrapped or (dtype := embedding.weight.dtype) not in DTYPES:
+                continue
+            if head and embedding.weight is self._head_weight:
+                packed, tile_n = head.packed, TILE_N
+            else:
+                packed, tile_n = halves.setdefault(embedding.weight, smallest(embedding.weight.detach(), dtype)), 1
+            if tile_n > 1 or packed.dtype != dtype:
+                kind = type(embedding)
+                bases = (PackedEmbedding,) if kind is nn.Embedding else (kind, PackedEmbedding)
+                embedding.__class__ = type(kind.__name__, bases, {})
+                embedding.share(packed, tile_n, kernels, dtype)

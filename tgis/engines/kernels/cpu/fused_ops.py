@@ -3,7 +3,8 @@
 Models write these in many ways. A module or function is replaced only if it computes what the kernel does (probes.py).
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,26 +15,34 @@ from tgis.engines.kernels.cpu.norms import as_norm
 from tgis.engines.kernels.cpu.rotary import fuse_rotary
 from tgis.engines.kernels.cpu.softcap import fuse_softcap
 
+log = logging.getLogger(__name__)
 
-def fuse(model: PreTrainedModel, kernels: CpuKernels | None) -> int:
-    """Replace norms, activations, rotary embeddings and soft caps of logits in a CPU model; how many were replaced."""
+_Replace = Callable[[nn.Module, CpuKernels], nn.Module | None]
+_REPLACEMENTS: tuple[_Replace, ...] = as_gated_mlp, as_norm, as_activation  # whole MLPs first: they contain the others
+
+
+def fuse(model: PreTrainedModel, kernels: CpuKernels | None, kinds: Collection[type] | None = None) -> int:
+    """Replace norms, activations, rotary embeddings and soft caps of logits in a CPU model; how many were replaced.
+    `kinds`: the classes of the modules that a pass calls; others, such as those of images, are left as they are.
+    """
     if kernels is None or model.dtype not in DTYPES:
         return 0
     count = 0
-    for replace in (as_gated_mlp, as_norm, as_activation):  # whole MLPs first: they contain the others
-        replaced = list(_replacements(model, kernels, replace))
-        for parent, name, module in replaced:
-            setattr(parent, name, module)
-        count += len(replaced)
+    for replace in _REPLACEMENTS:
+        for path, parent in [*model.named_modules()]:
+            for name, child in [*parent.named_children()]:
+                called = kinds is None or type(child) in kinds
+                if called and (module := _replaced(replace, child, kernels, f"{path}.{name}")):
+                    setattr(parent, name, module)
+                    count += 1
     count += sum([fuse_rotary(module, kernels) for module in model.modules()])
     return count + fuse_softcap(model, kernels)
 
 
-def _replacements(
-    model: PreTrainedModel, kernels: CpuKernels, replace: Callable[[nn.Module, CpuKernels], nn.Module | None]
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            module = replace(child, kernels)
-            if module:
-                yield parent, name, module
+def _replaced(replace: _Replace, module: nn.Module, kernels: CpuKernels, path: str) -> nn.Module | None:
+    """What takes the place of a module; None if it raises anything for the tensors that it is tried with."""
+    try:
+        return replace(module, kernels)
+    except Exception as error:  # noqa: BLE001 - the code is the model's
+        log.debug("%s, %s, is not fused: %r", path, type(module).__name__, error)
+        return None

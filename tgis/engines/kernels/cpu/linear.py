@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
-from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
+from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.quantized import (
     PlainGemm,
@@ -33,8 +32,8 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # of mixtures of
 
 
 class GemmSelector:
-    """The GEMM for each weight: ours if it is right on this CPU, that for AMX before the others, else oneDNN's. Quantizes
-    what is to be quantized.
+    """The GEMM for each weight: ours if it is right on this CPU, that for AMX before the others, else oneDNN's.
+    Quantizes what is to be quantized.
     """
 
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:

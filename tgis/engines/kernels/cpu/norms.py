@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.probes import is_special, output_of, rows_close
+from tgis.engines.kernels.cpu.probes import is_special, rows_close
 
 _DEFAULT_EPS = 1e-5  # of norms without an attribute for it
 
@@ -89,7 +89,7 @@ def _computes_norm(module: nn.Module, size: int, formula: NormFormula) -> bool:
         parameter.data = torch.randn(size, generator=generator)
     x = torch.randn(1, 3, size, generator=generator) + 1
     x *= torch.tensor([[1.0], [30.0], [formula.eps**0.5]])
-    return rows_close(formula(x, *_weight_and_bias(module)), output_of(module, x))
+    return rows_close(formula(x, *_weight_and_bias(module)), module(x))
 
 
 def _weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:

@@ -1,10 +1,13 @@
 """Whether a module or function of a model computes a formula: both are compared on random numbers, in float32."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-5  # relative to the largest number of a row
 
@@ -22,7 +25,8 @@ def output_of(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """The output of a function; None if it does not accept such inputs."""
     try:
         return function(*inputs)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
+    except Exception as error:  # noqa: BLE001 - the code is the model's
+        log.debug("%s is not fused: %r", getattr(function, "__qualname__", function), error)
         return None
 
 

@@ -65,9 +65,6 @@ class RecorderMemory:
             raise Unsupported("a pass has other constants for other sizes")
         return known.view(x.shape)
 
-    def copied(self, x: Tensor) -> Tensor:
-        return self.empty(x).copy_(x)
-
     def borrowed(self, x: Tensor) -> Tensor:
         """A view that does not keep its block from being reused; a tensor of other memory is returned itself."""
         block = self._blocks.get(address_of(x) or 0)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tgis.engines.kernels.cpu.aten_kernels import AtenKernels
 from tgis.engines.kernels.cpu.library import CpuKernels, call_recorder
 from tgis.engines.kernels.cpu.recorder_memory import RecorderMemory, address_of
-from tgis.engines.kernels.cpu.replay import KernelCall, KernelCalls, RecordedPass, ResizablePass
+from tgis.engines.kernels.cpu.replay import KernelCalls, RecordedPass, ResizablePass, call_words
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
@@ -84,14 +85,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self._memory = memory
         self._replay = kernels.function("replay", torch.float32, [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64)
         self._aten_kernels = AtenKernels(kernels)
-        self._calls: list[KernelCall] = []  # since the last part
+        self._calls: list[list[int]] = []  # since the last part
         self._names: list[str] = []  # of their functions
         self._recorded = RecordedPass(kept=[memory])
 
     def add_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
         """Record a call of a C kernel; whether it need not be made."""
         self._recorded.kept += [argument for argument in arguments if isinstance(argument, ctypes.Structure)]
-        self._calls.append(KernelCall.of(function, arguments))
+        self._calls.append(call_words(function, arguments))
         self._names.append(function.__name__)
         return self._dry
 
@@ -174,7 +175,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         if is_view:
             self._add_part(lambda: operator(*args, **kwargs))
             return result
-        results = tree_map_only(Tensor, self._memory.copied, result)
+        results = tree_map_only(Tensor, lambda x: self._memory.empty(x).copy_(x), result)
         targets = [self._memory.borrowed(x) for x in _tensors(results)]
         self._add_part(partial(_run_into, targets, operator, args, kwargs))
         return results
@@ -189,7 +190,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
 
     def _end_calls(self) -> None:
         if self._calls:
-            self._recorded.parts.append(KernelCalls(self._replay, self._calls, self._names))
+            words = np.array(self._calls, np.int64).ravel()
+            self._recorded.parts.append(KernelCalls(self._replay, words, self._names))
             self._calls, self._names = [], []
 
 

@@ -1,54 +1,31 @@
 """Replays of recorded passes: calls of C kernels with the arguments that they had, and operators of PyTorch."""
 
-import copy
 import ctypes
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tgis.errors import Unsupported
 
-MAX_ARGUMENTS = 14  # as in replay.c
-
-
-class KernelCall(ctypes.Structure):
-    """`recorded_call` of replay.c."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("returns_status", ctypes.c_int64),
-        ("arguments", ctypes.c_int64 * MAX_ARGUMENTS),
-    )
-
-    @classmethod
-    def of(cls, function: Any, arguments: tuple[Any, ...]) -> "KernelCall":
-        address, returns_status = ctypes.cast(function, ctypes.c_void_p).value, function.restype is not None
-        return cls(address, returns_status, tuple(map(_register, arguments)))
+_MAX_ARGUMENTS = 14  # as in replay.c
 
 
 class KernelCalls:
     """Calls of C kernels, one after the other."""
 
-    def __init__(self, replay: Callable[..., int], calls: list[KernelCall], names: list[str]) -> None:
-        """`names` are the names of the functions."""
-        self._replay = replay
-        self.calls: Any = (KernelCall * len(calls))(*calls)
-        self._names = names
-
-    def moved_to(self, memory: NDArray[np.int64]) -> Self:
-        """Calls that are made as the memory says, which begins with a copy of these."""
-        moved = copy.copy(self)
-        moved.calls = type(self.calls).from_buffer(memory)
-        return moved
+    def __init__(self, replay: Callable[..., int], words: NDArray[np.int64], names: list[str]) -> None:
+        """`words` begin with a `call_words` for each name of a function; they may be changed later."""
+        self.replay, self.words, self.names = replay, words, names
+        self._address = words.ctypes.data
 
     def __call__(self) -> None:
-        if failed := self._replay(self.calls, len(self._names)):
-            raise RuntimeError(f"{self._names[failed - 1]} failed, call {failed} of a recorded pass")
+        if failed := self.replay(self._address, len(self.names)):
+            raise RuntimeError(f"{self.names[failed - 1]} failed, call {failed} of a recorded pass")
 
 
 @dataclass(slots=True)
@@ -73,7 +50,7 @@ class RecordedPass:
 
     def words(self, address: int = 0) -> NDArray[np.int64]:
         """All calls, then the structures that they point to, as they would be at this address."""
-        calls = np.frombuffer(self.kernel_calls.calls, np.int64)
+        calls = self.kernel_calls.words
         structures = [np.frombuffer(memoryview(x), np.int64) for x in self.kept if isinstance(x, ctypes.Structure)]
         starts = accumulate(map(len, structures), initial=len(calls))
         moved = {old.ctypes.data: address + 8 * start for old, start in zip(structures, starts, strict=False)}
@@ -106,11 +83,23 @@ class ResizablePass:
             raise Unsupported("a pass has other calls for other sizes")
         self._words = words.copy()
         self._words[:] = largest.words(self._words.ctypes.data)
-        self._run, self._kept = largest.kernel_calls.moved_to(self._words), largest.kept
+        calls, self._kept = largest.kernel_calls, largest.kept
+        self._run = KernelCalls(calls.replay, self._words, calls.names)
 
     def __call__(self, sizes: tuple[int, ...]) -> None:
         self._words[self._moving] = self._fixed + self._factors @ sizes
         self._run()
+
+
+def call_words(function: Any, arguments: tuple[Any, ...]) -> list[int]:
+    """`recorded_call` of replay.c: the function, whether it returns a status, and its arguments as they are passed in
+    registers.
+    """
+    address, returns_status = ctypes.cast(function, ctypes.c_void_p).value, function.restype is not None
+    assert address
+    assert len(arguments) <= _MAX_ARGUMENTS
+    unused = [0] * (_MAX_ARGUMENTS - len(arguments))
+    return [address, int(returns_status), *map(_register, arguments), *unused]
 
 
 def _register(argument: Any) -> int:

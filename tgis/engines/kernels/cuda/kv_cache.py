@@ -18,12 +18,7 @@ def write_kv_cache(k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor,
     k, v = (states if states.stride(2) == 1 else states.contiguous() for states in (k, v))
     _write_token[num_tokens,](
         *(k, v, key_cache, value_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        num_heads=num_heads,
-        k_size=k_size,
-        v_size=v_size,
-        block_heads=triton.next_power_of_2(num_heads),
-        block_k=triton.next_power_of_2(k_size),
-        block_v=triton.next_power_of_2(v_size),
+        *(num_heads, k_size, v_size),
     )
 
 
@@ -41,15 +36,12 @@ def _write_token(
     num_heads: tl.constexpr,
     k_size: tl.constexpr,
     v_size: tl.constexpr,
-    block_heads: tl.constexpr,
-    block_k: tl.constexpr,
-    block_v: tl.constexpr,
 ) -> None:
     """Write all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.load(slot_mapping + token).to(tl.int64) * num_heads  # row of heads in the caches
-    head = tl.arange(0, block_heads)[:, None]
-    k_offsets, v_offsets = tl.arange(0, block_k), tl.arange(0, block_v)
+    head = tl.arange(0, triton.next_power_of_2(num_heads))[:, None]
+    k_offsets, v_offsets = tl.arange(0, triton.next_power_of_2(k_size)), tl.arange(0, triton.next_power_of_2(v_size))
     k_mask, v_mask = (head < num_heads) & (k_offsets < k_size), (head < num_heads) & (v_offsets < v_size)
     key = tl.load(k + token * k_token_stride + head * k_head_stride + k_offsets, mask=k_mask)
     value = tl.load(v + token * v_token_stride + head * v_head_stride + v_offsets, mask=v_mask)

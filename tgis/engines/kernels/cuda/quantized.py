@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear, quantized_weight
 from tgis.engines.kernels.cpu.quantized import PlainGemm
-from tgis.engines.kernels.cuda.paged_prefill import MIN_DOT
+from tgis.engines.kernels.cuda.attention_tile import MIN_DOT
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight

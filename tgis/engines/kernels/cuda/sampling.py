@@ -15,10 +15,9 @@ from torch import Tensor
 _BLOCK = 4096  # tokens per loop iteration, or of a program
 _MIN_CANDIDATES = 128  # kernels are compiled per power of two of candidates: fewer variants
 _COLUMNS = tl.constexpr(5)  # of a table, before the best tokens
-_INVALID, _INEXACT = tl.constexpr(1.0), tl.constexpr(2.0)  # states of a row; inexact ones are searched
-_STEPS = tl.constexpr(33)  # of a bisection of 32-bit integers
+_INVALID = tl.constexpr(1.0)  # state of a row
 _LOWEST_BITS = tl.constexpr(0x7FFFFFFF)  # of a float32, but the sign
-_LAST_KEY = tl.constexpr(2**63 - 1)
+_LAST_KEY, _LAST_ID = tl.constexpr(2**63 - 1), tl.constexpr(2**32 - 1)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
@@ -130,23 +129,15 @@ def filtered_draw_table(
     `columns` are, each [b, 1]: the highest score, the temperature, the mass of the whole vocabulary, the noise key, and
     how many of the best tokens are wanted, of which `max_top`, at most C, are in the table.
     """
-    values, ids = best
-    (rows, count), device = values.shape, values.device
+    values, ids = (tensor.contiguous() for tensor in best)
+    rows, count = values.shape
     assert max_top <= count
     assert scores.stride(1) == 1
-    assert values.is_contiguous()
-    assert ids.is_contiguous()
-    table = torch.empty(rows, _COLUMNS.value + 2 * max_top, dtype=torch.float64, device=device)
-    max_scores, temperatures, masses, keys, top_n = (column.contiguous() for column in columns)
+    table = torch.empty(rows, _COLUMNS.value + 2 * max_top, dtype=torch.float64, device=values.device)
     _filtered_draw[rows,](
-        *(table, values, ids, scores.shape[1], count, max_top),
-        *(max_scores, temperatures, masses, keys, top_n, top_k, top_p),
-        block_size=max(triton.next_power_of_2(count), _MIN_CANDIDATES),
-    )
-    _searched_draw[rows,](
-        *(table, scores, scores.stride(0), scores.shape[1], max_top),
-        *(max_scores, temperatures, keys, top_n, top_k, top_p),
-        top_size=triton.next_power_of_2(max(max_top, 1)),
+        *(table, scores, scores.stride(0), scores.shape[1], values, ids, count, max_top),
+        *(*(column.contiguous() for column in columns), top_k, top_p),
+        list_size=max(triton.next_power_of_2(count), _MIN_CANDIDATES),
         block_size=_BLOCK,
         num_warps=8,
     )
@@ -156,9 +147,11 @@ def filtered_draw_table(
 @triton.jit(do_not_specialize=["vocab_size", "count", "max_top"])
 def _filtered_draw(
     table: tl.tensor,
+    scores: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
-    vocab_size: tl.tensor,
     count: tl.tensor,
     max_top: tl.tensor,
     max_scores: tl.tensor,
@@ -168,21 +161,24 @@ def _filtered_draw(
     top_ns: tl.tensor,
     top_ks: tl.tensor,
     top_ps: tl.tensor,
+    list_size: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
-    row, index = tl.program_id(0), tl.arange(0, block_size)
+    row, index = tl.program_id(0), tl.arange(0, list_size)
     is_listed = index < count
     value, token = _sorted(values + row * count, ids + row * count, index, is_listed)
-    max_score = tl.load(max_scores + row)
+    max_score, temperature = tl.load(max_scores + row), tl.load(temperatures + row)
+    noise_key, top_n = tl.load(noise_keys + row), tl.load(top_ns + row)
+    k = 0 if top_ks is None else tl.load(top_ks + row)
+    p = 1.0 if top_ps is None else tl.load(top_ps + row)
     lowest = tl.min(tl.where(is_listed, value, float("inf")), 0)
     is_complete = (lowest == -float("inf")) | (vocab_size <= count)
     kept = is_listed & (value > tl.where(is_complete, -float("inf"), lowest))
-    logit = (value.to(tl.float64) - max_score) / tl.load(temperatures + row)
+    logit = (value.to(tl.float64) - max_score) / temperature
     mass = tl.where(kept, tl.exp(logit), 0.0)
     total = tl.where(is_complete, tl.sum(mass, 0), tl.load(masses + row))
     is_exact = tl.full([], True, tl.int1)
     if top_ks is not None:
-        k = tl.load(top_ks + row)
         kth = _element(logit, tl.minimum(tl.maximum(k - 1, 0), count - 1), index)
         is_exact &= (k <= 0) | is_complete | (tl.sum(kept.to(tl.int64), 0) >= k)
         is_complete |= k > 0
@@ -190,151 +186,101 @@ def _filtered_draw(
         mass = tl.where(kept, mass, 0.0)
         total = tl.where(is_complete, tl.sum(mass, 0), total)
     if top_ps is not None:
-        p = tl.load(top_ps + row)
         threshold = tl.where(p < 1, p * total, float("inf"))
         is_exact &= (p >= 1) | is_complete | (tl.sum(mass, 0) >= threshold)
         is_complete |= p < 1
         kept &= (tl.cumsum(mass, 0) - mass < threshold) | (index == 0)
         mass = tl.where(kept, mass, 0.0)
         total = tl.where(is_complete, tl.sum(mass, 0), total)
-    ratio = exponential_noise(tl.load(noise_keys + row), token) * tl.exp(-logit)  # E / p
+    num_kept = tl.sum(kept.to(tl.int64), 0)
+    is_exact &= is_complete | (num_kept >= top_n)
+    ratio = exponential_noise(noise_key, token) * tl.exp(-logit)  # E / p
     at = tl.argmin(tl.where(kept, ratio, float("inf")), 0)
-    drawn_logit, log_total = _element(logit, at, index), tl.log(total)
-    rank = 1 + tl.sum((kept & (logit > drawn_logit)).to(tl.int32), 0)
-    top_n = tl.load(top_ns + row)
-    nth = _element(logit, tl.minimum(tl.maximum(top_n - 1, 0), count - 1), index)
-    num_top = tl.minimum(tl.sum((kept & (logit >= nth)).to(tl.int32), 0), max_top)
-    is_exact &= is_complete | (tl.sum(kept.to(tl.int64), 0) >= top_n)
+    drawn, drawn_value = _element(token, at, index), _element(value, at, index)
+    rank = 1 + tl.sum((kept & (value > drawn_value)).to(tl.int64), 0)
     is_valid = tl.abs(max_score) < float("inf")
-    state = tl.where(is_valid, tl.where(is_exact, 0.0, _INEXACT), _INVALID)
-    line = table + row * (_COLUMNS + 2 * max_top)
-    tl.store(line, _element(token, at, index).to(tl.float64))
-    tl.store(line + 1, state.to(tl.float64))
-    tl.store(line + 2, drawn_logit - log_total)
-    tl.store(line + 3, rank.to(tl.float64))
-    tl.store(line + 4, num_top.to(tl.float64))
-    tl.store(line + _COLUMNS + index, token.to(tl.float64), mask=index < max_top)
-    tl.store(line + _COLUMNS + max_top + index, logit - log_total, mask=index < max_top)
-
-
-@triton.jit(do_not_specialize=["vocab_size", "max_top"])
-def _searched_draw(
-    table: tl.tensor,
-    scores: tl.tensor,
-    stride: tl.tensor,
-    vocab_size: tl.tensor,
-    max_top: tl.tensor,
-    max_scores: tl.tensor,
-    temperatures: tl.tensor,
-    noise_keys: tl.tensor,
-    top_ns: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    top_size: tl.constexpr,
-    block_size: tl.constexpr,
-) -> None:
-    """Draw from the whole row where the list was too short. The kept tokens are those above a level and the first ones
-    at it, which bisections find; the table has the ids of the best tokens already.
-    """
-    row = tl.program_id(0)
-    line = table + row * (_COLUMNS + 2 * max_top)
-    if tl.load(line + 1) == _INEXACT:
-        scores += row.to(tl.int64) * stride
-        max_score, temperature = tl.load(max_scores + row), tl.load(temperatures + row)
-        key = tl.load(noise_keys + row)
-        level, last_id = tl.full([], -(2**31), tl.int64), tl.zeros([], tl.int64) + vocab_size - 1
-        if top_ks is not None:
-            k = tl.load(top_ks + row)
-            k = tl.where(k > 0, k, _LAST_KEY)
-            above = _order(max_score) + 1
-            for _ in range(_STEPS):
-                middle = (level + above) >> 1
-                count, _mass = _kept(scores, vocab_size, max_score, temperature, middle, last_id, block_size)
-                level, above = tl.where(count >= k, middle, level), tl.where(count >= k, above, middle)
-        if top_ps is not None:
-            p = tl.load(top_ps + row)
-            _count, total = _kept(scores, vocab_size, max_score, temperature, level, last_id, block_size)
-            threshold = tl.where(p < 1, tl.maximum(p * total, 1e-300), float("inf"))
-            below, level = level - 1, _order(max_score)
-            for _ in range(_STEPS):  # the lowest level above which there is less than the threshold
-                middle = (below + level) >> 1
-                _count, mass = _kept(scores, vocab_size, max_score, temperature, middle, below * 0 - 1, block_size)
-                below, level = tl.where(mass < threshold, below, middle), tl.where(mass < threshold, middle, level)
-            after, last_id = last_id + 1, last_id * 0
-            for _ in range(_STEPS):  # the last token before which there is less than the threshold
-                middle = (last_id + after) >> 1
-                _count, mass = _kept(scores, vocab_size, max_score, temperature, level, middle - 1, block_size)
-                last_id, after = tl.where(mass < threshold, middle, last_id), tl.where(mass < threshold, after, middle)
-        num_kept, total = _kept(scores, vocab_size, max_score, temperature, level, last_id, block_size)
-        least, first = tl.full([block_size], float("inf"), tl.float64), tl.zeros([block_size], tl.int64)
-        for start in range(0, vocab_size, block_size):
-            ids = start + tl.arange(0, block_size)
-            value = tl.load(scores + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-            logit = (value.to(tl.float64) - max_score) / temperature
-            ratio = exponential_noise(key, ids) * tl.exp(-logit)  # E / p
-            is_less = _is_kept(value, ids, level, last_id) & (ratio < least)
-            least, first = tl.where(is_less, ratio, least), tl.where(is_less, ids, first)
-        token = _element(first, tl.argmin(least, 0), tl.arange(0, block_size))
-        drawn = tl.load(scores + token).to(tl.float32)
-        higher, _mass = _kept(scores, vocab_size, max_score, temperature, _order(drawn), last_id * 0 - 1, block_size)
-        index = tl.arange(0, top_size)
-        top_ids = tl.load(line + _COLUMNS + index, mask=index < max_top, other=0.0).to(tl.int64)
-        logit = (tl.load(scores + top_ids).to(tl.float64) - max_score) / temperature
-        nth = _element(logit, tl.maximum(tl.load(top_ns + row) - 1, 0), index)
-        num_top = tl.sum(((index < max_top) & (index < num_kept) & (logit >= nth)).to(tl.int32), 0)
-        tl.store(line, token.to(tl.float64))
-        tl.store(line + 1, tl.zeros([], tl.float64))
-        tl.store(line + 2, (drawn.to(tl.float64) - max_score) / temperature - tl.log(total))
-        tl.store(line + 3, (higher + 1).to(tl.float64))
-        tl.store(line + 4, num_top.to(tl.float64))
-        tl.store(line + _COLUMNS + max_top + index, logit - tl.log(total), mask=index < max_top)
+    if is_valid & (is_exact == 0):  # the list is too short
+        line = scores + row.to(tl.int64) * stride, vocab_size, max_score, temperature
+        last_key = _search(line, k, p, block_size)
+        num_kept, total = _kept(line, last_key, block_size)
+        drawn = _draw(line, noise_key, last_key, block_size)
+        drawn_value = tl.load(line[0] + drawn).to(tl.float32)
+        rank = 1 + _kept(line, _key(drawn_value, 0) - 1, block_size)[0]
+    nth = _element(logit, tl.minimum(tl.maximum(top_n - 1, 0), count - 1), index)
+    is_top = (index < max_top) & (index < num_kept) & (logit >= nth)
+    table += row * (_COLUMNS + 2 * max_top)
+    tl.store(table, drawn.to(tl.float64))
+    tl.store(table + 1, tl.where(is_valid, 0.0, _INVALID).to(tl.float64))
+    tl.store(table + 2, (drawn_value.to(tl.float64) - max_score) / temperature - tl.log(total))
+    tl.store(table + 3, rank.to(tl.float64))
+    tl.store(table + 4, tl.sum(is_top.to(tl.int32), 0).to(tl.float64))
+    tl.store(table + _COLUMNS + index, token.to(tl.float64), mask=index < max_top)
+    tl.store(table + _COLUMNS + max_top + index, logit - tl.log(total), mask=index < max_top)
 
 
 @triton.jit
-def _kept(
-    scores: tl.tensor,
-    vocab_size: tl.tensor,
-    max_score: tl.tensor,
-    temperature: tl.tensor,
-    level: tl.tensor,
-    last_id: tl.tensor,
-    block_size: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The number of tokens that are kept, and their mass."""
+def _search(line: tl.tuple, k: tl.tensor, p: tl.tensor, block_size: tl.constexpr) -> tl.tensor:
+    """The key of the last token that top_k and top_p keep of a line, found by bisection."""
+    last_key, best_key = tl.full([], _LAST_KEY, tl.int64), _key(line[2], 0)
+    if k > 0:  # tokens that tie with the k-th are kept
+        low, high = (best_key >> 32) - 1, last_key >> 32
+        for _ in range(32):
+            middle = (low + high) >> 1
+            count, _mass = _kept(line, middle << 32 | _LAST_ID, block_size)
+            low, high = tl.where(count < k, middle, low), tl.where(count < k, high, middle)
+        last_key = high << 32 | _LAST_ID
+    if p < 1:
+        _count, total = _kept(line, last_key, block_size)
+        threshold, low = tl.maximum(p * total, 1e-300), best_key - 1
+        for _ in range(64):
+            middle = (low & last_key) + ((low ^ last_key) >> 1)  # the mean, whose sum may not fit
+            _count, mass = _kept(line, middle, block_size)
+            low, last_key = tl.where(mass < threshold, middle, low), tl.where(mass < threshold, last_key, middle)
+    return last_key
+
+
+@triton.jit
+def _kept(line: tl.tuple, last_key: tl.tensor, block_size: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The number of tokens of a line up to a key, and their mass."""
+    scores, vocab_size, max_score, temperature = line
     count, mass = tl.zeros([block_size], tl.int64), tl.zeros([block_size], tl.float64)
     for start in range(0, vocab_size, block_size):
         ids = start + tl.arange(0, block_size)
         value = tl.load(scores + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-        kept = _is_kept(value, ids, level, last_id)
+        kept = (value > -float("inf")) & (_key(value, ids) <= last_key)
         count += kept.to(tl.int64)
         mass += tl.where(kept, tl.exp((value.to(tl.float64) - max_score) / temperature), 0.0)
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
-def _is_kept(value: tl.tensor, ids: tl.tensor, level: tl.tensor, last_id: tl.tensor) -> tl.tensor:
-    """Whether tokens are above a level, or at it and not after the last one."""
-    order = _order(value)
-    return (value > -float("inf")) & ((order > level) | ((order == level) & (ids <= last_id)))
+def _draw(line: tl.tuple, noise_key: tl.tensor, last_key: tl.tensor, block_size: tl.constexpr) -> tl.tensor:
+    """The id of the token that is drawn from those of a line up to a key."""
+    scores, vocab_size, max_score, temperature = line
+    least, first = tl.full([block_size], float("inf"), tl.float64), tl.zeros([block_size], tl.int64)
+    for start in range(0, vocab_size, block_size):
+        ids = start + tl.arange(0, block_size)
+        value = tl.load(scores + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        ratio = exponential_noise(noise_key, ids) * tl.exp((max_score - value.to(tl.float64)) / temperature)  # E / p
+        is_less = (value > -float("inf")) & (_key(value, ids) <= last_key) & (ratio < least)
+        least, first = tl.where(is_less, ratio, least), tl.where(is_less, ids, first)
+    return _element(first, tl.argmin(least, 0), tl.arange(0, block_size))
 
 
 @triton.jit
-def _order(value: tl.tensor) -> tl.tensor:
-    """Integers in the order of float32 numbers; -0.0 and 0.0 are equal."""
+def _key(value: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """Integers in the order of a list: by descending value, equal ones by ascending id; -0.0 and 0.0 are equal."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & _LOWEST_BITS)).to(tl.int64)
+    return (~(bits ^ ((bits >> 31) & _LOWEST_BITS))).to(tl.int64) << 32 | ids
 
 
 @triton.jit
 def _sorted(values: tl.tensor, ids: tl.tensor, index: tl.tensor, is_listed: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Values and ids by descending value, equal ones by ascending id."""
-    value = tl.load(values + index, mask=is_listed, other=0.0) + 0.0  # -0.0 and 0.0 are equal
-    bits = value.to(tl.int32, bitcast=True)
-    descending = (~(bits ^ ((bits >> 31) & _LOWEST_BITS))).to(tl.int64)
-    key = (descending << 32) | tl.load(ids + index, mask=is_listed, other=0)
-    key = tl.sort(tl.where(is_listed, key, _LAST_KEY))
+    """Values and ids in the order of their keys."""
+    value, token = tl.load(values + index, mask=is_listed, other=0.0), tl.load(ids + index, mask=is_listed, other=0)
+    key = tl.sort(tl.where(is_listed, _key(value, token), _LAST_KEY))
     bits = ~(key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & _LOWEST_BITS)).to(tl.float32, bitcast=True), key & 0xFFFFFFFF
+    return (bits ^ ((bits >> 31) & _LOWEST_BITS)).to(tl.float32, bitcast=True), key & _LAST_ID
 
 
 @triton.jit

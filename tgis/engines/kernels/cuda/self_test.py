@@ -54,26 +54,24 @@ class KernelSelfTest:
         outputs: Callable[[_Result], Tensor],
         *arguments: Any,
     ) -> _Result:
-        """Call the kernel, or PyTorch if the self-test fails, which compares `outputs` of both results."""
+        """Call the kernel, or PyTorch if the self-test fails, which compares `outputs` of both results. Fatal errors of
+        the device are raised.
+        """
         if kernel is plain:
             return plain(*arguments)
         key = kernel, kind
         if key not in self._passed:
-            problem = self._problem(lambda: outputs(kernel(*arguments)), lambda: outputs(plain(*arguments)))
+            try:
+                problem = _difference(outputs(kernel(*arguments)), outputs(plain(*arguments)), self._max_other_integers)
+            except Exception as error:  # compilers raise anything
+                if is_fatal(error):
+                    raise
+                problem = " ".join(repr(error).split())[:300]
             self._passed[key] = problem is None
             if problem is not None:
                 name, count = kernel.__name__.strip("_"), list(self._passed.values()).count(False)
                 log.warning("PyTorch computes in place of %s (%d kernels failed so far): %s", name, count, problem)
         return kernel(*arguments) if self._passed[key] else plain(*arguments)
-
-    def _problem(self, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
-        """Why the kernel cannot be used; fatal errors of the device are raised."""
-        try:
-            return _difference(kernel(), plain(), self._max_other_integers)
-        except Exception as error:  # compilers raise anything
-            if is_fatal(error):
-                raise
-            return " ".join(repr(error).split())[:300]
 
 
 def _difference(computed: Tensor, expected: Tensor, max_other_integers: float) -> str | None:
