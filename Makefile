@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-cluster test-clients test-oldest manifests fuzz soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
+.PHONY: help venv proto demo-model serve test test-all test-cluster test-clients test-oldest manifests soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,10 +76,6 @@ manifests: venv .cache/manifests/installed ## check deployment/ with kubectl, pr
 .cache/manifests/installed: $(addprefix deployment/checks/,fetch.sh requirements.txt package.json)
 	deployment/checks/fetch.sh $(BIN)/python .cache/manifests
 	@touch $@
-
-fuzz: venv ## give readers of files and messages hostile bytes, for a minute each; ARGS goes to tests/support/fuzz.py
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
-	PYTHONPATH=. $(BIN)/python tests/support/fuzz.py $(ARGS)
 
 soak: venv ## test a server for fifteen minutes under everything that clients do; ARGS goes to benchmarks.soak
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -4,9 +4,8 @@ import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import islice
 
-from batches import EOS, check_pool, commit, limits, next_plan, pool_of, preempted, request
+from batches import EOS, check_pool, commit, limits, pool_of, preempted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proposers import proposing
@@ -358,29 +357,3 @@ def test_out_of_memory_and_failed_steps_lose_no_request(
         one = arrivals[number].request(number, encoder_decoder=bounds.encoder_decoder)
         parts = 1 + bounds.encoder_decoder
         assert len(one.tokens) + one.max_new_tokens - 1 + parts * bounds.block_size > memory
-
-
-@settings(max_examples=40)
-@given(BOUNDS, st.integers(1, 12), st.integers(1, 3), st.integers(0, 3), st.sampled_from([b"", b"other", b"%d"]))
-def test_the_oldest_request_is_not_starved_by_small_ones(
-    bounds: BatchLimits, small: int, per_step: int, wait: int, client: bytes
-) -> None:
-    """It needs all the memory; only the small ones of its first second may overtake it, whoever's they are."""
-    batcher = Batcher(bounds, {EOS})
-    limit = bounds.max_request_tokens
-    limit -= 0 if bounds.encoder_decoder else limit % (bounds.block_size or 1)
-    numbers = iter(range(1, 10**6))
-    for step in range(1500):
-        now = step * 0.3
-        if step == wait:
-            batcher.submit([request(0, limit - 1, 1)], now)
-        for number in islice(numbers, per_step):
-            batcher.submit([request(number, small, 4, client=client.replace(b"%d", b"%d" % number))], now)
-        plan = next_plan(batcher, now)
-        batcher.commit(plan, [[7]] * len(plan.sampled), now)
-        if any(seq.id == 0 for seq in plan.sampled):
-            break
-    else:
-        raise AssertionError("starved")
-    early = per_step * (wait + 5)  # the small ones that came before, or within a second after
-    assert step <= wait + limit + early * (small + 8)

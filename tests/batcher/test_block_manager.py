@@ -7,6 +7,7 @@ import pytest
 from batches import EOS, busy, check_pool, ids, limits, next_plan, pool_of, preempted
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.block_pool import BlockPool
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import BatcherCounters, WaitReason
@@ -154,6 +155,15 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
     one.submit([ask(2, prompt(16, 500))], 0.0)  # two blocks are free: two of the first's are evicted
     work(one)
     assert computed(one, ask(3, prompt(24))) == 24 - 16
+
+
+def test_free_blocks_with_low_numbers_are_used_first() -> None:
+    """Memory is real where they are."""
+    pool = BlockPool(9)
+    blocks = pool.allocate(6)
+    for freed in ([4], [1, 3], [0]):
+        pool.free(freed)
+    assert (blocks, pool.allocate(5)) == ([*range(6)], [0, 1, 3, 4, 6])
 
 
 def test_shared_blocks_are_counted_once() -> None:

@@ -67,9 +67,12 @@ def test_two_nodes_answer_like_one_rank_and_start_again(model: Path, network: Ne
             with servers.stub() as stub:
                 calls = [stub.Generate.future(request) for request in requests()]
                 assert [call.result().responses[0].text for call in calls] == wanted
-            pids = [pid for node in servers.nodes for pid in node.pids()]
-            for node in servers.nodes:
-                node.process.send_signal(signal.SIGTERM)
+                stream = stub.GenerateStream(LONG)
+                next(stream), next(stream)
+                pids = [pid for node in servers.nodes for pid in node.pids()]
+                for node in reversed(servers.nodes):  # node 1 hears of it first, and serves on
+                    node.process.send_signal(signal.SIGTERM)
+                assert list(stream)[-1].generated_token_count == 120
             assert servers.exit_codes(20) == [0, 0]
             assert gone(pids)
 

@@ -1,55 +1,28 @@
 """The engine core with the fake engine: whose masks are abandoned, the size of messages about input tokens, limits."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
-from batches import EOS, engine_options, limits
+from batches import engine_options, limits
+from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
-from tgis.batcher.batcher import Batcher
-from tgis.engine_core.core import EngineCore
-from tgis.engine_core.lookups import LookupTable
 from tgis.engine_core.main import batch_limits
 from tgis.engines.fake import FakeEngine
-from tgis.ipc.channel import FrameReader, encode_frame
-from tgis.ipc.messages import Cancel, FromEngine, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
+from tgis.ipc.messages import Cancel, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
 from tgis.ipc.request import LogprobOptions, Request
-
-if TYPE_CHECKING:
-    from tgis.ipc.channel import Channel
 
 LIMITS = limits(weight=10_000)
 MAX_BYTES = 1 << 16  # of a message
 
 
-class ScriptedChannel:
-    """Gives the engine these messages, one turn before each step, and keeps what it sends as the front end reads it."""
-
-    def __init__(self, *turns: list[Any]) -> None:
-        self._turns = list(turns)
-        self._reader = FrameReader(FromEngine)
-        self.frames: list[int] = []
-        self.messages: list[Any] = []
-        self.timeouts: list[float | None] = []
-
-    def receive(self, *, timeout: float | None = None) -> list[Any]:
-        self.timeouts.append(timeout)
-        return self._turns.pop(0) if self._turns else [] if timeout == 0 else [Shutdown()]
-
-    def send(self, message: Any) -> None:
-        frame = encode_frame(message)
-        self.frames.append(len(frame))
-        self.messages += self._reader.feed(frame)
-
-
 def run(
     directory: Path, channel: ScriptedChannel, lookups: Any = None, idle_seconds: float = 0, engine: type = FakeEngine
 ) -> None:
-    loaded, batcher = engine(engine_options(make_fake_model(directory), 4)), Batcher(LIMITS, {EOS})
-    EngineCore(cast("Channel", channel), loaded, batcher, lookups or LookupTable(channel.send), idle_seconds).run()
+    run_core(channel, engine(engine_options(make_fake_model(directory), 4)), LIMITS, lookups, idle_seconds)
 
 
 @pytest.mark.parametrize(

@@ -2,49 +2,28 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytest
 from batches import EOS, engine_options, limits, request
+from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
 from tgis.batcher.batcher import Batcher
-from tgis.engine_core.core import EngineCore
-from tgis.engine_core.lookups import LookupTable
 from tgis.engines.fake import FakeEngine
 from tgis.ipc.messages import Cancel, Shutdown, Step, StepStats, Submit
 from tgis.ipc.request import Request
 
-if TYPE_CHECKING:
-    from tgis.ipc.channel import Channel
-
 Turn = list[Submit | Cancel]
-
-
-class ScriptedChannel:
-    """Stands in for the channel: one turn of messages before each step, and the statistics of the steps."""
-
-    def __init__(self, turns: list[Turn]) -> None:
-        self._turns = iter(turns)
-        self.stats: list[StepStats] = []
-
-    def receive(self, *, timeout: float | None = None) -> list[Any]:
-        turn = next(self._turns, None)
-        return [Shutdown()] if turn is None else turn
-
-    def send(self, message: object) -> None:
-        if isinstance(message, Step) and message.stats:
-            self.stats.append(message.stats)
 
 
 def run(directory: Path, turns: list[Turn], memory_tokens: int | None = None, **kind: Any) -> list[StepStats]:
     """The statistics of an engine core with the fake engine that gets these turns."""
-    script = ScriptedChannel(turns)
+    channel = ScriptedChannel(*turns, [Shutdown()])
     steps = {name: kind[name] for name in ("padded", "block_size") if name in kind}
     model = make_fake_model(directory, memory_tokens=memory_tokens, poison_token=77, **steps)
-    engine = FakeEngine(engine_options(model, 4))
-    EngineCore(cast("Channel", script), engine, Batcher(limits(**kind), {EOS}), LookupTable(script.send)).run()
-    return script.stats
+    run_core(channel, FakeEngine(engine_options(model, 4)), limits(**kind))
+    return [message.stats for message in channel.messages if isinstance(message, Step) and message.stats]
 
 
 def after(stats: StepStats) -> tuple[int, ...]:

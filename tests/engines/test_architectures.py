@@ -18,7 +18,6 @@ from slow_cases import slow_except
 from tiny_models import (
     ARCHITECTURES,
     BART_LIKE,
-    DECODER_START,
     ENCODER_DECODERS,
     EOS,
     GPT2_LIKE,
@@ -28,14 +27,14 @@ from tiny_models import (
     T5_LIKE,
     TOKEN_IDS,
     VOCAB_SIZE,
-    check_best,
+    check_greedy,
     generate_all,
     limits_of,
     make_config,
     make_model,
     make_model_from_config,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_CAUSAL_LM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as MODEL_FOR_SEQ_TO_SEQ,
@@ -50,28 +49,8 @@ from tgis.errors import StartError, Unsupported
 from tgis.ipc.request import Request
 
 NEW_TOKENS = 12
-# each kind of attention, positions, heads and layers once; the others run in the slow tests
-FAST = {
-    *("Mistral", "Gemma2", "GPTNeoX", "OPT, 350m", "GPT2", "GPTBigCode", "Bloom", "Falcon, 40b", "GPTJ", "Phi3"),
-    *("GptOss", "DeepseekV3", "Mpt", "T5", "Bart", "M2M100"),
-}
-
-
-class Reference:
-    """What transformers says, in one plain pass over all tokens of one row."""
-
-    def __init__(self, directory: Path) -> None:
-        self.encoder_decoder = transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder
-        family = AutoModelForSeq2SeqLM if self.encoder_decoder else AutoModelForCausalLM
-        self.model: PreTrainedModel = family.from_pretrained(directory, dtype=torch.float32).eval()
-
-    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """Those that choose the token after the prompt, and after each of the others: [1 + tokens, V]."""
-        with torch.no_grad():
-            if self.encoder_decoder:
-                outputs = torch.tensor([[DECODER_START, *tokens]])
-                return self.model(torch.tensor([prompt]), decoder_input_ids=outputs).logits[0].float()
-            return self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 :].float()
+# kinds of attention, positions, heads and layers that no other fast test has
+FAST = {"Mistral", "OPT, 350m", "GPTBigCode", "Falcon, 40b", "GptOss", "DeepseekV3", "T5", "Bart", "M2M100"}
 
 
 def read_table() -> dict[str, tuple[str, str]]:
@@ -134,13 +113,14 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
 
 def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:
     """Prompts that come at random times get what transformers gives each alone."""
-    reference = Reference(directory)
-    rng = random.Random(1)
+    family = AutoModelForSeq2SeqLM if engine.info.encoder_decoder else AutoModelForCausalLM
+    model, rng = family.from_pretrained(directory, dtype=torch.float32).eval(), random.Random(1)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 30))] for _ in range(8)]
     prompts += [prompts[-1][:9] + prompts[0][:9], prompts[-1] + prompts[0]]
     requests = [Request(n, prompt, NEW_TOKENS) for n, prompt in enumerate(prompts)]
     generated = generate_all(engine, bounds, requests, rng)
-    clear = [assert_greedy(reference, prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
+    assert all(len(tokens) == NEW_TOKENS or tokens[-1] == EOS for tokens in generated)
+    clear = [check_greedy(model, prompt, tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
     assert sum(clear) > 0.8 * sum(map(len, generated))
 
 
@@ -248,10 +228,3 @@ def test_a_model_without_a_start_token_is_refused(tmp_path: Path) -> None:
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(StartError, match="decoder_start_token_id of an encoder-decoder must be one token, not None"):
         PaddedEngine(engine_options(tmp_path, 6))
-
-
-def assert_greedy(reference: Reference, prompt: list[int], tokens: list[int]) -> int:
-    """Every token is the best one after those before it; of how many no other could have passed."""
-    logits = reference.logits(prompt, tokens)[:-1]
-    assert len(tokens) == NEW_TOKENS or tokens[-1] == EOS
-    return check_best(logits, tokens)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizer_families
-from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, fetch, write_header, write_tokenizer
+from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, directory, write_header, write_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_ids_are_those_of_the_original(family: str, cache_dir: Path, tmp_path: Path) -> None:
     small = family in tokenizer_families.REAL
     text = tokenizer_families.description(family, cache_dir) if small else ""
-    expected = Tokenizer.from_str(text or (fetch(family, cache_dir) / "tokenizer.json").read_text())
+    expected = Tokenizer.from_str(text or (directory(family, cache_dir) / "tokenizer.json").read_text())
     fields, ends = FAMILIES[family]
     write_tokenizer(tmp_path / "model.gguf", expected, **fields)
     gguf.convert_here(tmp_path)

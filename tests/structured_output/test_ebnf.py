@@ -1,12 +1,13 @@
-"""EBNF against a naive recognizer: random grammars, all short texts."""
+"""EBNF against regular expressions: random grammars, all short texts."""
 
 import itertools
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import regex
 from grammar_walks import byte_table, compiled
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured_output.suite import allows
@@ -16,115 +17,46 @@ from tgis.structured_output.ebnf import ebnf_to_lark
 
 TABLE = byte_table()
 MAX_LENGTH = 3  # of the texts over the alphabet
+Piece = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Node:
-    """A piece of a grammar: how it is written, and all ends of its matches from a place of a text."""
-
-    kind: str
-    text: str = ""
-    parts: tuple["Node", ...] = ()
-    least: int = 1
-    most: int | None = 1
-
-    def __str__(self) -> str:
-        match self.kind:
-            case "literal":
-                return f'"{self.text}"'
-            case "class":
-                return f"[{self.text}]"
-            case "sequence":
-                return " ".join(map(str, self.parts))
-            case "choice":
-                return f"({' | '.join(map(str, self.parts))})"
-            case "repeat":
-                return f"({self.parts[0]}){{{self.least},{'' if self.most is None else self.most}}}"
-        return self.kind  # the name of a rule
-
-    def ends(self, text: str, at: int, rules: dict[str, "Node"]) -> set[int]:
-        match self.kind:
-            case "literal":
-                return {at + len(self.text)} if text.startswith(self.text, at) else set()
-            case "class":
-                negated, chars = self.text.startswith("^"), self.text.removeprefix("^")
-                return {at + 1} if at < len(text) and (text[at] in chars) is not negated else set()
-            case "sequence":
-                found = {at}
-                for part in self.parts:
-                    found = {end for start in found for end in part.ends(text, start, rules)}
-                return found
-            case "choice":
-                return {end for part in self.parts for end in part.ends(text, at, rules)}
-            case "repeat":
-                return self._repeated(text, at, rules)
-        return rules[self.kind].ends(text, at, rules)
-
-    def _repeated(self, text: str, at: int, rules: dict[str, "Node"]) -> set[int]:
-        found, reached = set(), {at}
-        for count in range(len(text) + self.least + 2):
-            if count >= self.least and (self.most is None or count <= self.most):
-                found |= reached
-            reached = {end for start in reached for end in self.parts[0].ends(text, start, rules)}
-        return found
+def binary(template: str, separators: tuple[str, str]) -> Any:
+    """Joins pieces in a grammar and in a regular expression."""
+    return lambda parts: tuple(
+        template % separator.join(part[at] for part in parts) for at, separator in enumerate(separators)
+    )
 
 
-names = st.sampled_from(["root", "x", "some-Name"])
-leaves = st.one_of(
-    st.builds(Node, st.just("literal"), st.sampled_from(["a", "b", "ab", "abc", "ba", "cab", ""])),
-    st.builds(Node, st.just("class"), st.sampled_from(["ab", "bc", "^a", "^bc"])),
-    st.builds(Node, names),
-)
-nodes = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.builds(
-            Node, st.sampled_from(["sequence", "choice"]), parts=st.lists(inner, min_size=2, max_size=3).map(tuple)
-        ),
-        st.builds(
-            lambda part, least, more: Node(
-                "repeat", parts=(part,), least=least, most=None if more is None else least + more
-            ),
-            inner,
-            st.integers(0, 2),
-            st.sampled_from([None, 1, 2]),
-        ),
-    ),
-    max_leaves=6,
+# Pieces of grammars, each with a regular expression that matches the same texts.
+LEAVES = st.one_of(
+    st.sampled_from(["a", "b", "ab", "abc", "ba", "cab", ""]).map(lambda text: (f'"{text}"', text)),
+    st.sampled_from(["[ab]", "[bc]", "[^a]", "[^bc]"]).map(lambda text: (text, text)),
 )
 
 
-@given(st.tuples(nodes, nodes, nodes))
-@settings(
-    max_examples=60, suppress_health_check=[HealthCheck.filter_too_much]
-)  # by chance, in one run of some hundreds
-def test_short_texts_match_as_a_naive_recognizer_says(trees: tuple[Node, Node, Node]) -> None:
-    assume(not any(map(_may_be_left_recursive, trees)))  # the naive recognizer would never end
-    rules = dict(zip(["root", "x", "some-Name"], trees, strict=True))
-    text = "\n".join(f"{name} ::= {tree}" for name, tree in rules.items())
+def larger(inner: st.SearchStrategy[Piece]) -> st.SearchStrategy[Piece]:
+    several = st.lists(inner, min_size=2, max_size=3)
+    counts = st.sampled_from(["{0,}", "{1,}", "{2,}", "{0,1}", "{1,2}", "{2,4}", "?", "*", "+"])
+    return st.one_of(
+        several.map(binary("(%s)", (" ", ""))),
+        several.map(binary("(%s)", (" | ", "|"))),
+        st.builds(lambda piece, count: (f"({piece[0]}){count}", f"({piece[1]}){count}"), inner, counts),
+    )
+
+
+PIECES = st.recursive(LEAVES, larger, max_leaves=6)
+PIECES_WITH_RULES = st.recursive(LEAVES | st.just(("some-Name", "(?&rule)")), larger, max_leaves=6)
+
+
+@given(PIECES_WITH_RULES, PIECES)
+@settings(max_examples=60)
+def test_short_texts_match_as_a_regular_expression_says(root: Piece, rule: Piece) -> None:
     texts = ["".join(chars) for length in range(MAX_LENGTH + 1) for chars in itertools.product("abc", repeat=length)]
-    expected = {word for word in texts if len(word) in rules["root"].ends(word, 0, rules)}
+    pattern = regex.compile(root[1].replace("(?&rule)", f"({rule[1]})"))
+    expected = {text for text in texts if pattern.fullmatch(text)}
     assume(expected)
-    matcher = compiled(GrammarKind.GRAMMAR, text, TABLE)
-    assert {word for word in texts if allows(matcher, word)} == expected
-
-
-def _may_be_left_recursive(tree: Node) -> bool:
-    """Whether a rule may be called before anything is matched."""
-    match tree.kind:
-        case "literal" | "class":
-            return False
-        case "sequence":
-            return any(_may_be_left_recursive(part) for part in tree.parts[:1]) or (
-                _may_be_empty(tree.parts[0]) and any(_may_be_left_recursive(part) for part in tree.parts)
-            )
-        case "choice" | "repeat":
-            return any(map(_may_be_left_recursive, tree.parts))
-    return True
-
-
-def _may_be_empty(tree: Node) -> bool:
-    return 0 in tree.ends("", 0, {}) if tree.kind != "repeat" else True
+    matcher = compiled(GrammarKind.GRAMMAR, f"root ::= {root[0]}\nsome-Name ::= {rule[0]}", TABLE)
+    assert {text for text in texts if allows(matcher, text)} == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from batches import engine_options, limits
-from tiny_models import EOS, VOCAB_SIZE, check_best, outcomes
+from tiny_models import EOS, VOCAB_SIZE, check_greedy, outcomes
 
 from tgis.batcher.capacity import BatchLimits
 from tgis.engines.base import Engine
@@ -19,7 +19,7 @@ from tgis.frontend import validation
 from tgis.frontend.params import Params
 from tgis.frontend.validation import make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams, TokenLogprobs
+from tgis.ipc.request import LogprobOptions, Request, TokenLogprobs
 from tgis.prompts.store import AdapterStore, LoadedAdapter
 from tgis.prompts.tensor_file import TargetModel
 
@@ -63,12 +63,10 @@ class AdapterRequest:
     prompt: LoadedAdapter | None
     new: int
     details: LogprobOptions = field(default_factory=LogprobOptions)
-    penalty: float = 1.0
 
     def request(self, number: int) -> Request:
         """As the front end makes it."""
-        sampling = SamplingParams(repetition_penalty=self.penalty)
-        params = Params(max_new_tokens=self.new, logprob_options=self.details, sampling=sampling)
+        params = Params(max_new_tokens=self.new, logprob_options=self.details)
         most = validation.RequestLimits(256, 100, include_stop_sequence=True, placeholder_id=PLACEHOLDER)
         prompt = self.prompt
         prefix = AdapterRef("p", prompt.length, prompt.decoder_length, number, prompt.version) if prompt else None
@@ -104,13 +102,6 @@ def check_mixed(setup: EngineSetup, models: list[Any], adapters: list[LoadedAdap
     jobs = [AdapterRequest(some, adapters[n % len(adapters)], 10) for n, some in enumerate(tokens)]
     generated, _ = generate_all(setup, jobs, eos=EOS)
     for n, output in enumerate(generated):
-        check_greedy(models[n % len(models)], tokens[n], output)
+        assert check_greedy(models[n % len(models)], tokens[n], output) > 0.8 * len(output)
     bare, _ = generate_all(setup, [AdapterRequest(some, None, 10) for some in tokens], eos=EOS)
     return sum(output != plain for output, plain in zip(generated, bare, strict=True))
-
-
-def check_greedy(model: Any, tokens: list[int], generated: list[int]) -> None:
-    """Every token is the argmax of PEFT's logits, from one forward pass over all tokens."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([tokens + generated])).logits[0, -len(generated) - 1 : -1].float()
-    assert check_best(logits, generated) > 0.8 * len(generated)

@@ -111,10 +111,10 @@ def decode_inputs(case: Case, device: str) -> tuple[list[Tensor], AttentionParam
     layer = [torch.full((*shape, size), float("nan")) for size in (case.k_size, case.v_size or case.k_size)]
     for row, (length, numbers) in enumerate(zip(case.rows, blocks, strict=True)):
         tables[row, : len(numbers)] = numbers
-        for place in range(length - min(length, case.window or length), length):
-            for states in layer:
-                slot = states[numbers[place // case.block], place % case.block]
-                slot.copy_(torch.randn(slot.shape, generator=generator))
+        places = torch.arange(length - min(length, case.window or length), length)
+        for states in layer:
+            new = torch.randn(len(places), *states.shape[2:], generator=generator)
+            states[numbers[places // case.block], places % case.block] = new
     q = torch.randn(case.heads, len(widths), case.k_size, generator=generator).transpose(0, 1)
     lengths = torch.tensor(case.rows, dtype=case.index)
     tensors = [*(t.to(device, case.dtype) for t in (q, *layer)), tables.to(device), lengths.to(device)]

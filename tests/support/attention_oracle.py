@@ -1,4 +1,4 @@
-"""Attention as it is defined, in float64 and token by token: what the bodies of paged attention must give."""
+"""Attention as it is defined, in float64: what the bodies of paged attention must give."""
 
 from typing import Any
 
@@ -19,20 +19,19 @@ def random_bias(heads: int, length: int, *, by_distance: bool, causal: bool = Tr
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
     """Queries [n, H, D] of the last n tokens of a row, over keys [W, K, D] and values [W, K, E] of all: [n, H, E]."""
     group, before = q.shape[1] // k.shape[1], k.shape[0] - q.shape[0]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    output = q.new_zeros(*q.shape[:2], v.shape[-1])
-    for n, query in enumerate(q):
-        position = before + n
-        end = position + 1 if params.causal else len(k)
-        start = 0 if params.window is None else max(0, end - params.window)
-        scores = torch.einsum("hd,whd->hw", query, k[start:end]) * params.scale
-        if params.softcap is not None:
-            scores = torch.tanh(scores / params.softcap) * params.softcap
-        if params.bias is not None:
-            shift = 0 if params.bias_origin is None else params.bias_origin - position
-            scores = scores + params.bias[:, start + shift : end + shift].double()
-        if params.sinks is not None:
-            scores = torch.cat([scores, params.sinks.double()[:, None]], 1)
-        weights = scores.softmax(1)[:, : end - start]
-        output[n] = torch.einsum("hw,whe->he", weights, v[start:end])
-    return output
+    keys, positions = torch.arange(len(k), device=q.device), before + torch.arange(len(q), device=q.device)[:, None]
+    end = positions + 1 if params.causal else torch.full_like(positions, len(k))
+    seen = (keys < end) & (keys >= end - (params.window or len(k)))  # [n, W]
+    k, v = (
+        states.double().masked_fill(~seen.any(0)[:, None, None], 0).repeat_interleave(group, 1) for states in (k, v)
+    )
+    scores = torch.einsum("nhd,whd->hnw", q.double(), k) * params.scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    if params.bias is not None:
+        columns = keys if params.bias_origin is None else keys + params.bias_origin - positions
+        scores = scores + params.bias.double()[:, columns.clamp(0, params.bias.shape[1] - 1).expand(seen.shape)]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if params.sinks is not None:
+        scores = torch.cat([scores, params.sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hnw,whe->nhe", scores.softmax(-1)[..., : len(k)], v)

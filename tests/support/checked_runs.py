@@ -1,4 +1,4 @@
-"""Runs of a paged engine in which everything that a sequence gets is what the oracle makes of transformers' logits."""
+"""Runs of an engine in which everything that a sequence gets is what the oracle makes of transformers' logits."""
 
 import random
 from dataclasses import dataclass, field
@@ -13,10 +13,12 @@ from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, limits_of
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.request import Request, TokenLogprobs
+from tgis.prompts.soft_prompt import SoftPrompt
 
 
 class Broken(RuntimeError):
@@ -60,15 +62,17 @@ class Launches:
 class Subject:
     """An engine, transformers' model, and the logprobs of sequences that have not been checked."""
 
-    engine: PagedEngine
+    engine: Any
     model: Any
     tolerance: float = 1e-6  # of the input's logprobs
     facts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     inputs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_ambiguous: int = 0
 
     def step(self, plan: StepPlan) -> StepResult:
         """Record the logprobs."""
-        result = self.engine.step(plan)
+        result: StepResult = self.engine.step(plan)
         for place, row in enumerate(plan.sampled):
             if row.id not in result.failed:
                 told = result.logprobs[place] if result.logprobs else []
@@ -76,23 +80,38 @@ class Subject:
         self.inputs |= result.prompt_logprobs
         return result
 
+    def allows(self, _row: Sequence, _output: list[int]) -> set[int] | None:
+        """The tokens that may follow this output; None: all of them."""
+        return None
+
     def check(self, row: Sequence) -> None:
         """Everything that the sequence has got so far."""
-        logits = self.model(torch.tensor([row.tokens])).logits[0]
-        request, facts = row.request, self.facts.pop(row.id, [])
+        request, facts, logits = row.request, self.facts.pop(row.id, []), self._logits(row)
         assert len(facts) >= row.num_generated_tokens  # one of several tokens may be the end
         for step, fact in enumerate(facts[: row.num_generated_tokens]):
-            context = row.tokens[: row.prompt_length + step]
-            scores, output = logits[len(context) - 1].tolist(), context[row.prompt_length :]
-            expected = oracle.process(scores, request.sampling_params, step, [EOS], context, output)
+            context = row.tokens[request.soft_prompt_length : row.prompt_length + step]
+            scores, output = logits[len(context) - 1].tolist(), row.tokens[row.prompt_length :][:step]
+            expected = oracle.process(
+                scores, request.sampling_params, step, [EOS], context, output, self.allows(row, output)
+            )
+            self.num_tokens, self.num_ambiguous = self.num_tokens + 1, self.num_ambiguous + expected.ambiguous
             if expected.ambiguous:
                 continue
-            token = row.tokens[len(context)]
+            token = row.tokens[row.prompt_length + step]
             oracle.check_token(token, expected, request.sampling_params, step)
             assert (fact is not None) == request.logprob_options.generated_tokens
             if fact is not None:
                 oracle.check_logprobs(fact, token, expected, request.logprob_options)
         self._check_inputs(row, logits.log_softmax(-1))
+
+    def _logits(self, row: Sequence) -> torch.Tensor:
+        """After each token behind a soft prompt. [tokens, V]"""
+        tokens = row.tokens[row.request.soft_prompt_length :]
+        embeddings = self.model.get_input_embeddings()(torch.tensor(tokens))
+        if isinstance(row.adapter, SoftPrompt) and row.adapter.decoder is not None:
+            embeddings = torch.cat([row.adapter.decoder.to(embeddings.dtype), embeddings])
+        logits: torch.Tensor = self.model(inputs_embeds=embeddings[None]).logits[0, -len(tokens) :]
+        return logits
 
     def _check_inputs(self, row: Sequence, logprobs: torch.Tensor) -> None:
         told = self.inputs.pop(row.id, [])
@@ -103,9 +122,12 @@ class Subject:
 
     def run(self, blocks: int, **bounds: Any) -> "Run":
         """With this number of blocks."""
+        return self.run_within(limits_of(self.engine, blocks, **bounds))
+
+    def run_within(self, bounds: BatchLimits) -> "Run":
         self.facts.clear()
         self.inputs.clear()
-        return Run(self, Batcher(limits_of(self.engine, blocks, **bounds), {EOS}))
+        return Run(self, Batcher(bounds, {EOS}))
 
 
 @dataclass
@@ -137,7 +159,8 @@ class Run:
             end = {EOS, *row.request.sampling_params.stop_token_ids}
             assert row.num_generated_tokens == row.request.max_new_tokens or row.tokens[-1] in end
         self.ended += ended
-        check_pool(pool_of(self.batcher))
+        if not engine.info.padded:
+            check_pool(pool_of(self.batcher))
         return plan
 
     def cancel(self, number: int) -> int:
@@ -151,4 +174,5 @@ class Run:
     def finish(self) -> None:
         while self.step():
             pass
-        assert (self.batcher.idle, pool_of(self.batcher).num_used) == (True, 0)
+        assert self.batcher.idle
+        assert self.subject.engine.info.padded or pool_of(self.batcher).num_used == 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import server_environment
+from harness import server_environment, wait_until
 from repository import TEST_CACHE
 
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -131,16 +131,11 @@ class Cluster:
         return node
 
     def wait_until_ready(self) -> None:
-        until = time.monotonic() + 100
-        while not all(self._is_ready(node) for node in self.nodes):
-            assert time.monotonic() < until, "\n".join(node.log for node in self.nodes)
-            time.sleep(0.05)
+        def ready() -> bool:
+            assert all(node.process.poll() is None for node in self.nodes), [node.log for node in self.nodes]
+            return all(node.health()[0] == 200 for node in self.nodes)
 
-    def _is_ready(self, node: Node) -> bool:
-        assert node.process.poll() is None, "\n".join(each.log for each in self.nodes)
-        with contextlib.suppress(OSError):
-            return node.health()[0] == 200
-        return False
+        wait_until(ready, "nodes that are ready", 100)
 
     @contextlib.contextmanager
     def stub(self) -> Iterator[pb_grpc.GenerationServiceStub]:

@@ -115,7 +115,7 @@ def expected_answers(name: str) -> Json:
 
 def expected_answer(case: Case) -> Json:
     answers = expected_answers(case.file)
-    assert case.name in answers, f"{case.id}: run `python tests/support/golden_oracle.py`"
+    assert case.name in answers, f"{case.id} has no answer: see CONTRIBUTING.md"
     answer: Json = answers[case.name]
     return answer
 

@@ -5,6 +5,7 @@ together must be the answer expected of the unary call.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any
 
 import grpc
 from golden_cases import Case, Error, Json, expected_answer, servers
-from golden_compare import differences
 from golden_protocol import join_stream, violations
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -24,6 +24,8 @@ from tgis.pb import generation_pb2_grpc as pb_grpc
 
 PAUSE = 0.004  # seconds between one call and the next
 TIMEOUT = 120
+RELATIVE = 5e-4  # as in TGIS's own suites; float32 on different machines differs by a tenth of it
+ABSOLUTE = 1e-6  # for log-probabilities near 0, whose relative error is that of a difference of scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,24 @@ def _expected_of_stream(case: Case, request: pb.SingleGenerationRequest) -> Json
         return wanted
     text = request.request.text
     return wanted | {"text": text + wanted["text"].removeprefix(text + "\n\n")}
+
+
+def differences(expected: Any, got: Any, path: str = "", *, partly: bool = False) -> list[str]:
+    """A line for each place where protobuf JSON differs: floats beyond the tolerance, everything else at all. `partly`
+    ignores keys that only `got` has.
+    """
+    if isinstance(expected, dict) and isinstance(got, dict):
+        names = expected if partly else expected | got
+        parts = {f"{path}.{name}": (expected.get(name), got.get(name)) for name in names}
+    elif isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
+        parts = {f"{path}[{index}]": pair for index, pair in enumerate(zip(expected, got, strict=True))}
+    elif isinstance(expected, float) and isinstance(got, float):
+        same = math.isclose(expected, got, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return [] if same else [f"{path}: expected {expected}, got {got}"]
+    else:
+        same = type(expected) is type(got) and expected == got
+        return [] if same else [f"{path}: expected {expected!r}, got {got!r}"]
+    return [line for at, pair in parts.items() for line in differences(*pair, at, partly=partly)]
 
 
 def _differences(case: Case, wanted: Json, answer: Message) -> list[str]:

@@ -1,9 +1,8 @@
-"""What ranks do that launch steps ahead, compile and capture: as one engine, or as two in lockstep."""
+"""What ranks do that launch steps ahead: as one engine, or as two in lockstep."""
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,18 +17,17 @@ from fake_cuda_graphs import record
 from grammar_walks import compiled, token_table
 from random_requests import KINDS, WISHES
 from tiny_models import VOCAB_SIZE, outcomes
-from torch import Tensor
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
 from tgis.engines.distributed.mirror import SentSequences
-from tgis.engines.paged import async_decode
 from tgis.engines.paged import engine as paged_engine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
-from tgis.ipc.lookups import AdapterStoreOptions, GrammarKind
+from tgis.engines.sampling.logprobs import PendingCopy
+from tgis.ipc.lookups import AdapterRef, AdapterStoreOptions, GrammarKind
 from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
 
@@ -69,7 +67,10 @@ def requests() -> list[Request]:
         params = msgspec.structs.replace(KINDS[number % len(KINDS)], seed=number, stop_token_ids=())
         grammar = 1 if number in NUMBERED else None
         params = SamplingParams() if grammar else params
-        made.append(Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES), grammar=grammar))
+        adapter = AdapterRef("a", 0, 0, 1, -1) if number in ADAPTED else None
+        made.append(
+            Request(number, tokens, NEW_TOKENS, False, params, rng.choice(WISHES), grammar=grammar, adapter=adapter)
+        )
     return made
 
 
@@ -106,7 +107,7 @@ def failures(mode: str) -> Iterator[None]:
     """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
     target: tuple[Any, str] = paged_engine, "append_forced_tokens"
     if mode == "all ranks fail":
-        target = async_decode.InFlightStep, "wait"
+        target = PendingCopy, "wait"
     call, failed, count = getattr(*target), 0, 0
 
     def run(*args: Any) -> Any:
@@ -122,30 +123,21 @@ def failures(mode: str) -> Iterator[None]:
     assert failed > 1 or dist.get_rank()
 
 
-def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]], dict[str, Any]]:
-    """What a rank gives: texts, if it is the first or only one, its launches, and what it has made at the start."""
+def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]]]:
+    """What a rank gives: texts, if it is the first or only one, and its launches."""
     ranked = dist.is_initialized()
     store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
     changes: dict[str, Any] = {"dtype": "float64", "num_shards": 2 if ranked else 1, "adapter_store": store}
-    changes["compile"] = "compile" in mode
-    backend: Any = "inductor" if "inductor" in mode else "eager"
-    if mode == "compile, not everywhere":
-        backend = fail_here(lambda graph, _: graph)
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
-        engine.warm_up()
-        if "capture" in mode:
-            capture: Callable[[Callable[[], Tensor]], Any] = record
-            if "not everywhere" in mode:
-                capture = fail_here(record)
-            engine.runner.capture_graphs(capture, engine.runner.dummy_logits(), engine.info)
-        launches = Launches(engine, pytest.MonkeyPatch())
-        adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
-        with failures(mode) if "fail" in mode else nullcontext():
-            texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
-    compiles = engine.runner.compiled is not None and engine.runner.compiled._stance == "eager_on_recompile"
-    made = {"graphs": engine.runner.graphs is not None, "compiled": compiles}
-    return texts, launches.seen, made
+    engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
+    engine.warm_up()
+    if "capture" in mode:
+        engine.runner.capture_graphs(fail_here(record), engine.runner.dummy_logits(), engine.info)
+    launches = Launches(engine, pytest.MonkeyPatch())
+    adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
+    with failures(mode) if "fail" in mode else nullcontext():
+        texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
+    assert engine.runner.graphs is None
+    return texts, launches.seen
 
 
 def run_rank(engine: PagedEngine, adapter: Any) -> Texts:

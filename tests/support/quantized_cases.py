@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch import Tensor
 
 from tgis.engines.quantization.weight import E4M3, INT4, INT8, ActivationCodes, QuantizedWeight
 
@@ -97,26 +96,3 @@ def error(case: Case, device: str, dtype: torch.dtype) -> float:
         wanted = expected if added is None else expected + added.double()
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst
-
-
-def compiled(device: str) -> dict[str, int]:
-    """Layers with steps of their own for activations and several numbers of rows: how many graphs are compiled for
-    them, and how many outputs are wrong.
-    """
-    from tgis.engines.kernels.cpu.linear import PackedLinear
-    from tgis.engines.kernels.cuda.quantized import TritonGemm
-
-    counter, wrong = CompileCounter(), 0
-    for scale in (0.03, 0.04, 0.05):
-        case = Case(Kind(INT8, activations=ActivationCodes(scale=scale)), *SEVERAL)
-        weight, plain = case.weight, nn.Linear(256, 64, device=device)
-        layer = nn.Sequential(PackedLinear(plain, TritonGemm(weight, torch.device(device)), torch.float32), nn.ReLU())
-        layer.compile(backend=counter, dynamic=True, fullgraph=True)
-        for rows in (3, 19, 40):
-            x, bias = inputs_of(case._replace(rows=rows), torch.float32)
-            plain.bias.data.copy_(bias)
-            expected = (weight.fake_quantized(x.double()) @ weight.dequantized().double().T + bias.double()).relu()
-            with torch.inference_mode():
-                found = layer(x.to(device)[None])[0].cpu()
-            wrong += int((found - expected).abs().max() > 1e-4 * expected.abs().max())
-    return {"graphs": counter.frame_count, "wrong": wrong}

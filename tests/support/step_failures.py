@@ -37,10 +37,11 @@ def run(engine: Engine, wanted: list[Request], limits: BatchLimits = PADDED) -> 
 
 
 def check(found: Outcomes, expected: Outcomes) -> None:
+    """The same tokens, and the same logprobs but for rounding."""
     assert found.keys() == expected.keys()
     for n, one in expected.items():
         assert found[n].tokens == one.tokens
-        logprobs = [[fact.logprob for fact in some] for some in (found[n].inputs, one.inputs)]
+        logprobs = [[fact.logprob for fact in (*some.inputs, *some.facts)] for some in (found[n], one)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4, nan_ok=True)
 
 

@@ -5,7 +5,7 @@ import logging
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence as Row
 from tgis.batcher.sequence import StepPlan
-from tgis.engines.base import Engine, StepResult
+from tgis.engines.base import Engine
 from tgis.engines.paged.engine import BLOCK_SIZE, PagedEngine
 from tgis.engines.paged.self_check import dummy_sequence
 from tgis.errors import OutOfMemory
@@ -311,23 +311,23 @@ def greedy_requests(count: int, new: int, draw: random.Random, longest: int = 30
     return [Request(number, prompt, new) for number, prompt in enumerate(prompts)]
 
 
-def tokens_alone(model: Path, requests: list[Request], dtype: torch.dtype = torch.float32) -> list[list[int]]:
-    """What transformers generates for each request."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
-    found = []
-    for request in requests:
-        length = {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.max_new_tokens}
-        output = network.generate(torch.tensor([request.tokens]), do_sample=False, **length)
-        found.append(output[0, len(request.tokens) :].tolist())
-    return found
-
-
 def check_best(logits: torch.Tensor, tokens: list[int]) -> int:
     """Every token has the highest logit of its place; how many are no near tie. logits: [tokens, V]"""
     for scores, token in zip(logits, tokens, strict=True):
         assert scores.max() - scores[token] < NEAR_TIE
     top = logits.topk(2).values
     return int((top[:, 0] - top[:, 1] > 2 * NEAR_TIE).sum())
+
+
+def check_greedy(model: Any, prompt: list[int], output: list[int]) -> int:
+    """Every token of an output is the best one of a model of transformers or PEFT; how many are no near tie."""
+    inputs = {"input_ids": torch.tensor([prompt + output])}
+    if model.config.is_encoder_decoder:
+        decoded = torch.tensor([[DECODER_START, *output]])
+        inputs = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": decoded}
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, -len(output) - 1 : -1].float()
+    return check_best(logits, output)
 
 
 def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
@@ -338,45 +338,6 @@ def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
         for name in ("block_size", "max_batch_size", "lookahead", "drafted_tokens", "encoder_decoder")
     }
     return limits(blocks * info.block_size, padded=False, **values | changes)
-
-
-def run_steps(
-    engine: Engine,
-    bounds: BatchLimits,
-    requests: list[Request],
-    rng: random.Random | None,
-    adapters: Mapping[int, LoadedAdapter | None] = {},
-    eos: int = EOS,
-    cancelled: Mapping[int, int] = {},
-    failures: tuple[type[Exception], ...] = (),
-    prepare: Callable[[Row], object] = lambda _: None,
-) -> Iterator[tuple[StepPlan, StepResult, list[Row]]]:
-    """Plans, what they gave and who ended by it, until all requests are done. They come at random times in their order,
-    or at once, and `prepare` gets each; some are cancelled after so many tokens. Steps that fail so are tried again,
-    and no request is lost.
-    """
-    batcher = Batcher(bounds, eos_ids=[eos])
-    waiting = list(requests)
-    while waiting or not batcher.idle:
-        count = len(waiting) if rng is None else int(bool(waiting) and (batcher.idle or rng.random() < 0.4))
-        for request in waiting[:count]:
-            (seq,) = batcher.submit([request], 0.0)
-            seq.adapter = adapters.get(seq.id)
-            prepare(seq)
-        waiting = waiting[count:]
-        plan = batcher.plan(0.0)
-        engine.release(plan.to_release)
-        if not plan.seqs:
-            continue
-        try:
-            result = engine.step(plan)
-        except failures as error:
-            lost = batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
-            assert lost == []
-            continue
-        ended = commit(batcher, plan, result.tokens, verified=result.verified)
-        batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
-        yield plan, result, ended
 
 
 @dataclass
@@ -394,12 +355,37 @@ def outcomes(
     requests: list[Request],
     rng: random.Random | None,
     adapters: Mapping[int, LoadedAdapter | None] = {},
+    eos: int = EOS,
+    cancelled: Mapping[int, int] = {},
+    failures: tuple[type[Exception], ...] = (),
+    prepare: Callable[[Row], object] = lambda _: None,
     check: Callable[[list[int], list[int]], None] = lambda *_: None,
-    **others: Any,
 ) -> tuple[dict[int, Outcome], Counter[str]]:
-    """By request, and counts of drafted tokens and preemptions; `check` gets the tokens of a sequence and its draft."""
+    """By request, and counts of drafted tokens and preemptions. Requests come at random times in their order, or at
+    once; some are cancelled after so many tokens. Steps that fail so are tried again, and no request is lost. `prepare`
+    gets each sequence, `check` the tokens of a sequence and its draft.
+    """
     found, counts = {request.id: Outcome() for request in requests}, Counter[str]()
-    for plan, result, _ in run_steps(engine, bounds, requests, rng, adapters, **others):
+    batcher, waiting = Batcher(bounds, eos_ids=[eos]), list(requests)
+    while waiting or not batcher.idle:
+        count = len(waiting) if rng is None else int(bool(waiting) and (batcher.idle or rng.random() < 0.4))
+        for request in waiting[:count]:
+            (seq,) = batcher.submit([request], 0.0)
+            seq.adapter = adapters.get(seq.id)
+            prepare(seq)
+        waiting = waiting[count:]
+        plan = batcher.plan(0.0)
+        engine.release(plan.to_release)
+        if not plan.seqs:
+            continue
+        try:
+            result = engine.step(plan)
+        except failures as error:
+            lost = batcher.rollback(plan, out_of_memory=isinstance(error, OutOfMemory))
+            assert lost == []
+            continue
+        commit(batcher, plan, result.tokens, verified=result.verified)
+        batcher.cancel([seq.id for seq in plan.sampled if cancelled.get(seq.id, 1 << 30) <= seq.num_generated_tokens])
         logprobs = result.logprobs or [[]] * len(plan.sampled)
         for row, tokens, facts in zip(plan.sampled, result.tokens, logprobs, strict=True):
             assert len(facts) in (len(tokens), 0)

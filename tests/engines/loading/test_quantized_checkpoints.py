@@ -325,12 +325,12 @@ def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path
 
 
 def test_corrupted_gguf(tmp_path: Path) -> None:
-    """Each of 100 files is refused in one line, or holds finite numbers."""
+    """Each of 40 files is refused in one line, or holds finite numbers."""
     config, path = make_config("Llama"), tmp_path / "model.gguf"
     config.update({name: size for name, size in WIDE.items() if hasattr(config, name)} | {"vocab_size": 8})
     write_gguf(path, config, "llama", "Q4_K", permuted)
     content, draw, errors = path.read_bytes(), random.Random(0), []
-    for number in range(100):
+    for number in range(40):
         at, bits = draw.randrange(1500 if number % 2 else len(content) - 8), draw.randbytes(draw.randint(1, 8))
         path.write_bytes(content[:at] + bits + content[at + len(bits) :])
         try:
@@ -340,7 +340,7 @@ def test_corrupted_gguf(tmp_path: Path) -> None:
                 assert layer.checked().dequantized().isfinite().all()
         except StartError as error:
             errors.append(str(error))
-    assert 25 < len(errors) < 75
+    assert 10 < len(errors) < 30
     assert not any("\n" in error for error in errors)
 
 

@@ -1,26 +1,20 @@
 """A model too big for the memory is refused before it is loaded; one that fits is not."""
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
 import torch
 from batches import engine_options
-from forked_processes import forked
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading.loader import load_config, load_model, look_at_model
 from tgis.engines.memory import available, model_size
-from tgis.engines.memory.available import PROCESS, read_proc_bytes
-from tgis.environment import LIBRARY_ENVIRONMENT
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -47,23 +41,6 @@ def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, fami
     model_size.check_model_fits(family, options, load_config(options), dtype, device)
 
 
-def peak_bytes(model: Path, dtype: str, quantize: str = "none") -> int:
-    """The most memory that loading the model takes, mapped files excluded."""
-    options = engine_options(model, 8, dtype=dtype, quantize=quantize, quantize_logits=quantize != "none")
-    os.environ |= LIBRARY_ENVIRONMENT
-    seen = [read_proc_bytes(PROCESS / "status", "RssAnon")]
-
-    class Watched(PackedLinear):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            seen.append(read_proc_bytes(PROCESS / "status", "RssAnon"))
-
-    with mock.patch("tgis.engines.kernels.cpu.linear.PackedLinear", Watched):
-        loaded = load_model(options, CPU)
-    assert loaded is not None  # nor freed
-    return max(*seen, read_proc_bytes(PROCESS / "status", "RssAnon")) - seen[0]
-
-
 packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else its weights stay in mapped files
 
 
@@ -80,34 +57,14 @@ def test_what_fits_is_loaded_and_what_does_not_is_refused(
         load_model(options, CPU)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16"] * packs_bfloat16 + ["float32"])
-def test_loading_needs_the_predicted_memory(smollm2_dir: Path, dtype: str) -> None:
-    peak = forked(peak_bytes, smollm2_dir, dtype)
-    assert 0.98 * LOADED[dtype] < peak < 2 * LOADED[dtype]  # the C library keeps some of what is given back
-
-
 @pytest.mark.parametrize(("asked", "bits"), [("int4", 5), ("int8", 8)])
 def test_quantizing_is_predicted_to_need_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
-    result, _, predicted = quantized_bytes(smollm2_dir, asked, bits)
-    assert result < predicted < 2 * result + 2 * HEAD
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("asked", "bits"), [("int4", 5), ("int8", 8)])
-def test_quantizing_needs_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
-    result, largest, predicted = quantized_bytes(smollm2_dir, asked, bits)
-    peak = forked(peak_bytes, smollm2_dir, "bfloat16", asked)
-    assert 0.9 * result < peak < 1.1 * (result + largest)
-    assert peak < predicted < 2 * peak
-
-
-def quantized_bytes(model: Path, asked: str, bits: int) -> tuple[int, int, int]:
-    """Of the result, of the largest weight, and what the loader predicts."""
-    options = engine_options(model, 8, dtype="bfloat16", quantize=asked, quantize_logits=True)
-    *_, found = look_at_model(options, CPU)
+    *_, found = look_at_model(
+        engine_options(smollm2_dir, 8, dtype="bfloat16", quantize=asked, quantize_logits=True), CPU
+    )
     assert found is not None
-    return (LINEARS - HEAD) * bits // 8 + HEAD, 2 * HEAD, found[1]
+    result = (LINEARS - HEAD) * bits // 8 + HEAD
+    assert result < found[1] < 2 * result + 2 * HEAD
 
 
 def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.LogCaptureFixture) -> None:

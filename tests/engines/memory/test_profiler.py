@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_engine import MemoryFormula, MiB, SyntheticEngine
+from synthetic_engine import PASS_TOKENS, MemoryFormula, MiB, SyntheticEngine
 
 from tgis.engines.memory.capacity import manual_capacity
 from tgis.engines.memory.profiler import DummyRunner
@@ -13,21 +13,12 @@ from tgis.errors import StartError
 
 GiB = 1 << 30
 MAX_LENGTH = 2048
-PASS_TOKENS = 512  # of the synthetic engine
-
-CHUNKED = st.builds(
+FORMULAS = st.builds(
     MemoryFormula,
     step=st.integers(0, 300 * MiB),
     row=st.integers(0, 8 * MiB),
-    pass_token=st.integers(0, 200_000),
-    input_logprobs_token=st.integers(0, 400_000),
-)
-WHOLE = st.builds(
-    MemoryFormula,
-    step=st.integers(0, 100 * MiB),
-    row=st.integers(0, 2 * MiB),
-    prefill_token=st.integers(0, 20_000),
-    square=st.floats(20, 1000),
+    computed=st.integers(0, 200_000),
+    told=st.integers(0, 400_000),
 )
 
 
@@ -37,22 +28,18 @@ def runner(engine: SyntheticEngine, available_bytes: int = 64 * GiB) -> DummyRun
 
 
 @settings(max_examples=50)
-@given(formula=CHUNKED, num_seqs=st.integers(1, 64))
-def test_no_step_of_chunks_needs_more_than_the_dummies(formula: MemoryFormula, num_seqs: int) -> None:
+@given(FORMULAS)
+def test_chunks_need_what_a_full_batch_or_a_full_pass_does(formula: MemoryFormula) -> None:
     peak = runner(SyntheticEngine(formula)).padded_peak(MAX_LENGTH, PASS_TOKENS, chunked=True)
-    worst = 0
-    for length in (1, 8, 100, 1000, MAX_LENGTH):
-        joining = num_seqs if num_seqs * length <= PASS_TOKENS else 1  # prefills of several sequences are no larger
-        worst = max(worst, formula.decode(num_seqs, length), formula.prefill(joining, length, True, PASS_TOKENS))
-    assert worst <= peak
-    assert peak <= max(formula.prefill(64, 8, True, PASS_TOKENS), formula.prefill(1, PASS_TOKENS, True, PASS_TOKENS))
+    full_batch, one = formula.bytes(64, 8, PASS_TOKENS, told=PASS_TOKENS), formula.bytes(1, 0, 512, told=PASS_TOKENS)
+    assert peak == max(full_batch, one)
 
 
 @settings(max_examples=50)
-@given(formula=WHOLE, max_length=st.integers(100, 6000))
+@given(formula=st.builds(MemoryFormula, square=st.floats(20, 1000)), max_length=st.integers(100, 6000))
 def test_inputs_that_are_computed_whole_need_the_square_of_the_longest(formula: MemoryFormula, max_length: int) -> None:
     peak = runner(SyntheticEngine(formula, encoder_decoder=True), 10**15).padded_peak(max_length, 0, chunked=False)
-    assert peak == max(formula.prefill(1, max_length, False, 512), formula.prefill(64, 8, False, 512))
+    assert peak == max(formula.bytes(1, max_length, max_length), formula.bytes(64, 8, 64 * 8))
 
 
 def test_inputs_whose_square_does_not_fit_are_refused_before_they_run() -> None:
@@ -63,27 +50,26 @@ def test_inputs_whose_square_does_not_fit_are_refused_before_they_run() -> None:
 
 
 def test_the_largest_step_of_a_paged_engine() -> None:
-    formula = MemoryFormula(step=5 * MiB, row=MiB, token=2000, pass_token=3000, input_logprobs_token=50_000)
+    formula = MemoryFormula(step=5 * MiB, row=MiB, width=2000, computed=3000, told=50_000)
     engine = SyntheticEngine(formula, block_size=16)
     peak = runner(engine).paged_peak(5000, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
-    tokens = 448 + 63 + 1
-    assert peak == pytest.approx(5 * MiB + 64 * MiB + tokens * 53_000 - 53_000 + 5000 * 2000, rel=0.001)
+    assert peak == pytest.approx(formula.bytes(64, 5000, 448 + 63, told=448 + 63), rel=0.001)
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 20])
 @pytest.mark.parametrize("max_batch_size", [1, 3, 1000])
 def test_the_smallest_and_largest_batches_can_be_measured(max_batch_size: int, max_length: int) -> None:
-    formula = MemoryFormula(pass_token=100_000)
+    formula = MemoryFormula(computed=100_000)
     padded = SyntheticEngine(formula, max_batch_size=max_batch_size)
-    assert runner(padded).padded_peak(max_length, 128, chunked=True) >= formula.decode(max_batch_size, max_length)
+    assert runner(padded).padded_peak(max_length, 128, chunked=True) >= formula.bytes(max_batch_size, max_length, 1)
     paged = SyntheticEngine(formula, max_batch_size=max_batch_size, block_size=16)
     assert runner(paged).paged_peak(max_length, 3) > 0
 
 
 def test_a_full_batch_that_does_not_fit_is_refused_before_it_runs() -> None:
-    engine = SyntheticEngine(MemoryFormula(row=10 * MiB), capacity=400 * MiB)
-    with pytest.raises(StartError, match=r"400 MiB of memory may not do for .* MAX_BATCH_SIZE=64 rows: lower it"):
-        runner(engine, 400 * MiB).padded_peak(MAX_LENGTH, 128, chunked=True)
+    engine = SyntheticEngine(MemoryFormula(row=10 * MiB), capacity=600 * MiB)
+    with pytest.raises(StartError, match=r"600 MiB of memory may not do for .* MAX_BATCH_SIZE=64 rows: lower it"):
+        runner(engine, 600 * MiB).padded_peak(MAX_LENGTH, 128, chunked=True)
     assert len(engine.rows) < 64
 
 

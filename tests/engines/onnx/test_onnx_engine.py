@@ -1,6 +1,5 @@
 """The engine hf_optimum_ort: graphs generate what transformers generates in changing batches; bad files are named."""
 
-import asyncio
 import random
 import sys
 from collections.abc import Callable
@@ -9,13 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import golden_runner
 import onnx
 import pytest
 import torch
 from batches import engine_options, limits
-from golden_cases import cases, servers
-from harness import running_server
 from onnx_exports import beside, exported, halves, without_past
 from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
@@ -29,7 +25,6 @@ from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 
-GOLDEN_FILES = {"basics", "bos", "decoder", "details", "encoder", "limits", "penalties", "sampling", "stops", "unicode"}
 BOTH = pytest.mark.parametrize("exports", ["glassllm", "detransliterator"], indirect=True, scope="module")
 DECODER = pytest.mark.parametrize("exports", ["glassllm"], indirect=True, scope="module")
 ENCODER_DECODER = pytest.mark.parametrize("exports", ["detransliterator"], indirect=True, scope="module")
@@ -60,19 +55,6 @@ def load(directory: Path) -> PaddedEngine:
     engine = load_engine(engine_options(directory, 8))
     engine.warm_up()
     return engine
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # exports of large models
-@pytest.mark.parametrize("exports", ["glassllm", "smollm2", "titles"], indirect=True, scope="module")
-def test_golden_cases_are_served_as_by_transformers(exports: Exports, tmp_path: Path) -> None:
-    served = [case for case in cases() if case.server == exports.name and case.needs_oracle]
-    asked = [case for case in served if case.file in GOLDEN_FILES]
-    options = servers()[exports.name].options | {"DEPLOYMENT_FRAMEWORK": "hf_optimum_ort"}
-    with running_server(tmp_path, exports.graphs, **options) as server:
-        found = asyncio.run(golden_runner.run(server.target, asked, seed=11))
-    assert {case: problems for case, problems in found.items() if problems} == {}
-    assert len(found) > 20
 
 
 def wanted() -> list[Request]:

@@ -39,7 +39,7 @@ Outputs = list[list[int]]
 
 def prompts() -> Outputs:
     rng = random.Random(2)
-    return [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(8)]
+    return [[rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(6)]
 
 
 def requests(sampling: SamplingParams = GREEDY, details: LogprobOptions | None = None) -> list[Request]:

@@ -1,4 +1,4 @@
-"""PT2_COMPILE: the same tokens, from the graphs that were compiled at startup."""
+"""PT2_COMPILE: which steps are compiled, and when; test_models_gpu.py compares them with transformers."""
 
 import logging
 import random
@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from batches import engine_options, limits
-from repository import run_python
-from tiny_models import ARCHITECTURES, generate_all, greedy_requests, make_model, tokens_alone
+from tiny_models import ARCHITECTURES, check_greedy, generate_all, greedy_requests, make_model
+from transformers import AutoModelForCausalLM
 
 from tgis.engines.memory import capacity
 from tgis.engines.paged import model_runner
-from tgis.engines.paged.compile import CompiledLayers
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.model_runner import ModelRunner
 from tgis.errors import StartError
@@ -41,32 +40,9 @@ def graphs() -> int:
 def assert_generates_what_transformers_does(engine: PagedEngine, model: Path, count: int = 1) -> None:
     bounds = limits(60, padded=False, block_size=16, max_batch_size=4, prefill_tokens=7)
     requests = greedy_requests(count, 6, random.Random(count))
-    found = generate_all(engine, bounds, requests, random.Random(1))
-    assert found == tokens_alone(model, requests, torch.float64)
-
-
-@pytest.mark.slow  # a compiler runs for some seconds
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_tokens_are_those_of_transformers_and_nothing_is_compiled_after_startup(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    before, at_startup = graphs(), list[int]()
-    finish = CompiledLayers.freeze
-
-    def counted(decoder: CompiledLayers) -> None:
-        at_startup.append(graphs())
-        finish(decoder)
-        decoder._stance = "fail_on_recompile"  # steps without a graph would run eagerly, unnoticed
-
-    monkeypatch.setattr(CompiledLayers, "freeze", counted)
-    engine = PagedEngine(options(model))
-    assert_generates_what_transformers_does(engine, model, 12)
-    assert "compiled in" in caplog.text
-    assert at_startup == [graphs()]
-    assert graphs() - before == 2  # for all layers: of one token, and of several
-    assert engine.runner.compiled is not None
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    for request, tokens in zip(requests, generate_all(engine, bounds, requests, random.Random(1)), strict=True):
+        check_greedy(reference, request.tokens, tokens)
 
 
 @pytest.mark.slow  # it traces 12 graphs
@@ -83,15 +59,6 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
     before = graphs()
     engine.warm_up()
     assert graphs() - before == 3 * 2 * 2  # of one token or several, with adapters or without
-
-
-@pytest.mark.slow  # the first start compiles
-@pytest.mark.timeout(900)
-def test_the_second_start_compiles_nothing(model: Path, tmp_path: Path) -> None:
-    command = "tests/support/compiled_start.py", model
-    first, second = (run_python(*command, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for _ in range(2))
-    assert first == {"fxgraph_cache_miss": 2}
-    assert second == {"fxgraph_cache_hit": 2}
 
 
 def failing(error: Exception) -> mock.Mock:

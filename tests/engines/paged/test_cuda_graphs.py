@@ -3,7 +3,6 @@
 import random
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
 
-ROWS, WIDTH, LONG, SCRATCH = 37, 6, 44, 999
+ROWS, WIDTH, SCRATCH = 37, 6, 999
 
 
 def batch_of(rows: int, draw: random.Random, logits_indices: list[int] | None = None) -> FlatBatch:
@@ -74,42 +73,6 @@ def test_any_number_of_rows_in_any_order_of_sizes(graphs: DecodeGraphs) -> None:
         found = graphs.run(batch)
         assert found is not None
         assert torch.equal(found, forward(batch))
-
-
-def as_decodes(batch: FlatBatch) -> FlatBatch:
-    """The same tokens, each of a sequence of its own."""
-    tables = [
-        *batch.attention.block_tables.tolist(),
-        *(c.block_table.tolist() for c in batch.attention.chunks for _ in range(c.num_tokens)),
-    ]
-    padded = torch.tensor([table + [0] * (LONG - len(table)) for table in tables])
-    attention = AttentionMetadata(batch.attention.slot_mapping, padded, batch.positions + 1, [])
-    return FlatBatch(batch.input_ids, batch.positions, attention, batch.logits_indices, [])
-
-
-def with_prompts(batch: FlatBatch, draw: random.Random) -> FlatBatch:
-    """The last rows become the tokens of two prompts, some of whose logits are wanted, some twice."""
-    tokens = len(batch.input_ids)
-    decodes = draw.randint(0, tokens - 2)
-    attention = batch.attention
-    attention.block_tables, attention.seq_lens = attention.block_tables[:decodes], attention.seq_lens[:decodes]
-    batch.positions[:decodes] = attention.seq_lens - 1
-    for start, end in pairwise([decodes, draw.randrange(decodes + 1, tokens), tokens]):
-        context, count = draw.randint(0, 3), end - start
-        table = draw.choices(range(1, 90), k=context + count + draw.randint(0, 3))  # blocks of one token
-        batch.positions[start:end] = torch.arange(context, context + count)
-        attention.chunks.append(PrefillChunk(slice(start, end), context, torch.tensor(table)))
-    batch.logits_indices = torch.tensor(draw.choices(range(tokens), k=draw.randint(1, 2 * tokens)))
-    return batch
-
-
-def test_tokens_of_short_prompts_are_rows() -> None:
-    made, draw = graphs_of(forward, ROWS, LONG), random.Random(7)
-    for _ in range(30):
-        batch = with_prompts(batch_of(draw.randint(2, ROWS), draw), draw)
-        found = made.run(batch)
-        assert found is not None
-        assert torch.equal(found, forward(as_decodes(batch)))
 
 
 def test_long_prompts_are_not_replayed(graphs: DecodeGraphs) -> None:

@@ -6,19 +6,16 @@ In float64 where the model's attention is computed in it.
 import random
 from collections import Counter
 from itertools import product
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from checked_runs import Run, Subject, random_request
-from proposers import Adversary, ForcedDrafts, ForcedLookup, proposing
 from slow_cases import slow_except
 from tiny_models import VOCAB_SIZE, make_model, paged_engine
 from transformers import AutoModelForCausalLM
 
-from tgis.ipc.request import LogprobOptions, Request
-from tgis.speculation.speculator import Speculator
+from tgis.ipc.request import Request
 
 MAX_NEW_TOKENS, MAX_BATCH_SIZE = 20, 6
 SALTS = (b"", b"", b"tenant")
@@ -37,11 +34,9 @@ PROMPTS = _prompts()
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    name, block_size, dtype, async_decode, *drafters = request.param
-    directory, *drafting = (make_model(each, tmp_path_factory.mktemp("model")) for each in (name, *drafters))
-    drafts: dict[str, Any] = {"speculation": "auto", "speculator_path": str(drafting[0])} if drafters else {}
-    how = {"async_decode": async_decode, "block_size": block_size, "dtype": dtype}
-    engine = paged_engine(directory, MAX_BATCH_SIZE, **how, **drafts)
+    name, block_size, dtype, async_decode = request.param
+    directory = make_model(name, tmp_path_factory.mktemp("model"))
+    engine = paged_engine(directory, MAX_BATCH_SIZE, async_decode=async_decode, block_size=block_size, dtype=dtype)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     return Subject(engine, reference, 1e-4 if dtype == "float32" else 1e-6)
 
@@ -88,57 +83,3 @@ def test_interleavings(subject: Subject, few_blocks: bool, prefix_cache: bool, s
     assert (total["preemptions"] >= len(seeds) // 2) == few_blocks
     assert (total["prefix_cache_hits"] > len(seeds)) == prefix_cache
     assert total["queue_jumps"] or not few_blocks
-
-
-PROPOSING = [
-    (SYNCHRONOUS, ForcedLookup),
-    (SYNCHRONOUS, Adversary),
-    ((*SYNCHRONOUS, "Mistral"), ForcedDrafts),
-]
-
-
-@pytest.mark.parametrize(
-    ("subject", "kind", "few_blocks", "seeds"),
-    [
-        *((*PROPOSING[at], few_blocks, range(100, 102)) for at, few_blocks in ((0, False), (1, True), (2, True))),
-        *slow_except((), ((*case, few, range(100, 108)) for case in PROPOSING for few in (False, True))),
-    ],
-    indirect=["subject"],
-)
-def test_interleavings_with_proposals(subject: Subject, few_blocks: bool, kind: type[Speculator], seeds: range) -> None:
-    total = Counter[str]()
-    for seed in seeds:
-        rng = random.Random(seed)
-        asked = _requests(rng)
-        alone = subject.run(200)
-        alone.batcher.submit(asked, 0.0)
-        alone.finish()
-        blocks, chunk = rng.randint(22, 30) if few_blocks else 200, rng.choice([2, 5, 64])
-        with proposing(kind, right=[row.tokens for row in alone.ended]):
-            run = subject.run(blocks, prefill_tokens=chunk, prefix_cache=True, proposed_tokens=rng.choice([1, 3, 15]))
-            total += _interleave(rng, run, asked)
-    accepted = total["accepted_tokens"] + total["accepted_drafted_tokens"]
-    assert 0 < accepted < total["proposed_tokens"] + total["drafted_tokens"]
-    assert (total["preemptions"] > 0) == few_blocks
-
-
-CHUNKED = [(("Mistral", 1, "float64", False),), (("Gemma2", 1, "float32", False),), (("GptOss", 1, "float32", False),)]
-
-
-@pytest.mark.parametrize("subject", slow_except(CHUNKED[:1], CHUNKED), indirect=True)
-def test_chunks_of_any_size(subject: Subject) -> None:
-    """Alone, and beside a decode."""
-    long = Request(1, PROMPTS[5], 8, logprob_options=LogprobOptions(input_tokens=True, logprobs=True))
-    for chunk in (1, 2, 7, 8, 9, 16, len(long.tokens)):  # the window has 8
-        for beside in (0, 1):
-            run = subject.run(100, prefill_tokens=8 * chunk if beside else chunk)  # beside decodes, about an eighth
-            run.batcher.submit([Request(0, [5, 6], MAX_NEW_TOKENS)] * beside, 0.0)
-            for _ in range(3 * beside):
-                run.step()
-            run.batcher.submit([long], 0.0)
-            plan = run.step()
-            assert plan is not None
-            *decodes, found = plan.num_scheduled_tokens
-            assert decodes == [1] * beside
-            assert 1 <= found <= 8 * chunk if beside else found == chunk
-            run.finish()

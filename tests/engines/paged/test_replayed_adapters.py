@@ -207,15 +207,3 @@ def test_layers_are_not_compiled_if_adapters_in_them_differ(
     engine = paged_engine(model, dtype="float64", **COMPILED)
     assert "PT2_COMPILE has no effect: compiled steps do not give the logits of eager" in caplog.text
     assert generated(engine, [2, 3]) == expected
-
-
-@pytest.mark.slow  # a compiler runs for some seconds
-@pytest.mark.timeout(900)
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_passes_with_adapters(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters that come and go, of ranks that make the bank grow and of some layers only, need no other graph."""
-    monkeypatch.setitem(model_runner._MIN_LORA_COLUMNS, "cpu", 4)
-    compiled, ranks = paged_engine(model, dtype="float64", **COMPILED), [2, 3, 5, 1]
-    assert compiled.runner.compiled is not None
-    compiled.runner.compiled._stance = "fail_on_recompile"
-    assert generated(compiled, ranks) == generated(paged_engine(model, dtype="float64"), ranks)

@@ -1,15 +1,11 @@
-"""Draws: which token a seed chooses, and how often. kernels/test_cpu_sampling.py compares the C kernel with them."""
-
-import math
+"""Draws: which token a seed chooses. kernels/test_cpu_sampling.py compares the C kernel with them."""
 
 import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
-from msgspec.structs import replace
 from sampling_oracle import make_row
 from sampling_steps import sample_batch
-from slow_cases import slow_except
 
 from tgis.engines.sampling import draws
 from tgis.engines.sampling.draws import noise_keys
@@ -56,33 +52,6 @@ def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: di
         token, certain = expected.draw(seed, step)
         assert found == token
         assert certain
-
-
-@pytest.mark.parametrize("vocabulary", slow_except([20], [20, 1000]))
-@pytest.mark.parametrize(
-    ("sampling", "vary"),
-    [
-        (SamplingParams(temperature=1.3), "seed"),
-        (SamplingParams(temperature=1.3), "generated"),
-        (SamplingParams(temperature=0.7, top_p=0.8), "seed"),
-        (SamplingParams(temperature=0.9, top_k=12, top_p=0.95, typical_p=0.9), "generated"),
-        (SamplingParams(temperature=1.1, min_p=0.03, top_p=0.9), "seed"),
-    ],
-)
-def test_draws_are_distributed_as_the_probabilities(vocabulary: int, sampling: SamplingParams, vary: str) -> None:
-    """Chi-square over the likely tokens, against about its 99.99 % point; the seeds are fixed."""
-    count, logits = 4000, normal(1, vocabulary, spread=2.0)
-    seeds = [replace(sampling, seed=i if vary == "seed" else 0) for i in range(count)]
-    tokens = sample(seeds, [i if vary == "generated" else 3 for i in range(count)], logits.expand(count, -1))
-    expected = oracle.softmax(oracle.process(logits[0].tolist(), sampling, 0, [], []).scores) * count
-    assert set(tokens) <= set(np.flatnonzero(expected))
-    likely = np.flatnonzero(expected >= 8)
-    found = np.bincount(tokens, minlength=vocabulary)
-    cells = np.append(expected[likely], count - expected[likely].sum())
-    seen = np.append(found[likely], count - found[likely].sum())
-    statistic = ((seen - cells)[cells > 1] ** 2 / cells[cells > 1]).sum()
-    freedom = (cells > 1).sum() - 1
-    assert statistic < freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The next token of each row: directed cases, with the logits processors of transformers as an oracle."""
+"""The next token of each row: directed cases."""
 
 import itertools
 import math
@@ -11,7 +11,6 @@ from cpu_kernels import CPU_ISA, kernels_of, num_threads
 from msgspec.structs import replace
 from sampling_oracle import make_row
 from sampling_steps import Sampled, sample_batch
-from transformers.generation import logits_process as theirs
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.sampling import logits_processors
@@ -50,42 +49,6 @@ def candidates(
 
 def normal(*shape: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def their_processors(sampling: SamplingParams) -> list[theirs.LogitsProcessor]:
-    warpers = [theirs.TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.repetition_penalty != 1:
-        warpers.insert(0, theirs.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.top_k:
-        warpers.append(theirs.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(theirs.TopPLogitsWarper(sampling.top_p))
-    if sampling.typical_p < 1:
-        warpers.append(theirs.TypicalLogitsWarper(sampling.typical_p))
-    return warpers
-
-
-@pytest.mark.parametrize("spread", [0.3, 6.0])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=1.8),
-        *(SamplingParams(temperature=1.0, top_k=count) for count in (1, 50, 700)),
-        *(SamplingParams(temperature=1.0, top_p=share) for share in (0.9, 0.2)),
-        *(SamplingParams(temperature=1.0, typical_p=share) for share in (0.9, 0.2)),
-        SamplingParams(temperature=1.3, top_p=0.8, typical_p=0.6),
-        SamplingParams(temperature=0.9, top_k=40, top_p=0.95, typical_p=0.9, repetition_penalty=1.2),
-    ],
-)
-def test_warpers_are_those_of_transformers(sampling: SamplingParams, spread: float) -> None:
-    logits, context = normal(1000, spread=spread), [5, 900, 5, 17]
-    expected = logits.double()[None]
-    for warper in their_processors(sampling):
-        expected = warper(torch.tensor([context]), expected)
-    logprobs = expected[0].log_softmax(-1)
-    found = candidates(sampling, logits, context=context)
-    assert sorted(found) == logprobs.isfinite().nonzero().flatten().tolist()
-    assert [found[token] for token in sorted(found)] == pytest.approx(logprobs[sorted(found)].tolist(), abs=1e-5)
 
 
 def test_a_sure_token_has_logprob_zero() -> None:
