@@ -13,7 +13,7 @@ from tiny_models import tgis_warnings
 
 from tgis import config
 from tgis.engines.kernels.cpu import build, library
-from tgis.engines.kernels.cpu.library import ISAS, cpu_flags, load_kernels, resolve_isa
+from tgis.engines.kernels.cpu.library import ISAS, computes_in_bf16, cpu_flags, load_kernels, resolve_isa
 from tgis.errors import StartError
 
 SSE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
@@ -52,6 +52,12 @@ def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
         resolve_isa("amx", flags)
     with pytest.raises(StartError, match="lacks avx2, f16c, fma"):
         resolve_isa("avx2", frozenset())
+
+
+def test_bfloat16_is_the_default_type_where_the_chosen_kernels_multiply_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, expected in {"AMD Zen 4": True, "Ice Lake": False}.items():
+        monkeypatch.setattr(library, "cpu_flags", lambda flags=CPUS[name][0]: frozenset(flags.split()))
+        assert [computes_in_bf16(isa) for isa in ("auto", "none", "avx512")] == [expected, expected, False]
 
 
 def test_amx_is_left_alone_where_the_system_refuses_it(
