@@ -28,7 +28,9 @@ CPUS = {
     "AMD Zen 4": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
     "Sapphire Rapids": (f"{AVX512} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
     "Sapphire Rapids, AMX hidden": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
-    "Graviton 3": ("fp asimd evtstrm aes sve bf16", "generic"),
+    "Raspberry Pi 4": ("fp asimd evtstrm crc32 cpuid", "generic"),
+    "Graviton 2": ("fp asimd evtstrm aes atomics asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs", "neon_dotprod"),
+    "Graviton 3": ("fp asimd evtstrm aes atomics asimddp sve svei8mm svebf16 i8mm bf16", "neon_bf16"),
 }
 
 
