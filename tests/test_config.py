@@ -129,6 +129,8 @@ NODE = {"nnodes": 2, "node_rank": 1, "master_addr": "a"}
         ("HOSTNAME=a-container", {"bind_address": read().bind_address}),
         ("JSON_OUTPUT=TRUE", {"json_output": True}),
         ("JSON_OUTPUT=1", {"json_output": True}),
+        ("--otlp-endpoint https://[::1]:4317", {"otlp_endpoint": "https://[::1]:4317"}),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=collector:4317", {"otlp_endpoint": "collector:4317"}),
         ("--json-output --port 1", {"json_output": True, "port": 1}),
         ("JSON_OUTPUT=true --json-output false", {"json_output": False}),
         ("PORT=0 GRPC_PORT=0", {"port": 0}),
@@ -207,6 +209,11 @@ WHOLE = "must be a whole number from 0 to"
             "DEPLOYMENT_FRAMEWORK='vllm' must be one of auto, tgis_native, hf_transformers, ",
         ),
         ("QUANTIZE=int3", "QUANTIZE='int3' must be one of none, int8, int4, "),
+        (
+            "OTLP_ENDPOINT=http://:4317",
+            "OTLP_ENDPOINT='http://:4317' must be HOST:PORT, or that after http:// or https",
+        ),
+        ("OTLP_ENDPOINT=c:999999", "OTLP_ENDPOINT='c:999999' must be HOST:PORT, or that after http:// or https://"),
         ("MODEL_NAME=a\0b", "MODEL_NAME='a\\x00b' must be printable text"),
         (
             "MODEL_NAME= MAX_BATCH_SIZE=0 --port 70000",

@@ -1,20 +1,15 @@
 """Kubernetes manifests, alerts and the dashboard, as far as no tool is needed; `make manifests` checks the rest."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import consistency
 import expressions
-import grpc
 import yaml
-from harness import unary_request
 from scraped_metrics import full_scrape
 
 from tgis.config import parse
-from tgis.pb import generation_pb2 as pb
-from tgis.pb import generation_pb2_grpc as pb_grpc
 
 DEPLOYMENTS = Path(__file__).parents[1] / "deployment"
 
@@ -44,13 +39,6 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
 def test_manifests_agree_with_the_server_and_with_each_other() -> None:
     assert len(OBJECTS) > 12
     assert consistency.problems(OBJECTS) == []
-
-
-def test_patches_of_the_deployment_set_options_of_the_server() -> None:
-    for path in DEPLOYMENTS.glob("*/*/deployment.yaml"):
-        for container in yaml.safe_load(path.read_text())["spec"]["template"]["spec"].get("containers", ()):
-            assert container["name"] == SERVER["name"]
-            assert environment(container).keys() <= consistency.OPTIONS, path
 
 
 def test_the_pod_can_write_only_to_tmp_and_drains_within_its_grace() -> None:
@@ -90,23 +78,3 @@ def test_alerts_are_tested_and_explained() -> None:
     assert sorted(tested) == sorted(rule["alert"] for rule in group["rules"])
     explained = (DEPLOYMENTS.parent / "docs" / "deploying.md").read_text()
     assert [rule["alert"] for rule in group["rules"] if f"| `{rule['alert']}` |" not in explained] == []
-
-
-def test_the_service_config_retries_refused_calls() -> None:
-    refusals = iter([True, True])
-
-    def generate(request: object, context: grpc.ServicerContext) -> pb.BatchedGenerationResponse:
-        if next(refusals, False):
-            context.abort(grpc.StatusCode.UNAVAILABLE, "full")
-        return pb.BatchedGenerationResponse()
-
-    service, server = pb_grpc.GenerationServiceServicer(), grpc.server(ThreadPoolExecutor(1))
-    service.Generate = generate  # type: ignore[method-assign]
-    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
-    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    options = [("grpc.service_config", (DEPLOYMENTS / "grpc-service-config.json").read_text())]
-    with grpc.insecure_channel(target, options) as channel:
-        pb_grpc.GenerationServiceStub(channel).Generate(unary_request("text", 1), timeout=10)
-    assert next(refusals, None) is None
-    server.stop(None)

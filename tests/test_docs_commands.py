@@ -12,14 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from harness import Server, running_command
 from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-SLOW = {"deploying", "first-steps"}  # start more servers, and train an adapter
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
     r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
@@ -133,16 +132,12 @@ def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield clone
 
 
-def pages_to_run() -> Iterator[Any]:
-    for page in PAGES:
-        if to_run := [block for block in blocks(page) if not block.reason]:
-            yield pytest.param(to_run, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
-
-
-@pytest.mark.parametrize("to_run", [*pages_to_run()])
-def test_the_commands_work(to_run: list[Block], clone: Clone) -> None:
-    for block in to_run:
-        clone.run(block)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_the_commands_work(page: Path, clone: Clone) -> None:
+    for block in blocks(page):
+        if not block.reason:
+            clone.run(block)
 
 
 def is_shown(printed: str, shown: str) -> bool:

@@ -38,10 +38,9 @@ def model(tmp_path: Any, length: int = 200) -> ModelFiles:
     [
         ({}, {"max_sequence_length": 200, "max_new_tokens": 199, "max_top_n_tokens": 10, "max_input_tokens": None}),
         ({"MAX_SEQUENCE_LENGTH": "100", "MAX_NEW_TOKENS": "50"}, {"max_sequence_length": 100, "max_new_tokens": 50}),
-        (
-            {"DEFAULT_MAX_NEW_TOKENS": "0", "MAX_NEW_TOKENS": "500"},
-            {"default_max_new_tokens": None, "max_new_tokens": 500},
-        ),
+        ({"DEFAULT_MAX_NEW_TOKENS": "0"}, {"default_max_new_tokens": None}),
+        ({"DEFAULT_MAX_NEW_TOKENS": "0", "MAX_NEW_TOKENS": "500"}, {"max_new_tokens": 500}),
+        ({"MAX_NEW_TOKENS": "500"}, {"max_new_tokens": 199}),
         ({"DEFAULT_INCLUDE_STOP_SEQS": "false"}, {"include_stop_sequence": False}),
         ({"MAX_INPUT_TOKENS": "150"}, {"max_input_tokens": 150, "longest_input": 150}),
     ],
@@ -57,22 +56,14 @@ def test_inputs_must_be_shorter_than_sequences(tmp_path: Any) -> None:
 
 
 def test_options_reach_the_engine(tmp_path: Any) -> None:
-    options = {
-        "DTYPE": "bfloat16",
-        "KV_CACHE_SIZE_MB": "3",
-        "NUM_SHARD": "2",
-        "MAX_BATCH_SIZE": "7",
-        "QUANTIZE": "int8",
-    }
-    config = read(**options)
+    options = {"KV_CACHE_SIZE_MB": "3", "NUM_SHARD": "2", "MAX_BATCH_SIZE": "7", "QUANTIZE": "int8"}
+    config = read(DTYPE="bfloat16", **options)
     made = engine_options(config, request_limits(config, model(tmp_path)), model(tmp_path), (2,), (2,), None)
     assert (made.model_path, made.eos_ids, made.max_sequence_length) == (str(tmp_path), (2,), 200)
     assert (made.dtype, made.kv_cache_bytes, made.num_shards) == ("bfloat16", 3 << 20, 2)
     assert (made.max_batch_size, made.quantize) == (7, "int8")
-    assert (
-        engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), (), None).dtype
-        is None
-    )
+    made = engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), (), None)
+    assert made.dtype is None
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:

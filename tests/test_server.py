@@ -55,7 +55,9 @@ async def waiting(preparation: Preparation, stop: asyncio.Future[None]) -> tuple
 @run_async
 async def test_a_signal_does(preparation: Preparation) -> None:
     stop = asyncio.get_running_loop().create_future()
-    _, start = await waiting(preparation, stop)
+    server, start = await waiting(preparation, stop)
+    scrape = (await server._scrape()).decode().splitlines()
+    assert {'tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"} <= {*scrape}
     stop.set_result(None)
     assert not await start
 

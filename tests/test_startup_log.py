@@ -10,18 +10,7 @@ from tgis.config import Config
 from tgis.ipc.messages import EngineInfo
 from tgis.startup_log import startup_lines
 
-INFO = EngineInfo(
-    engine="tgis_native",
-    model_class="LlamaForCausalLM",
-    device="cpu",
-    dtype="bfloat16",
-    vocab_size=10,
-    encoder_decoder=False,
-    padded=False,
-    max_batch_size=64,
-    token_capacity=100,
-    max_prefill_tokens=100,
-)
+INFO = EngineInfo("tgis_native", "LlamaForCausalLM", "cpu", "bfloat16", 10, False, False, 64, 100, 100)
 
 
 def lines(
@@ -38,6 +27,7 @@ def lines(
 
 TLS: dict[str, Any] = {"tls_cert_path": Path("file"), "tls_key_path": Path("file")}
 MUTUAL_TLS = TLS | {"tls_client_ca_cert_path": Path("file")}
+DRAFTS = {"proposed": 15, "drafted": 3, "speculator_name": "s"}
 GENERATE = "tgis generate --target localhost:8033"
 RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM", "cpu, bfloat16", "2048 tokens, 1024 new; batch of 64, "
 
@@ -45,11 +35,7 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM", "cpu, bfloat16", "2048 t
 @pytest.mark.parametrize(
     ("options", "name", "text"),
     [
-        (
-            {"proposed": 15, "drafted": 3, "speculator_name": "s"},
-            "engine",
-            f"{RUNS}; lookup of up to 15 tokens ahead, or 3 by s",
-        ),
+        (DRAFTS, "engine", f"{RUNS}; lookup of up to 15 tokens ahead, or 3 by s"),
         ({"reason": "not x: y"}, "engine", f"{RUNS}: not x: y"),
         ({"num_threads": 3, "num_shard": 2}, "device", f"{CPU}, 2 ranks; 3 threads on "),
         ({"max_concurrent_requests": 512}, "limits", f"{BATCH}448 may wait"),
@@ -60,11 +46,8 @@ RUNS, CPU, BATCH = "tgis_native runs LlamaForCausalLM", "cpu, bfloat16", "2048 t
         ({}, "try", f'http://localhost:3000/ui in a browser, or {GENERATE} "Once upon a time"'),
         ({"bind_address": "fe::1", "api_port": None}, "try", "tgis generate --target [fe::1]:8033 "),
         (TLS, "try", f"https://localhost:3000/ui in a browser, or {GENERATE} --ca-cert CA "),
-        (
-            MUTUAL_TLS | {"auth_token_path": Path("file"), "api_port": None},
-            "try",
-            f'{GENERATE} --ca-cert CA --tls-cert CERT --tls-key KEY --token-file TOKEN "Once upon a time"',
-        ),
+        (MUTUAL_TLS | {"api_port": None}, "try", f"{GENERATE} --ca-cert CA --tls-cert CERT --tls-key KEY "),
+        ({"auth_token_path": Path("file"), "api_port": None}, "try", f"{GENERATE} --token-file TOKEN "),
     ],
 )
 def test_a_line(options: dict[str, Any], name: str, text: str) -> None:

@@ -150,7 +150,7 @@ class World:
         check_pool(pool_of(batcher))
         tokens = sum(plan.num_scheduled_tokens)
         if self.bounds.encoder_decoder:
-            self._check_whole_prompts(plan, batcher)
+            assert plan.sampled == plan.seqs, "a prompt is cut"
             tokens -= sum(plan.num_prefill_tokens[:1])  # the oldest is computed, whatever its size
         assert tokens <= self.bounds.prefill_tokens + len(plan.seqs) + 16
         oldest = batcher.running[0]
@@ -163,17 +163,6 @@ class World:
                 assert seq.num_computed_tokens == self.held.get(seq.id, 0), (
                     "prompt logprobs of these tokens are missing"
                 )
-
-    def _check_whole_prompts(self, plan: StepPlan, batcher: Batcher) -> None:
-        """No prompt is cut, and no input encoded that is there already, or twice in a step."""
-        assert plan.sampled == plan.seqs
-        numbered = enumerate(self.arrivals)
-        always = {_input(a.request(n, encoder_decoder=True)) for n, a in numbered if a.prompt_logprobs or a.length == 1}
-        encoding = [_input(seq.request) for seq in plan.seqs if not seq.num_computed_tokens]
-        encoded = {_input(seq.request) for seq in batcher.running if seq.num_computed_tokens}
-        for one in {*encoding} - always if self.bounds.prefix_cache else ():
-            assert encoding.count(one) == 1
-            assert one not in encoded
 
     def _step(self, batcher: Batcher, plan: StepPlan, step: int, now: float) -> None:
         self.rolled_back = set()

@@ -255,64 +255,10 @@ def test_the_input_of_an_encoder_decoder_has_blocks_of_its_own(
     work(one)
 
 
-def test_equal_inputs_are_encoded_once() -> None:
-    """Equal inputs that come together wait for the step that encodes the first, and share its last block, half full."""
+def test_equal_inputs_of_encoder_decoders_share_nothing() -> None:
     one = encoder_decoder(prefill_tokens=64)
-    equal, others = prompt(10), [[*prompt(9), 5], prompt(9), [5, *prompt(10)[1:]]]
-    asked = [*(ask(n, equal, 3) for n in range(3)), *(ask(n, tokens, 3) for n, tokens in enumerate(others, 3))]
-    one.submit([*asked, ask(6, equal, 3, salt=b"a")], 0.0)
-    first = step(one)
-    assert dict(zip(ids(first.seqs), first.num_scheduled_tokens, strict=True)) == {0: 10, 3: 10, 4: 9, 5: 10, 6: 10}
-    assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.PREFIX_CACHE
-    second = step(one)
-    assert (ids(second.seqs), second.has_prefill) == ([*range(7)], False)
-    assert len({tuple(seq.block_table[:3]) for seq in second.seqs[:3]}) == 1
-    assert pool_of(one).num_used == 5 * 3 + 7
-    counters = one.take_counters()
-    assert (counters.prefix_cache_queries, counters.prefix_cache_hits) == (6 * 10 + 9, 2 * 9)
-    work(one)
-    assert [computed(one, ask(n, tokens)) for n, tokens in enumerate([equal, *others], 10)] == [1, 1, 1, 1]
-    assert computed(one, ask(15, prompt(8))) == 8  # a beginning is of no use
-
-
-@pytest.mark.parametrize(
-    ("tokens", "details", "prefix_cache"),
-    [
-        (prompt(1), LogprobOptions(), True),  # it would have no computed token
-        (prompt(10), LogprobOptions(input_tokens=True), True),
-        (prompt(10), LogprobOptions(), False),
-    ],
-)
-def test_which_inputs_are_always_encoded(tokens: list[int], details: LogprobOptions, prefix_cache: bool) -> None:
-    one = encoder_decoder(prefix_cache=prefix_cache, prefill_tokens=64)
-    for number in range(3):
-        one.submit([ask(number, tokens, 2, details=details)], 0.0)
-    assert work(one) == [dict.fromkeys(range(3), len(tokens)), dict.fromkeys(range(3), 1)]
-    assert one.take_counters().prefix_cache_hits == 0
-
-
-@pytest.mark.parametrize(("blocks", "again"), [(9, 0), (8, 8)])  # eight are not enough for the older one and an input
-def test_a_preempted_sequence_finds_its_input_as_long_as_nobody_needs_the_place(blocks: int, again: int) -> None:
-    one = encoder_decoder(blocks, prefill_tokens=64)
-    one.submit([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 0.0)
-    while not (lost := preempted(plan := step(one))):
-        pass
-    (seq,) = lost
-    assert (seq.id, seq.num_computed_tokens, seq.num_generated_tokens) == (1, 0, 8)
-    while seq not in plan.seqs:
-        plan = step(one)
-    assert plan.num_scheduled_tokens[-1] == again + 8 + (not again)  # the output, and the start token if not encoded
-
-
-def test_what_is_left_of_an_input_is_replaced_when_it_is_encoded_again() -> None:
-    """Else its blocks would be evicted one after the other while it is in use."""
-    one = encoder_decoder(8, prefill_tokens=64)
-    for number, (length, new) in enumerate([(12, 1), (8, 16)]):  # the second takes the first one's last block
-        assert computed(one, ask(number, prompt(length, 1000 * number), new)) == length + new - 1
-    one.submit([ask(2, prompt(12, 0), 15)], 0.0)
-    assert [step(one).num_scheduled_tokens for _ in range(5)] == [[12], [1], [1], [1], [1]]
-    one.submit([ask(3, prompt(12, 0))], 0.0)
-    assert step(one).num_scheduled_tokens == [1, 1]
+    one.submit([ask(n, prompt(10), 2) for n in range(3)], 0.0)
+    assert work(one) == [dict.fromkeys(range(3), 10), dict.fromkeys(range(3), 1)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -342,4 +288,3 @@ def test_a_prompt_of_an_encoder_decoder_is_computed_whole() -> None:
         plan = step(one)
         steps.append((dict(zip(ids(plan.seqs), plan.num_scheduled_tokens, strict=True)), len(one.running)))
     assert steps == [({0: 20}, 1), ({0: 1, 1: 5}, 3), ({0: 1, 1: 1, 2: 3}, 4), ({0: 1, 1: 1, 2: 1, 3: 30}, 4)]
-    assert not one.state(0.0, max_seqs=0).chunked_prefill

@@ -22,7 +22,7 @@ class World:
     def __init__(self) -> None:
         self.queue = WaitingQueue()
         self.running: list[Sequence] = []
-        self.failed: list[Sequence] = []  # in the order in which they have to wait
+        self.failed: list[Sequence] = []
         self.numbers = count()
         self.clock = count()
 
@@ -38,17 +38,19 @@ class World:
         assert self.queue.remove({seq.id}) == [seq]
         self.failed = [one for one in self.failed if one is not seq]
         self.running.append(seq)
-        seq.was_scheduled = True
+        seq.was_scheduled, seq.retry_group = True, 0
         return seq
 
     def fail(self, number: int) -> None:
         step = self.running[: 1 + number % 4]
-        self.queue.requeue_front(step)
-        self.failed = step + self.failed
+        for seq in step:
+            seq.retry_group = 1
+        self.queue.requeue(step)
+        self.failed = sorted(step + self.failed, key=lambda seq: seq.turn)
         self.running = self.running[len(step) :]
 
     def preempt(self, number: int) -> None:
-        self.queue.requeue_in_order(self.running.pop(number % len(self.running)))
+        self.queue.requeue([self.running.pop(number % len(self.running))])
 
     def cancel(self, number: int) -> None:
         gone = {seq.id for at, seq in enumerate(self.queue) if (at + number) % 3 == 0}

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -19,13 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import tgis_on_terminal
 
 from tgis.__main__ import run
 from tgis.bench import workload
 from tgis.bench.client import RequestRecord
 from tgis.bench.grpc_client import record_message
-from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.load import Budget, OpenLoop
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -144,17 +142,6 @@ def test_times_of_a_stream() -> None:
 # Load
 
 
-def test_arrivals_are_poisson_and_depend_only_on_the_seed() -> None:
-    first, again, other = (list(itertools.islice(OpenLoop(50.0, s).arrivals(), 4000)) for s in (1, 1, 2))
-    assert first == again
-    assert first != other
-    gaps = np.diff(first)
-    assert first[0] == 0
-    assert gaps.min() > 0
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)
-    assert gaps.std() == pytest.approx(1 / 50, rel=0.1)  # exponential: as large as the mean
-
-
 def test_open_loop_does_not_wait_for_answers() -> None:
     running, most = 0, 0
 
@@ -175,32 +162,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     assert most == 5
 
 
-def test_closed_loop_keeps_its_concurrency() -> None:
-    seen, running = list[int](), list[float]()
-
-    async def send(due: float) -> bool:
-        running.append(due)
-        seen.append(len(running))
-        await asyncio.sleep(0)
-        running.pop()
-        return True
-
-    asyncio.run(ClosedLoop(3).drive(send, Budget(20, None)))
-    assert (len(seen), max(seen)) == (20, 3)
-
-
 # Workload
-
-
-def test_prompts_have_about_as_many_tokens_as_wanted() -> None:
-    def tokens(text: str) -> int:  # a special token, "the", and a token for every letter
-        return 2 + sum(len(word) for word in text.split()[1:])
-
-    vocabulary = workload.calibrate([tokens(text) for text in workload.calibration_texts()])
-    counts = [tokens(vocabulary.prompt(200, random.Random(seed))) for seed in range(100)]
-    assert np.mean(counts) == pytest.approx(200, rel=0.05)
-    assert min(counts) > 150
-    assert max(counts) < 250
 
 
 def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
@@ -244,24 +206,6 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(8, 8)}
 
 
-def test_unary_calls_have_no_first_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(FakeServer(), "--requests", "3", "--unary", "--quiet") == 0
-    captured = capsys.readouterr()
-    (line,) = captured.out.splitlines()
-    (level,) = json.loads(line)["levels"]
-    assert (level["ok"], level["output_tokens"]) == (3, 3 * 128)
-    assert level["ttft_ms"]["p50"] is None
-    assert level["latency_ms"]["p50"] > 0
-    assert captured.err == ""
-
-
-def test_a_terminal_gets_no_json() -> None:
-    with serving(FakeServer()) as target:
-        shown = tgis_on_terminal("bench", "--requests", "1", "--output-tokens", "2", "--target", target).splitlines()
-    assert f"{target}, streamed" in shown
-    assert not [line for line in shown if line.startswith("{")]
-
-
 def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     codes = grpc.StatusCode
     failures = {1: codes.RESOURCE_EXHAUSTED, 2: codes.RESOURCE_EXHAUSTED, 5: codes.INTERNAL}
@@ -278,19 +222,8 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
 
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    options = (
-        "--rate",
-        "100",
-        "--requests",
-        "10",
-        "--output-tokens",
-        "2",
-        "--seed",
-        "4",
-        "--server-pid",
-        str(os.getpid()),
-    )
-    assert bench(FakeServer(), "--json", str(path), *options) == 0
+    options = ["--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4"]
+    assert bench(FakeServer(), *options, "--server-pid", str(os.getpid()), "--json", str(path)) == 0
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     assert level["server_cpu_us_per_token"] > 0
@@ -330,9 +263,16 @@ def test_bad_options_and_files_are_refused(options: tuple[str, ...], capsys: pyt
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_token_goes_with_every_call(tmp_path: Path) -> None:
+def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "token").write_text("secret\n")
     fake = FakeServer()
-    options = ("--requests", "1", "--quiet", "--token-file", str(tmp_path / "token"))
+    options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"))
     assert bench(fake, *options) == 0
     assert {sent["authorization"] for sent in fake.metadata} == {"Bearer secret"}
+    captured = capsys.readouterr()
+    (level,) = json.loads(captured.out)["levels"]
+    assert (level["ok"], level["output_tokens"], captured.err) == (3, 3 * 128, "")
+    assert level["ttft_ms"]["p50"] is None
+    assert level["latency_ms"]["p50"] > 0

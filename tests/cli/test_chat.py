@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import Server, running_fake
+from local_server import LocalServer, local_server
 
 from tgis import __main__
 
@@ -16,9 +16,9 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.conten
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("chat")
-    with running_fake(directory, {"step_seconds": 0.005}, TEMPLATE, SERVED_MODEL_NAME="m", DEBUG_BATCH=True) as running:
+    with local_server(directory, {"step_seconds": 0.005}, TEMPLATE, SERVED_MODEL_NAME="m", DEBUG_BATCH=True) as running:
         yield running
 
 
@@ -26,7 +26,7 @@ Chat = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def chat(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
     """Runs the command with lines on stdin; exit code, stdout, stderr."""
 
     def run(lines: str, *options: str) -> tuple[int, str, str]:
@@ -38,23 +38,20 @@ def chat(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Chat) -> None:
-    first = "s:be u:ab "
-    second = f"{first}a:{first[:4]} u:cd "
-    code, out, err = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "4", "--system", "be")
-    assert (code, out, err) == (0, f"{first[:4]}\n{second[:4]}\n{first[:4]}\n", "")
-    first, reset = ("u:ab " * 6)[:30], ("u:ef " * 6)[:30]
-    second = (f"u:ab a:{first} u:cd ")[:30]
-    assert chat("ab\ncd\n/reset\nef\n", "--max-tokens", "30")[1] == f"{first}\n{second}\n{reset}\n"
+    first, reset = ("s:be u:ab " * 4)[:30], ("s:be u:ef " * 4)[:30]
+    second = f"s:be u:ab a:{first} u:cd "[:30]
+    said = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
+    assert said == (0, f"{first}\n{second}\n{reset}\n", "")
 
 
-def test_a_refusal_is_one_line(server: Server, chat: Chat) -> None:
+def test_a_refusal_is_one_line(server: LocalServer, chat: Chat) -> None:
     code, out, err = chat("x" * 5000)
     (line,) = err.splitlines()
     assert (code, out, "2048" in line) == (1, "", True)
     assert line.startswith(f"tgis: localhost:{server.http_port}: ")
 
 
-def test_on_a_terminal_an_answer_can_be_stopped(server: Server) -> None:
+def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}"]
     environ = os.environ | {"TERM": "dumb"}

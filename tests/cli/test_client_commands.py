@@ -16,7 +16,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tables import table
 from terminal import tgis_on_terminal
 
 from tgis import __main__
@@ -26,18 +28,20 @@ from tgis.pb import generation_pb2_grpc as pb_grpc
 
 @dataclass
 class Scripted(pb_grpc.GenerationServiceServicer):
-    """Returns scripted responses and records the requests."""
+    """Returns scripted responses and records the requests, and the tokens of calls."""
 
     texts: list[str] = field(default_factory=list)
     status: grpc.StatusCode | None = None
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
+    tokens: list[object] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerationResponse]:
         self.asked.append(request)
+        self._record_token(context)
         context.add_callback(self.cancelled.set)
         yield pb.GenerationResponse(input_token_count=3)
         for count, text in enumerate(self.texts, 1):
@@ -49,6 +53,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         yield pb.GenerationResponse(generated_token_count=len(self.texts), stop_reason=pb.MAX_TOKENS)
 
     def Tokenize(self, request: pb.BatchedTokenizeRequest, context: grpc.ServicerContext) -> pb.BatchedTokenizeResponse:
+        self._record_token(context)
         assert request.return_tokens
         assert request.return_offsets
         text = request.requests[0].text.encode()
@@ -60,7 +65,11 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         return pb.BatchedTokenizeResponse(responses=[response])
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
+        self._record_token(context)
         return pb.ModelInfoResponse(model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512)
+
+    def _record_token(self, context: grpc.ServicerContext) -> None:
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
 
 
 @dataclass
@@ -101,41 +110,12 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
     assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
 
 
-DECODING, STOPPING, SAMPLING = pb.DecodingParameters, pb.StoppingCriteria, pb.SamplingParameters
-LIMITS: dict[str, Any] = {"max_new_tokens": 7, "time_limit_millis": 1500}
-
-
-@pytest.mark.parametrize(
-    ("options", "sent"),
-    [
-        ("", {}),
-        (
-            "--max-new-tokens 7 --stop a --stop b --time-limit 1.5 --stop-token-id 3 --stop-token-id 4",
-            {"stopping": STOPPING(stop_sequences=["a", "b"], stop_token_ids=[3, 4], **LIMITS)},
-        ),
-        (
-            f"--top-k 5 --min-p 0.25 --seed {2**64 - 1}",
-            {"method": pb.SAMPLE, "sampling": SAMPLING(top_k=5, min_p=0.25, seed=2**64 - 1)},
-        ),
-        (
-            "--bad-word a --bad-word b --allow-token-id 7",
-            {"decoding": DECODING(bad_words=["a", "b"], allowed_token_ids=[7])},
-        ),
-        (
-            "--repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 2",
-            {"decoding": DECODING(repetition_penalty=1.5, presence_penalty=-1, frequency_penalty=2)},
-        ),
-        ("--json-schema {}", {"decoding": DECODING(json_schema="{}")}),
-        ("--regex a+", {"decoding": DECODING(regex="a+")}),
-        ("--choice a --choice b", {"decoding": DECODING(choice={"choices": ["a", "b"]})}),
-        ("--grammar root::=x", {"decoding": DECODING(grammar="root::=x")}),
-    ],
-)
-def test_generate_sends_its_options(served: Served, tgis: Tgis, options: str, sent: dict[str, Any]) -> None:
-    assert tgis("generate", "hello", *options.split())[0] == 0
-    parts = {"sampling": SAMPLING(), "stopping": STOPPING(), "decoding": DECODING()} | sent
-    request = pb.GenerationRequest(text="hello")
-    assert served.service.asked == [pb.SingleGenerationRequest(request=request, params=pb.Parameters(**parts))]
+@table("parameters", "tgis generate")
+def test_generate_sends_its_options(served: Served, tgis: Tgis, row: dict[str, Any]) -> None:
+    assert tgis("generate", "hello", *row["options"].split())[0] == 0
+    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}}
+    request = {"request": {"text": "hello"}, "params": empty | row["params"]}
+    assert served.service.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
 
 
 def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +260,13 @@ def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path
     for content in (b"", b"\nsecret", b"\xff"):
         path.write_bytes(content)
         assert tgis("health", "--token-file", str(path)) == (2, "", f"tgis: {path}: the first line is no token\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("tokenize", "x"), ("model-info",)])
+def test_a_token_goes_with_every_call(served: Served, tgis: Tgis, command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"secret\nmore")
+    assert [tgis(*command, *options)[0] for options in ((), ("--token-file", str(tmp_path / "token")))] == [0, 0]
+    assert served.service.tokens == [None, "Bearer secret"]
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:

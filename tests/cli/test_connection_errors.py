@@ -34,7 +34,7 @@ SLOW = "{} has not answered completely in time (--timeout)"
 NO_HOST = "{}: there is no host of this name"
 
 BENCH = ("bench", "--requests", "1")
-GRPC = [("generate", "x"), ("health",), BENCH]
+GRPC = [("generate", "x"), BENCH]
 GRPC_ERRORS = [  # what listens, options, what is said
     ("none", (), REFUSED),
     ("none", CA, REFUSED),
@@ -49,7 +49,6 @@ GRPC_ERRORS = [  # what listens, options, what is said
     ("silent", ("--timeout", "0.1"), SLOW),
     ("elsewhere", (), NO_HOST),
 ]
-HTTP = [("chat",)]
 HTTP_ERRORS = [
     ("none", (), REFUSED),
     ("none", CA, REFUSED),
@@ -88,10 +87,6 @@ def serving_http(certificates: Certificates | None) -> Iterator[int]:
         loop.close()
 
 
-def stop(server: grpc.Server) -> None:
-    server.stop(None).wait()
-
-
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Addresses by what listens there, with files of TLS in the working directory."""
@@ -112,7 +107,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             add = server.add_secure_port if credentials else server.add_insecure_port
             ports[name] = add(address, credentials) if credentials else add(address)  # type: ignore[call-arg]
             server.start()
-            stack.callback(stop, server)
+            stack.callback(server.stop, None)
         ports["http"] = stack.enter_context(serving_http(None))
         ports["http tls"] = stack.enter_context(serving_http(Certificates(TlsFiles("crt", "key", None))))
         ports["silent"] = stack.enter_context(socket.create_server(("localhost", 0))).getsockname()[1]
@@ -120,7 +115,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("command", "error"), [*itertools.product(GRPC, GRPC_ERRORS), *itertools.product(HTTP, HTTP_ERRORS)]
+    ("command", "error"), [*itertools.product(GRPC, GRPC_ERRORS), *itertools.product([("chat",)], HTTP_ERRORS)]
 )
 def test_what_is_wrong_is_said(
     targets: dict[str, str], capsys: pytest.CaptureFixture[str], command: tuple[str, ...], error: Any
@@ -132,3 +127,9 @@ def test_what_is_wrong_is_said(
     name, *arguments = command
     assert run([name, "--target", target, *arguments, *options]) == 1
     assert capsys.readouterr() == ("", f"tgis: {sentence.format(target)}\n")
+
+
+def test_a_certificate_lets_a_command_in(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = *CA, "--tls-cert", "crt", "--tls-key", "key", "--service="
+    assert run(["health", "--target", targets["grpc mutual"], *options]) == 0
+    assert capsys.readouterr() == ("SERVING\n", "")

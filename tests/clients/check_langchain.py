@@ -11,7 +11,6 @@ from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage  # 
 from langchain_core.tools import tool  # type: ignore[import-not-found]
 from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from openai import BadRequestError
-from pydantic import BaseModel
 
 URL = f"{os.environ['SERVER_URL']}/v1"
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -21,16 +20,6 @@ CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool
 def multiply(a: int, b: int) -> int:
     """Multiply two numbers."""
     return a * b
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str
-    age: int
-
-
-ADA = Person(name="Ada", age=36)
 
 
 def chat(**params: Any) -> ChatOpenAI:
@@ -49,7 +38,6 @@ def test_invoke_and_stream() -> None:
     assert sum(bool(chunk.content) for chunk in chunks) > 1
     whole = reduce(add, chunks)
     assert (whole.content, whole.usage_metadata["total_tokens"]) == ("hello he", 14)
-    assert [each.content for each in model.batch(["ab", "cd"])] == ["abababab", "cdcdcdcd"]
     many = chat(max_tokens=2, n=5, temperature=1).generate([[HumanMessage("ab")]])
     assert [each.text for each in many.generations[0]] == ["ab"] * 5
 
@@ -66,19 +54,6 @@ def test_tools(options: dict[str, Any]) -> None:
     assert isinstance(result, ToolMessage)
     if "tool_choice" not in options:
         assert model.bind(max_tokens=2).invoke([HumanMessage(CALL), answer, result]).content == "12"
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-@pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
-def test_structured_output(method: Any, schema: Any) -> None:
-    text = ADA.model_dump_json()
-    if method == "function_calling":
-        text = f'<tool_call>\n{{"name": "Person", "arguments": {text}}}\n</tool_call>'
-    expected = ADA if schema is Person else ADA.model_dump()
-    model = chat().with_structured_output(schema, method=method, include_raw=True)
-    found = model.invoke(text)
-    assert (found["parsed"], found["parsing_error"]) == (expected, None)
-    assert list(chat().with_structured_output(schema, method=method).stream(text))[-1] == expected
 
 
 def test_errors() -> None:

@@ -25,10 +25,6 @@ def test_chat(model: str) -> None:
     chunks = list(litellm.completion(**asking("hello ", model, max_tokens=8, stream=True)))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello he"
     assert chunks[-1].choices[0].finish_reason == "length"
-    chunks = list(
-        litellm.completion(**asking("hi", model, max_tokens=2, stream=True, stream_options={"include_usage": True}))
-    )
-    assert chunks[-1].usage.total_tokens == 4
 
 
 def test_errors_are_those_that_a_gateway_acts_on() -> None:

@@ -24,34 +24,11 @@ def client() -> Client:
     return Client(URL, timeout=30)
 
 
-def test_greedy(client: Client) -> None:
-    answer = client.generate("hello ", max_new_tokens=10)
-    assert answer.generated_text == "hello hell"
-    details = answer.details
-    assert details
-    assert (details.finish_reason, details.generated_tokens, details.seed) == (FinishReason.Length, 10, None)
-    assert "".join(token.text for token in details.tokens) == "hello hell"
-
-
 def test_every_parameter(client: Client) -> None:
-    answer = client.generate(
-        "hello ",
-        max_new_tokens=5,
-        decoder_input_details=True,
-        top_n_tokens=2,
-        return_full_text=True,
-        stop_sequences=["o"],
-        temperature=0.5,
-        top_p=0.9,
-        top_k=10,
-        typical_p=0.9,
-        truncate=3,
-        watermark=True,
-        repetition_penalty=1.2,
-        frequency_penalty=0.1,
-        seed=7,
-        do_sample=True,
-    )
+    options: dict[str, Any] = {"max_new_tokens": 5, "decoder_input_details": True, "top_n_tokens": 2, "seed": 7}
+    options |= {"return_full_text": True, "stop_sequences": ["o"], "truncate": 3, "watermark": True, "do_sample": True}
+    options |= {"temperature": 0.5, "top_p": 0.9, "top_k": 10, "typical_p": 0.9}
+    answer = client.generate("hello ", repetition_penalty=1.2, frequency_penalty=0.1, **options)
     details = answer.details
     assert details
     assert answer.generated_text == "hello lo"  # what it repeats are the last three tokens, up to the stop sequence
@@ -59,14 +36,6 @@ def test_every_parameter(client: Client) -> None:
     assert [token.text for token in details.prefill] == list("lo ")
     assert details.top_tokens
     assert [len(tops) for tops in details.top_tokens] == [2] * details.generated_tokens
-
-
-def test_the_best_of_two(client: Client) -> None:
-    details = client.generate("hello ", max_new_tokens=5, best_of=2, do_sample=True).details
-    assert details
-    assert details.seed is not None
-    assert details.best_of_sequences
-    assert details.best_of_sequences[0].seed not in (None, details.seed)
 
 
 def test_stream(client: Client) -> None:

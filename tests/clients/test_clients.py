@@ -1,4 +1,4 @@
-"""Client packages of TGI's and of OpenAI's API against a real server process, and requests of every kind that its
+"""Client packages of TGI's and of OpenAI's API against a server, and requests of every kind that its
 OpenAPI document describes.
 
 `make test-clients` makes the environment of those whose pins clash with ours.
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from chat_templates import LAST_MESSAGE
-from harness import Server, running_fake
+from harness import running_fake
+from local_server import LocalServer, local_server
 from repository import REPOSITORY
 
 BIN = REPOSITORY / ".cache" / "clients" / "bin"
@@ -24,10 +25,10 @@ slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     steps = {"step_seconds": 0.005, "poison_token": 0}
     options = {"MAX_CONCURRENT_REQUESTS": 5, "MAX_BEST_OF": 5, "MAX_NEW_TOKENS": 1600}
-    with running_fake(tmp_path_factory.mktemp("clients"), steps, LAST_MESSAGE, **options) as running:
+    with local_server(tmp_path_factory.mktemp("clients"), steps, LAST_MESSAGE, **options) as running:
         yield running
 
 
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ),
     ],
 )
-def test_client(server: Server, python: Path, name: str) -> None:
+def test_client(server: LocalServer, python: Path, name: str) -> None:
     script = Path(__file__).parent / f"check_{name}.py"
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     environment = os.environ | {"SERVER_URL": f"http://localhost:{server.http_port}"}

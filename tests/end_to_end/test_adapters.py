@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tuning
-from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module, unary_request
+from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module
 from tokenizers import Tokenizer
 from tuning import Continuation, Tuned
 
@@ -157,16 +157,6 @@ def test_a_prompt_stays_valid_for_the_requests_that_have_resolved_it(stub: Stub,
     assert all(texts_of(stream) == expected for stream in running)
 
 
-@pytest.mark.parametrize("max_new_tokens", [0, 1024])
-def test_all_that_fits_where_more_or_nothing_is_asked_for(stub: Stub, max_new_tokens: int) -> None:
-    request = unary_request("Once upon a time", max_new_tokens)
-    counted = stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="Once upon a time")]))
-    room = MAX_MODEL_LEN - counted.responses[0].token_count
-    request.params.stopping.min_new_tokens = room  # no EOS before
-    (response,) = stub.Generate(request, timeout=60).responses
-    assert (response.generated_token_count, response.stop_reason) == (room, pb.TOKEN_LIMIT)
-
-
 def test_what_the_server_says(server: Server) -> None:
     assert json.loads(server.get("/debug/batch")[1])["max_prefill_tokens"] == 32
     log = server.log.read_text()
@@ -174,14 +164,3 @@ def test_what_the_server_says(server: Server) -> None:
     assert "serving alice after" in log
     assert 'model="alice"' in server.get("/metrics")[1]
     assert not [line for line in log.splitlines() if " request: " in line and " WARNING " not in line]
-
-
-@pytest.mark.slow
-def test_a_lora_module_that_cannot_be_loaded_stops_the_start(glassllm_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
-    arguments = [ADAPTER, "--model", str(glassllm_dir), "--lora-modules", f"sql={tmp_path}"]
-    with (
-        pytest.raises(AssertionError, match=r"(?s)no server \(exit code 1\).*LORA_MODULES: sql: "),
-        running_module(arguments, tmp_path),
-    ):
-        pass

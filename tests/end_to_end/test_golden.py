@@ -138,20 +138,17 @@ def tokenizer(glassllm_dir: Path) -> Tokenizer:
 
 
 def over_grpc(server: Server, request: dict[str, Any]) -> pb.GenerationResponse:
-    names = ("temperature", "top_k", "top_p", "seed", "min_p")
+    names = ("temperature", "top_k", "top_p", "seed")
     params = pb.Parameters(
         method=pb.SAMPLE if request["temperature"] else pb.GREEDY,
         sampling=pb.SamplingParameters(**{name: request[name] for name in names if name in request}),
         stopping=pb.StoppingCriteria(
             max_new_tokens=request["max_tokens"],
             stop_sequences=request.get("stop", []),
-            stop_token_ids=request.get("stop_token_ids", ()),
         ),
         decoding=pb.DecodingParameters(
             repetition_penalty=request.get("repetition_penalty", 0),
             frequency_penalty=request.get("frequency_penalty", 0),
-            bad_words=request.get("bad_words", ()),
-            allowed_token_ids=request.get("allowed_token_ids", ()),
         ),
         response=pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ids=True),
     )
@@ -211,59 +208,9 @@ def test_all_apis_give_the_same_tokens(server: Server, tokenizer: Tokenizer, req
 
 
 @on_glassllm
-@pytest.mark.parametrize("field", ["min_p", "bad_words", "stop_token_ids", "allowed_token_ids"])
-def test_parameters_of_vllm_are_the_same_over_grpc(server: Server, tokenizer: Tokenizer, field: str) -> None:
-    request: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 1.0, "seed": 5}
-    without = over_grpc(server, request)
-    ids = [token.id for token in without.tokens]
-    given = {
-        "min_p": 0.6,
-        "bad_words": [tokenizer.decode([ids[4]])],
-        "stop_token_ids": [ids[4]],
-        "allowed_token_ids": sorted({*range(20, 60)} - {*ids}),
-    }
-    request[field] = given[field]
-    (choice,), grpc = over_openai(server, request)["choices"], over_grpc(server, request)
-    assert choice["text"] == grpc.text != without.text
-    assert choice["finish_reason"] == ("stop" if grpc.stop_reason == pb.EOS_TOKEN else "length")
-
-
-@on_glassllm
 def test_sampling_defaults_are_the_models_in_the_openai_api_only(server: Server) -> None:
     body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 20}
     texts = {post(server, "/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in range(3)}
     assert texts == {over_grpc(server, body | {"temperature": 0}).text}
     sampled = [over_tgi(server, body | {"seed": seed, "temperature": 1})["generated_text"] for seed in range(3)]
     assert len(set(sampled)) > 1
-
-
-@on_glassllm
-def test_logprobs_of_a_prompt_are_those_of_its_echo(server: Server, tokenizer: Tokenizer) -> None:
-    body: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
-    (choice,) = post(server, "/v1/completions", body)["choices"]
-    first, *rest = choice["prompt_logprobs"]
-    assert first is None
-    expected = [one[str(token)] for token, one in zip(tokenizer.encode(PROMPTS[0]).ids[1:], rest, strict=True)]
-    assert [one["logprob"] for one in expected] == choice["logprobs"]["token_logprobs"][1:]
-    assert [one["decoded_token"] for one in expected] == choice["logprobs"]["tokens"][1:]
-    for one, tops in zip(expected, choice["logprobs"]["top_logprobs"][1:], strict=True):
-        assert tops[one["decoded_token"]] == one["logprob"]  # whether or not it is one of the best
-        assert len(tops) == 3 + (one["rank"] > 3)
-
-
-@on_glassllm
-def test_outputs_of_one_prompt_share_its_prefill_and_the_best_has_the_highest_mean_logprob(server: Server) -> None:
-    """The outputs are those of the seeds that follow the given one."""
-    prompt, hits = " ".join(["the Queen said the King said"] * 12), "tgi_prefix_cache_hit_tokens_total"
-    before = server.metric(hits)
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 1.2, "seed": 41, "logprobs": 0}
-    many = post(server, "/v1/completions", body | {"n": 4})
-    length = many["usage"]["prompt_tokens"]
-    assert server.metric(hits) - before >= 3 * (length - length % 16 - 16) > 96
-    alone = [post(server, "/v1/completions", body | {"seed": 41 + number})["choices"][0] for number in range(4)]
-    texts = [choice["text"] for choice in alone]
-    assert [choice["text"] for choice in many["choices"]] == texts
-    means = [sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["tokens"]) for choice in alone]
-    best = post(server, "/v1/completions", body | {"best_of": 4})["choices"][0]["text"]
-    assert best == texts[means.index(max(means))]
-    assert len(set(texts)) > 1

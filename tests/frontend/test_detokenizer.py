@@ -90,13 +90,6 @@ def test_tokens_that_all_end_inside_a_character_do_not_delay_text(tmp_path: Path
     assert pieces(decoder(tokenizer), [1, *[2] * 50, 0]) == ["", *["你"] * 50, "\ufffdA"]
 
 
-def test_invalid_bytes_in_the_middle_are_text(families: Families) -> None:
-    backend, tokenizer = families("byte_level")
-    vocabulary = backend.get_vocab()
-    ids = [vocabulary["naÿ"], vocabulary["ÿ"], vocabulary["T"]]
-    assert pieces(decoder(tokenizer), ids) == ["na", "", "\ufffd\ufffdT"]
-
-
 @given(values=st.binary(max_size=30))
 def test_invalid_bytes_are_replaced_one_by_one(families: Families, values: bytes) -> None:
     backend, tokenizer = families("byte_fallback")
@@ -104,12 +97,6 @@ def test_invalid_bytes_are_replaced_one_by_one(families: Families, values: bytes
     expected = "".join("\ufffd" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in escaped)
     text = "".join(pieces(decoder(tokenizer), byte_ids(backend, values)))
     assert text == expected.rstrip("\ufffd")
-
-
-def test_a_truncated_character_before_a_word_is_as_in_the_library(families: Families) -> None:
-    backend, tokenizer = families("mistral")
-    ids = [*byte_ids(backend, b"\xe4\xbd"), *backend.encode("word").ids]
-    assert "".join(pieces(decoder(tokenizer), ids)) == "\ufffd\ufffd word" == backend.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ async def test_overload_comes_before_validation_and_the_queue_is_limited_in_toke
     with pytest.raises(QueueFull) as caught:
         await front.generator.generate(call("ab"))
     assert caught.value.reason == "5 input tokens are waiting, at most 4 may"
+    failures = [value(front.generator.metrics, "tgi_request_failure", err=err) for err in ("conc_limit", "queue_full")]
+    assert failures == [1, 1]
     task.cancel()
 
 

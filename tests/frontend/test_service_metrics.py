@@ -3,24 +3,19 @@
 import asyncio
 import os
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 from batches import request
-from config_parsing import read
 from engine_clients import connected_client, engine_outputs
 from harness import run_async
 from scraped_metrics import samples, value
 
-from demo.fake_model import make_fake_model
 from tgis.frontend.engine_process import EngineProcess
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import ServiceMetrics
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import EngineInfo, Heartbeat, Step, StepStats
-from tgis.prepare import prepare
-from tgis.server import Server
 
 INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, block_size=16)
 
@@ -37,15 +32,6 @@ def test_the_memory_of_processes_that_run_is_in_the_scrape(metrics: ServiceMetri
     gone = ServiceMetrics("1.2", "abc", "org/model")
     gone.engine_started(1 << 30)  # above every process id
     assert "tgi_engine_process_resident_memory_bytes" not in samples(gone)
-
-
-@run_async
-async def test_metrics_exist_while_the_model_loads(tmp_path: Path) -> None:
-    model = make_fake_model(tmp_path / "model")
-    options = {"MODEL_NAME": str(model), "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": str(tmp_path)}
-    scrape = (await Server(prepare(read(**options)))._scrape()).decode()
-    for line in ('tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"):
-        assert line in scrape.splitlines()
 
 
 @run_async

@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
-from gguf import GGUFWriter
 from model_directories import write_model
+from real_tokenizers import write_header
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 from tokenizers import Tokenizer
 
@@ -110,29 +109,20 @@ def train(file: Path, options: dict[str, Any]) -> sentencepiece.SentencePiecePro
     return sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
 
 
-def write_gguf(file: Path, oracle: sentencepiece.SentencePieceProcessor, options: dict[str, Any]) -> None:
+def write_gguf(file: Path, oracle: sentencepiece.SentencePieceProcessor, unigram: bool) -> None:
     """The header that llama.cpp's converter makes of a model."""
-    unigram, model = options is not BPE, ModelProto.FromString(oracle.serialized_model_proto())
-    writer = GGUFWriter(file, "t5" if unigram else "llama")
-    writer.add_tokenizer_model("t5" if unigram else "llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([piece.piece for piece in model.pieces])
-    writer.add_token_scores([piece.score for piece in model.pieces])
-    writer.add_token_types([piece.type for piece in model.pieces])
-    for add, number in ((writer.add_bos_token_id, oracle.bos_id()), (writer.add_eos_token_id, oracle.eos_id())):
-        if number >= 0:
-            add(number)
-    writer.add_unk_token_id(oracle.unk_id())
-    writer.add_add_bos_token(not unigram)
-    writer.add_add_eos_token(unigram)
+    model = ModelProto.FromString(oracle.serialized_model_proto())
+    names = {"tokens": "piece", "scores": "score", "token_type": "type"}
+    fields: dict[str, Any] = {key: [getattr(piece, name) for piece in model.pieces] for key, name in names.items()}
+    ids = {"bos_token_id": oracle.bos_id(), "eos_token_id": oracle.eos_id(), "unknown_token_id": oracle.unk_id()}
+    fields |= {name: number for name, number in ids.items() if number >= 0}
+    fields |= {"pre": "default", "add_bos_token": not unigram, "add_eos_token": unigram}
     if unigram:
-        writer.add_remove_extra_whitespaces(model.normalizer_spec.remove_extra_whitespaces)
-        writer.add_precompiled_charsmap(model.normalizer_spec.precompiled_charsmap)
-    writer.add_tensor("token_embd.weight", np.zeros((440, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        spec = model.normalizer_spec
+        fields["remove_extra_whitespaces"] = spec.remove_extra_whitespaces
+        fields["precompiled_charsmap"] = [*spec.precompiled_charsmap]
+    kind = "t5" if unigram else "llama"
+    write_header(file, architecture=kind, model=kind, **fields)
 
 
 @pytest.mark.parametrize("name", [*SENTENCEPIECE, "Llama, gguf", "T5, gguf"])
@@ -140,10 +130,13 @@ def test_sentencepiece_models_give_the_tokens_of_sentencepiece(name: str, tmp_pa
     """Only texts with special tokens in them differ."""
     family, file, options, before, after = SENTENCEPIECE[name.partition(",")[0] if "gguf" in name else name]
     path = write_model(tmp_path / "model", config={"model_type": family, "vocab_size": 440})
+    if name == "T5, gguf":  # the package gguf reads the default rules of normalization a byte at a time
+        (tmp_path / "rules.tsv").write_text("FB01\t66 69\n")
+        options = options | {"normalization_rule_tsv": str(tmp_path / "rules.tsv")}
     oracle = train(path / file, options)
     if "gguf" in name:
+        write_gguf(tmp_path / "model.gguf", oracle, unigram=options is not BPE)
         write_model(tmp_path, config={"model_type": family})
-        write_gguf(tmp_path / "model.gguf", oracle, options)
         gguf.convert_here(tmp_path)
     else:
         convert_here(str(path), str(tmp_path))

@@ -138,7 +138,8 @@ def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gguf.find_gguf("x" * 5000) is None
     (tmp_path / "a.gguf").write_bytes(b"")
     assert gguf.find_gguf(str(tmp_path)) == tmp_path / "a.gguf"
-    with pytest.raises(StartError, match=f"^{tmp_path}/a.gguf: it is not a GGUF file"):
+    monkeypatch.setattr(staging, "run_child", lambda command, seconds: "no header")
+    with pytest.raises(StartError, match=f"^{tmp_path}/a.gguf: no header"):
         gguf.ensure_directory(str(tmp_path), tmp_path / "cache")
     (tmp_path / "b.gguf").write_bytes(b"")
     with pytest.raises(StartError, match=r"has 2 GGUF files, MODEL_NAME must name one of them: a\.gguf, b\.gguf$"):

@@ -1,25 +1,26 @@
-"""`tgis quantize`: refusals, and what auto-round is asked for; with auto-round installed, also its files."""
+"""`tgis quantize`: refusals, and what auto-round is asked for."""
 
 import json
-from importlib.util import find_spec
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from batches import engine_options
-from tiny_models import make_model, make_model_from_config
+from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig
 
+from demo.fake_model import make_fake_model
 from tgis import __main__
-from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.models.quantize import _fit, _samples
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return make_model("Llama", tmp_path)
+    return make_fake_model(tmp_path / "model")
 
 
 def run(model: Path, out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -69,8 +70,11 @@ def test_refusals(
     assert not out.exists()
 
 
+def encode(texts: list[str]) -> dict[str, list[list[int]]]:
+    return {"input_ids": [[*text.encode()] for text in texts]}
+
+
 def test_samples_have_one_length() -> None:
-    encode = lambda texts: {"input_ids": [[*text.encode()] for text in texts]}  # noqa: E731
     pieces = _samples(encode, ["abc" * 20, "d" * 50], 40)
     assert [piece.tolist() for piece in pieces] == [[[*(b"abc" * 14)[:40]]], [[*b"bc", *b"abc" * 6, *b"d" * 20]]]
     with pytest.raises(StartError, match="have 3 tokens, at least 32"):
@@ -99,18 +103,39 @@ def test_groups_are_halved(shapes: list[tuple[int, int]], asked: int | None, ski
     assert _fit(Layers(*shapes), asked) == (skipped, size)
 
 
-@pytest.mark.skipif(find_spec("auto_round") is None, reason="needs auto-round")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["gptq", "awq"])
-def test_rounding(layout: str, smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    path = make_model_from_config(LlamaConfig(vocab_size=49152, **sizes), tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((smollm2_dir / name).read_bytes())
-    code, shown, _ = run(path, tmp_path / "out", capsys, "--format", layout)
-    assert (code, shown) == (0, f"{tmp_path / 'out'}\n")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
-    ids = torch.tensor([[5, 9, 13, 7, 40]])
-    cpu = torch.device("cpu")
-    expected, found = (loader.load_model(engine_options(each, 8), cpu)(ids).logits for each in (path, tmp_path / "out"))
-    assert 0 < (found - expected).norm() < 0.3 * expected.norm()
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_auto_round_is_asked_and_all_else_is_the_models(
+    calibrated: bool, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stands in for auto-round, which pins other versions of much."""
+    asked: dict[str, Any] = {}
+
+    class AutoRound:
+        def __init__(self, *_: object, **named: Any) -> None:
+            asked.update(named)
+
+        def quantize_and_save(self, folder: str, format: str) -> tuple[None, str]:  # noqa: A002
+            Path(folder, "model.safetensors").touch()
+            Path(folder, "tokenizer.json").touch()
+            return None, folder
+
+    network, tokenizer = Mock(), Mock()
+    network.from_pretrained.return_value, tokenizer.from_pretrained.return_value = Layers((96, 64), (341, 64)), encode
+    schemes = SimpleNamespace(QuantizationScheme=lambda *scheme, **named: (*scheme, named))
+    transformers = SimpleNamespace(AutoModelForCausalLM=network, AutoTokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setitem(sys.modules, "auto_round", SimpleNamespace(AutoRound=AutoRound))
+    monkeypatch.setitem(sys.modules, "auto_round.schemes", schemes)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    save_file({"w": torch.zeros(1)}, model / "model.safetensors")
+    (tmp_path / "texts").write_text("some text " * 8)
+    out, options = tmp_path / "out", ["--calibration", str(tmp_path / "texts"), "--iterations", "7"] * calibrated
+    code, shown, _ = run(model, out, capsys, "--format", "awq", *options)
+    assert (code, shown) == (0, f"{out}\n")
+    assert (out / "model.safetensors").read_bytes() == b""
+    assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (asked["scheme"], asked["layer_config"]) == (
+        (4, 32, False, "int", {"act_bits": 16}),
+        {"layers.1": {"bits": 16}},
+    )
+    assert (asked["iters"], asked["nsamples"], asked.get("seqlen")) == ((7, 1, 80) if calibrated else (0, 0, None))

@@ -116,16 +116,6 @@ def test_a_flood_with_one_token_does_not_keep_calls_with_another_in_the_queue(se
             call.cancel()
 
 
-def test_the_prefix_cache_is_not_shared_between_identities(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("first\nsecond\n")
-    with local_server(tmp_path, {"block_size": 4}, AUTH_TOKEN_PATH=tmp_path / "tokens") as server:
-        hits = []
-        for token in ("first", "second", "first", "second"):
-            text(server, f"Bearer {token}", "abcdefghi" * 2)
-            hits.append(server.metric("tgi_prefix_cache_hit_tokens_total"))
-    assert hits == [0, 0, 16, 32]
-
-
 @dataclass
 class Context:
     """The parts of a gRPC context that prove who the caller is."""

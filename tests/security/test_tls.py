@@ -128,16 +128,6 @@ async def test_a_renewed_certificate_is_used_for_new_connections(secret: Secret,
             assert await call_once(port, secret.authority) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_changes_in_place_and_of_the_client_ca_are_noticed(secret: Secret, tmp_path: Path) -> None:
-    clock, pair = Clock(), make_pair(secret.authority)
-    certificates = Certificates(secret.files(mutual=True), clock)
-    for files in ({"tls.key": pair.key, "tls.crt": pair.cert}, {"ca.crt": make_pair().cert + secret.authority.cert}):
-        for name, content in files.items():
-            (tmp_path / name).write_bytes(content)
-        clock.next_check()
-        assert certificates.fetch() is not None
-
-
 def test_unusable_files_are_logged_at_each_look(
     secret: Secret, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

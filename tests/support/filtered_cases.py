@@ -64,7 +64,7 @@ def inputs(case: Case, device: str) -> Inputs:
     values = values.to(place)
     scores = Scores(values, values.amax(-1, keepdim=True), filters.temperature)
     keys = torch.randint(-(2**63), 2**63 - 1, (ROWS, 1), generator=generator).to(place)
-    return FilteredRows(scores, SoftmaxStats.with_entropy(scores), filters, keys, request), case.num_candidates
+    return FilteredRows(scores, SoftmaxStats.of(scores), filters, keys, request), case.num_candidates
 
 
 def changed(case: Case, device: str) -> float:

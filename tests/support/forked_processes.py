@@ -7,6 +7,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch.distributed import FileStore
+
 from tgis.engines.distributed import ranks
 
 _IMPORTED = ["forked_processes", "lockstep", "gguf_files", "quantized_formats", "tgis.engines.padded.engine"]
@@ -48,9 +50,8 @@ def _forked(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any
 
 
 def _run_rank(rank: int, count: int, store: str, function: Callable[..., Any], args: Any) -> Any:
-    with open(store, "rb+") as file:
-        ranks.init_ranks(rank, count, ranks.open_store(str(file.fileno()), count))
-        return function(*args)
+    ranks.init_ranks(rank, count, FileStore(store, count), count)
+    return function(*args)
 
 
 def _run(pipe: Connection, function: Callable[..., Any], args: Any) -> None:

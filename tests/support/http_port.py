@@ -62,3 +62,15 @@ async def serving_while_loading(**options: Any) -> AsyncIterator[str]:
 
 async def no_metrics() -> bytes:
     return b""
+
+
+async def exchange(port: int, sent: bytes) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()

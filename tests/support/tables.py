@@ -1,10 +1,15 @@
 """Tables of `tests/golden/apis`: what an API reads and writes, row by row."""
 
 import json
+from typing import Any
 
 import pytest
 import yaml
 from repository import REPOSITORY
+
+from tgis import errors
+from tgis.api.http.errors import HttpError
+from tgis.api.openai.chat_template import TemplateError
 
 
 def table(file: str, name: str) -> pytest.MarkDecorator:
@@ -14,3 +19,11 @@ def table(file: str, name: str) -> pytest.MarkDecorator:
     named = rows if isinstance(rows, dict) else {}
     ids = [*named] or [json.dumps(next(iter(row.values())))[:60] for row in rows]
     return pytest.mark.parametrize("row", [*named.values()] or rows, ids=ids)
+
+
+def error(row: dict[str, Any]) -> errors.RequestError:
+    """The error of a row: a class and its arguments."""
+    name, *arguments = row["error"]
+    kinds: dict[str, Any] = vars(errors) | {"HttpError": HttpError, "TemplateError": TemplateError}
+    made: errors.RequestError = kinds[name](*arguments)
+    return made

@@ -154,3 +154,8 @@ def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> Non
     logs.write_termination_message(path, "no token \ud800")  # it may quote a model's JSON
     assert path.read_text() == "no token \\ud800\n"
     logs.write_termination_message(tmp_path, "a directory does no harm")
+
+
+def test_sizes_have_three_digits() -> None:
+    shown = [logs.format_bytes(size) for size in (0, 999, 1000, 1536, 5 << 20)]
+    assert shown == ["0 bytes", "999 bytes", "0.977 KiB", "1.5 KiB", "5 MiB"]

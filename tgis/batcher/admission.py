@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from tgis.batcher.block_manager import BlockManager
-from tgis.batcher.capacity import BatchLimits, BatchShape, CapacityLimits, PeakEstimator
+from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
 from tgis.batcher.sequence import Sequence
 from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
 from tgis.ipc.messages import BatcherCounters, WaitReason
@@ -12,26 +12,6 @@ from tgis.ipc.messages import BatcherCounters, WaitReason
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for sequences that would overtake: about 0.2 ms
 MAX_CHUNKS = 8  # of prompts share a step's tokens: with one, the second long prompt would keep short ones waiting
 MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them
-
-
-class AdapterRanks:
-    """The ranks of the LoRA adapters of some sequences, each adapter counted once."""
-
-    def __init__(self, running: Iterable[Sequence]) -> None:
-        self._ranks: dict[int, int] = {}  # by version of the adapter
-        for seq in running:
-            self.add(seq)
-
-    def fits(self, seq: Sequence) -> bool:
-        """Whether the adapters may run beside each other; one alone always may."""
-        adapter = seq.request.adapter
-        if adapter is None or adapter.version in self._ranks:
-            return True
-        return sum(self._ranks.values()) + adapter.rank <= MAX_ADAPTER_RANKS
-
-    def add(self, seq: Sequence) -> None:
-        if adapter := seq.request.adapter:
-            self._ranks[adapter.version] = adapter.rank
 
 
 def select_waiting(
@@ -46,7 +26,7 @@ def select_waiting(
     A sequence that has to wait may be overtaken only by sequences that arrived within a second of it, before or after,
     since sequences of other clients behind it may be much older.
     """
-    ranks = AdapterRanks(running)
+    ranks = dict(map(_adapter_rank, running))
     selected: list[Sequence] = []
     reason: WaitReason | None = None
     earliest, latest, last_position = -math.inf, math.inf, math.inf
@@ -57,10 +37,12 @@ def select_waiting(
             return selected, reason or WaitReason.RETRY
         if not earliest <= seq.arrival_time <= latest or position > last_position:
             break
-        wait_reason = admission.wait_reason(seq) if ranks.fits(seq) else WaitReason.ADAPTER_RANKS
+        version, rank = _adapter_rank(seq)
+        fits = version in ranks or sum(ranks.values()) + rank <= MAX_ADAPTER_RANKS
+        wait_reason = admission.wait_reason(seq) if fits else WaitReason.ADAPTER_RANKS
         if wait_reason is None:
             admission.admit(seq)
-            ranks.add(seq)
+            ranks[version] = rank
             selected.append(seq)
             counters.queue_jumps += reason is not None
         else:
@@ -71,6 +53,11 @@ def select_waiting(
             if seq.retry_group:
                 break  # nothing overtakes a sequence that is retried
     return selected, reason
+
+
+def _adapter_rank(seq: Sequence) -> tuple[int, int]:
+    """Version and rank of its LoRA adapter; 0 without one."""
+    return (seq.request.adapter.version, seq.request.adapter.rank) if seq.request.adapter else (0, 0)
 
 
 class PaddedAdmission:
@@ -84,7 +71,7 @@ class PaddedAdmission:
         self._counters = counters
         seqs = [(len(seq.tokens), seq.num_remaining_tokens) for seq in running]
         self._peak_estimator = PeakEstimator(seqs, limits.padded, capacity.context_tokens)
-        self._prefill = BatchShape(limits.padded)
+        self._lengths: list[int] = []  # of the prompts that join
         self._alone = not running
 
     def wait_reason(self, seq: Sequence) -> WaitReason | None:
@@ -95,11 +82,12 @@ class PaddedAdmission:
             return None  # checked at start
         if not self._peak_estimator.fits(*_after_prefill(seq)):
             return WaitReason.MEMORY
-        prefill = self._prefill.with_seq(len(seq.tokens))
-        if prefill.num_seqs > 1 and prefill.padded_tokens > self._capacity.prefill_tokens:
+        lengths = [*self._lengths, len(seq.tokens)]
+        num_tokens = padded_tokens(lengths, self._limits.padded)
+        if len(lengths) > 1 and num_tokens > self._capacity.prefill_tokens:
             self._counters.prefill_weight_exceeded += 1
             return WaitReason.PREFILL_SIZE
-        if prefill.padding_ratio > self._limits.max_prefill_padding:
+        if (num_tokens - sum(lengths)) / num_tokens > self._limits.max_prefill_padding:
             self._counters.prefill_padding_exceeded += 1
             return WaitReason.PREFILL_PADDING
         return None
@@ -109,7 +97,7 @@ class PaddedAdmission:
         self._counters.granular_additions += not (self._alone or self._peak_estimator.fits_worst_case(*after))
         self._alone = False
         self._peak_estimator.add(*after)
-        self._prefill = self._prefill.with_seq(len(seq.tokens))
+        self._lengths.append(len(seq.tokens))
 
 
 def _after_prefill(seq: Sequence) -> tuple[int, int]:

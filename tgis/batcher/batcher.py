@@ -11,7 +11,7 @@ from itertools import islice
 
 from tgis.batcher.admission import PaddedAdmission, PagedAdmission, select_waiting
 from tgis.batcher.block_manager import BlockManager
-from tgis.batcher.capacity import BatchLimits, CapacityLimits, PeakEstimator, padded_tokens
+from tgis.batcher.capacity import BatchLimits, CapacityLimits, padded_tokens
 from tgis.batcher.prefill_budget import PrefillBudget, PrefillInterleaving, split_budget, split_whole
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
 from tgis.batcher.waiting_queue import WaitingQueue
@@ -38,7 +38,7 @@ class Batcher:
         self.running: list[Sequence] = []  # in the order of their turns; callers must not change the list
         self._to_release: list[Sequence] = []  # by the next plan
         self._num_steps = 0  # that have succeeded
-        self._num_generated_tokens = self._num_proposed_tokens = self._num_accepted_tokens = 0
+        self._num_generated_tokens = 0
         self._planned_at = 0.0
         self._step_seconds = 0.0  # of the last step
         self._capacity = CapacityLimits(limits)
@@ -53,7 +53,6 @@ class Batcher:
         self._last_retry_group = 0
         self._counters = BatcherCounters()
         self._wait_reason: WaitReason | None = None  # of the first in the queue
-        self._last_wait_reason: tuple[WaitReason, float] | None = None  # and when
 
     @property
     def idle(self) -> bool:
@@ -106,8 +105,6 @@ class Batcher:
             plan = self._with_proposals(self._speculator, self._block_manager, plan)
         self._to_release = []
         self._planned_at = now
-        if self._wait_reason is not None:
-            self._last_wait_reason = self._wait_reason, now
         return plan
 
     def commit(
@@ -144,7 +141,7 @@ class Batcher:
             seq.stop_reason = StopReason.ERROR
 
     def rollback(self, plan: StepPlan, *, out_of_memory: bool) -> list[Sequence]:
-        """A step failed: requeue its sequences in front, to be recomputed.
+        """A step failed: requeue its sequences, to be recomputed.
 
         Returns the sequences that are dropped instead, because they failed alone.
         """
@@ -162,7 +159,7 @@ class Batcher:
         self._remove_running(set(requeued).__contains__)
         for seq in requeued:
             seq.num_computed_tokens, seq.queued_at_step = 0, self._num_steps
-        self.waiting.requeue_front(requeued)
+        self.waiting.requeue(requeued)
         self._wait_reason = None  # it was of those behind them
         return failed
 
@@ -170,7 +167,7 @@ class Batcher:
         """The engine has lost its KV cache while nothing ran or waited."""
         assert self.idle
         if self._block_manager:
-            self._block_manager.forget_cached_prefixes()
+            self._block_manager = BlockManager(self._limits)
 
     @property
     def touched_share(self) -> float:
@@ -186,29 +183,19 @@ class Batcher:
     def state(self, now: float, max_seqs: int) -> BatchState:
         """What runs and waits, with at most `max_seqs` sequences of each."""
         limits, capacity = self._limits, self._capacity
-        last, when = self._last_wait_reason or (None, now)
         return BatchState(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             wait_reason=self._wait_reason,
-            last_wait_reason=last,
-            seconds_since_last_wait=round(now - when, 3) if last else None,
             total_generated_tokens=self._num_generated_tokens,
             context_tokens=self.context_tokens,
-            peak_context_tokens=self._peak_context_tokens(),
             token_capacity=capacity.context_tokens,
             initial_token_capacity=limits.token_capacity,
             max_prefill_tokens=capacity.prefill_tokens,
             initial_max_prefill_tokens=limits.prefill_tokens,
             max_batch_size=limits.max_batch_size,
-            max_prefill_padding=limits.max_prefill_padding,
-            max_waiting_tokens=limits.max_waiting_tokens,
-            padded=limits.padded,
-            chunked_prefill=limits.block_size > 0 and not limits.encoder_decoder,
             running_requests=[_state(seq, now) for seq in islice(self.running, max_seqs)],
             waiting_requests=[_state(seq, now) for seq in islice(self.waiting, max_seqs)],
-            total_proposed_tokens=self._num_proposed_tokens,
-            total_accepted_tokens=self._num_accepted_tokens,
         )
 
     def _schedule_padded(self, now: float) -> list[Scheduled]:
@@ -283,8 +270,6 @@ class Batcher:
         else:
             counters.proposed_tokens += len(verified)
             counters.accepted_tokens += kept
-        self._num_proposed_tokens += len(verified)
-        self._num_accepted_tokens += kept
         return kept
 
     def _ready(self, retry_group: int | None = None) -> list[Sequence]:
@@ -323,7 +308,7 @@ class Batcher:
         self._counters.preemptions += 1
         self._remove_running(lambda other: other is seq)
         seq.queued_at_step = self._num_steps
-        self.waiting.requeue_in_order(seq)
+        self.waiting.requeue([seq])
         if self.waiting.first is seq:
             self._wait_reason = WaitReason.MEMORY
 
@@ -415,12 +400,6 @@ class Batcher:
 
     def _context_of(self, seqs: list[Sequence]) -> int:
         return padded_tokens([len(seq.tokens) for seq in seqs], self._limits.padded)
-
-    def _peak_context_tokens(self) -> int:
-        """The most tokens of context that the running sequences will have; those being prefilled count in full."""
-        prefilling = sum(seq.max_length for seq in self.running if not seq.decoding)
-        decoding = [(len(seq.tokens), seq.num_remaining_tokens) for seq in self.running if seq.decoding]
-        return prefilling + PeakEstimator(decoding, self._limits.padded, 0).peak()
 
 
 def _state(seq: Sequence, now: float) -> RequestState:

@@ -20,8 +20,8 @@ class BlockManager:
     """Block n of a block table holds tokens n * block_size up to (n + 1) * block_size.
 
     That of an encoder-decoder has two such parts: first the input, then what the decoder computes, which are its
-    virtual tokens, the start token and the output. The input is computed at once. Its blocks depend on all of it, so
-    they are found in the prefix cache all or none, and those of the decoder never.
+    virtual tokens, the start token and the output. The input is computed at once. Each of its blocks depends on all of
+    it, so no prefix is cached.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -30,7 +30,7 @@ class BlockManager:
         self.block_size = limits.block_size
         self.encoder_decoder = limits.encoder_decoder
         self.num_hashed_blocks = 0  # ever: hashing takes time
-        self._prefix_cache = limits.prefix_cache
+        self._prefix_cache = limits.prefix_cache and not limits.encoder_decoder
         self._lookahead = limits.lookahead
 
     def blocks_for(self, seq: Sequence, tokens: int) -> int:
@@ -38,7 +38,7 @@ class BlockManager:
         if not self.encoder_decoder:
             return -(-tokens // self.block_size)
         decoder_tokens = seq.request.decoder_length + 1 + tokens - seq.prompt_length
-        return self._input_blocks(seq) - (-decoder_tokens // self.block_size)
+        return -(-seq.request.input_positions // self.block_size) - (-decoder_tokens // self.block_size)
 
     def missing_blocks(self, seq: Sequence, tokens: int) -> int:
         """Number of blocks that a sequence lacks to hold this many tokens."""
@@ -53,12 +53,12 @@ class BlockManager:
             cached = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
             if len(cached) < looked:
                 break
-        return cached if len(cached) == most or not self.encoder_decoder else []
+        return cached
 
     def shares_inflight_prefix(self, seq: Sequence, other: Sequence) -> bool:
         """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached."""
         index = other.num_cached_blocks
-        if index >= min(self._max_cached_blocks(seq), self._shareable_blocks(other, len(other.tokens))):
+        if index >= min(self._max_cached_blocks(seq), len(other.tokens) // self.block_size):
             return False
         same_start = self._block_hash(seq, 0) == self._block_hash(other, 0)
         return same_start and self._block_hash(seq, index) == self._block_hash(other, index)
@@ -82,8 +82,6 @@ class BlockManager:
         self.pool.incref(seq.block_table)
         seq.num_cached_blocks = len(seq.block_table)
         seq.num_computed_tokens = seq.num_cached_blocks * self.block_size
-        if self.encoder_decoder and seq.block_table:
-            seq.num_computed_tokens = seq.prompt_length - 1  # the decoder's tokens count as the last of the prompt
         if self._uses_prefix_cache(seq):
             counters.prefix_cache_queries += len(seq.tokens)
             counters.prefix_cache_hits += seq.num_computed_tokens
@@ -116,18 +114,9 @@ class BlockManager:
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Let others find the blocks that the sequence has filled."""
         if self._prefix_cache:
-            while seq.num_cached_blocks < self._shareable_blocks(seq, seq.num_computed_tokens):
-                index = seq.num_cached_blocks
-                block_hash = self._block_hash(seq, index)
-                if self.encoder_decoder:  # an older block would be evicted first, and the others are of no use then
-                    self.pool.uncache(block_hash)
-                self.pool.set_hash(seq.block_table[index], block_hash)
+            for index in range(seq.num_cached_blocks, seq.num_computed_tokens // self.block_size):
+                self.pool.set_hash(seq.block_table[index], self._block_hash(seq, index))
                 seq.num_cached_blocks += 1
-
-    def forget_cached_prefixes(self) -> None:
-        """Start anew: no sequence has blocks, and what they held is lost."""
-        assert not self.pool.num_used
-        self.pool = BlockPool(self.pool.num_blocks)
 
     def free(self, seqs: Iterable[Sequence]) -> None:
         """Take away all blocks, so that these sequences have no computed tokens any more."""
@@ -142,29 +131,14 @@ class BlockManager:
 
     def _max_cached_blocks(self, seq: Sequence) -> int:
         """Number of blocks that need not be computed if they are cached."""
-        if self.encoder_decoder and seq.prompt_length == 1:
-            return 0  # with no token computed, an input has to be encoded
-        return self._shareable_blocks(seq, len(seq.tokens) - 1) if self._uses_prefix_cache(seq) else 0
-
-    def _shareable_blocks(self, seq: Sequence, tokens: int) -> int:
-        """Number of blocks that may be cached once this many tokens are computed."""
-        return self._input_blocks(seq) if self.encoder_decoder else tokens // self.block_size
-
-    def _input_blocks(self, seq: Sequence) -> int:
-        return -(-seq.request.input_positions // self.block_size)
+        return (len(seq.tokens) - 1) // self.block_size if self._uses_prefix_cache(seq) else 0
 
     def _block_hash(self, seq: Sequence, index: int) -> bytes:
         return self._block_hashes(seq, index + 1)[index]
 
     def _block_hashes(self, seq: Sequence, count: int) -> list[bytes]:
-        """At least `count` hashes, each over the one before it and the block: equal hashes mean equal prefixes. Those
-        of an encoder-decoder are over the whole input.
-        """
+        """At least `count` hashes, each over the one before it and the block: equal hashes mean equal prefixes."""
         hashes = seq.block_hashes
-        if self.encoder_decoder and not hashes:
-            whole = _hash(_hash(seq.request.cache_salt) + array("i", seq.request.tokens).tobytes())
-            hashes += [whole + index.to_bytes(4) for index in range(self._input_blocks(seq))]
-            self.num_hashed_blocks += len(hashes)
         if len(hashes) < count:
             tokens = array("i", seq.tokens[len(hashes) * self.block_size : count * self.block_size])
             width, data = self.block_size * tokens.itemsize, tokens.tobytes()

@@ -77,13 +77,6 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._cached_blocks[block_hash] = block
 
-    def uncache(self, block_hash: bytes) -> None:
-        """Forget the block with this content if nobody uses it."""
-        block = self._cached_blocks.get(block_hash, _NOT_CACHED)
-        if block in self._evictable:
-            del self._evictable[block], self._hashes[block], self._cached_blocks[block_hash]
-            heappush(self._free_blocks, block)
-
     def _allocate_one(self) -> int:
         if self._free_blocks:
             return heappop(self._free_blocks)

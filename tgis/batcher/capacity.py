@@ -16,30 +16,6 @@ _RECOVERY_STEPS = 256  # successful steps before a limit grows again
 _RECOVERY_DIVISOR = 64  # it grows by 1/64
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """Number and lengths of the sequences of a batch, or of the prompts of a prefill."""
-
-    padded: bool
-    num_seqs: int = 0
-    max_length: int = 0
-    total_tokens: int = 0
-
-    def with_seq(self, length: int) -> "BatchShape":
-        """The shape with one more sequence."""
-        return BatchShape(self.padded, self.num_seqs + 1, max(self.max_length, length), self.total_tokens + length)
-
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens, padding included."""
-        return self.num_seqs * self.max_length if self.padded else self.total_tokens
-
-    @property
-    def padding_ratio(self) -> float:
-        """Share of the tokens that is padding."""
-        return (self.padded_tokens - self.total_tokens) / self.padded_tokens if self.num_seqs else 0.0
-
-
 def padded_tokens(lengths: Collection[int], padded: bool) -> int:
     """Tokens of a batch of sequences with these lengths, padding included."""
     return len(lengths) * max(lengths, default=0) if padded else sum(lengths)
@@ -139,16 +115,14 @@ class PeakEstimator:
         self._padded = padded
         self._limit = limit
         self._seqs = sorted((-remaining, length) for length, remaining in seqs)  # the longest-lived first
-        lengths = [length for _, length in self._seqs]
-        self._shape = BatchShape(padded, len(lengths), max(lengths, default=0), sum(lengths))
         self._rejected: list[tuple[int, int]] = []
 
     def fits_worst_case(self, length: int, remaining: int) -> bool:
         """Whether one more sequence fits even if all last as long as the last one."""
-        shape = self._shape.with_seq(length)
-        last = max([remaining, *(-end for end, _ in self._seqs[:1])])
-        extra = last * shape.num_seqs if self._padded else remaining - sum(end for end, _ in self._seqs)
-        return shape.padded_tokens + extra <= self._limit
+        seqs = [(-remaining, length), *self._seqs]
+        if self._padded:
+            return len(seqs) * (max(length for _, length in seqs) - min(seqs)[0]) <= self._limit
+        return sum(length - end for end, length in seqs) <= self._limit
 
     def fits(self, length: int, remaining: int) -> bool:
         """Whether the batch with one more sequence stays within the limit for good."""
@@ -165,15 +139,9 @@ class PeakEstimator:
 
     def add(self, length: int, remaining: int) -> None:
         insort(self._seqs, (-remaining, length))
-        self._shape = self._shape.with_seq(length)
-
-    def peak(self) -> int:
-        """The largest context, if no sequence ends before its time."""
-        return max(self._context_at_ends(self._seqs), default=0)
 
     def _context_at_ends(self, seqs: list[tuple[int, int]]) -> list[int]:
         """Tokens of context when each sequence ends; of those that end together, the last one counts them all."""
         lengths = accumulate((length for _, length in seqs), max if self._padded else None)
-        if self._padded:
-            return [(length - end) * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]
-        return [length - end * n for n, ((end, _), length) in enumerate(zip(seqs, lengths, strict=True), 1)]
+        numbered = enumerate(zip(seqs, lengths, strict=True), 1)
+        return [length * (n if self._padded else 1) - end * n for n, ((end, _), length) in numbered]

@@ -3,7 +3,6 @@
 import bisect
 import math
 from collections.abc import Collection, Iterable, Iterator
-from itertools import chain
 
 from tgis.batcher.sequence import Sequence
 
@@ -22,20 +21,19 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._failed: list[Sequence] = []
-        self._seqs: list[Sequence] = []  # sorted by turn
+        self._seqs: list[Sequence] = []  # sorted by `_place`
         self._virtual_time = 0  # the start tag of the head of the queue at the latest arrival; never decreases
         self._earliest_deadline = math.inf
 
     def __len__(self) -> int:
-        return len(self._failed) + len(self._seqs)
+        return len(self._seqs)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._failed, self._seqs)
+        return iter(self._seqs)
 
     @property
     def first(self) -> Sequence:
-        return (self._failed or self._seqs)[0]
+        return self._seqs[0]
 
     @property
     def num_requeued(self) -> int:
@@ -46,28 +44,23 @@ class WaitingQueue:
         """Queue the inputs of one call, in order and behind the running sequences of their client."""
         if not seqs:
             return
-        admitted = [*running, *self._failed]
-        self._virtual_time = max([self._virtual_time, *(seq.start_tag for seq in self._seqs[:1] or admitted)])
-        start_tag = self._next_start_tag(seqs[0].request.client, admitted)
+        self._virtual_time = max([self._virtual_time, *(seq.start_tag for seq in self._seqs[:1] or running)])
+        start_tag = self._next_start_tag(seqs[0].request.client, running)
         for seq in seqs:
             seq.start_tag = start_tag
             start_tag += seq.max_length
-        self._insert(seqs)
+        self.requeue(seqs)
 
-    def requeue_front(self, seqs: list[Sequence]) -> None:
-        """Put sequences of a failed step in front of all others, in the order given."""
-        self._failed = seqs + self._failed
-        self._watch_deadlines(seqs)
-
-    def requeue_in_order(self, seq: Sequence) -> None:
-        """Put a preempted sequence in its place by turn, behind sequences that it may have overtaken."""
-        self._insert([seq])
+    def requeue(self, seqs: list[Sequence]) -> None:
+        """Put sequences in their places by turn, behind those that they may have overtaken."""
+        for seq in seqs:
+            bisect.insort(self._seqs, seq, key=_place)
+        self._earliest_deadline = min([self._earliest_deadline, *map(_deadline, seqs)])
 
     def remove(self, ids: Collection[int]) -> list[Sequence]:
         """Take out requests; returns the ones that were in the queue."""
         removed = [seq for seq in self if seq.id in ids]
         if removed:
-            self._failed = [seq for seq in self._failed if seq.id not in ids]
             self._seqs = [seq for seq in self._seqs if seq.id not in ids]
         return removed
 
@@ -91,13 +84,10 @@ class WaitingQueue:
             start_tags.append(last.start_tag + last.max_length)
         return max([self._virtual_time + TOKENS_PER_ROUND, *start_tags])
 
-    def _insert(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            bisect.insort(self._seqs, seq, key=lambda one: one.turn)
-        self._watch_deadlines(seqs)
 
-    def _watch_deadlines(self, new: list[Sequence]) -> None:
-        self._earliest_deadline = min([self._earliest_deadline, *map(_deadline, new)])
+def _place(seq: Sequence) -> tuple[bool, tuple[int, float, int]]:
+    """The sort key of the queue: those of failed steps come first."""
+    return not seq.retry_group, seq.turn
 
 
 def _deadline(seq: Sequence) -> float:

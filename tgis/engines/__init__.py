@@ -58,25 +58,20 @@ def load_shard(options: EngineOptions) -> tuple[Engine, str]:
     return _load_or_fall_back(options, _load)
 
 
-def describe_shard(options: EngineOptions) -> list[str]:
-    """What a start of such an engine will need."""
-    return [*_load_or_fall_back(options, _describe_memory)[0]]
-
-
 def follow_node_0(parent: Channel, options: EngineOptions) -> None:
     """Be a rank of this node in a cluster, until rank 0 on node 0 ends it."""
     _import("tgis.engines.distributed.follower").follow_node_0(parent, options)
 
 
 def describe_memory(options: EngineOptions) -> list[str]:
-    """Lines that say what a start will need; none for the engine `fake`. StartError where a start would refuse."""
+    """Lines that say what a start will need of each rank; none for the engine `fake`. StartError where a start would
+    refuse.
+    """
     if options.num_shards > 1:
-        return [*_import("tgis.engines.distributed.engine").describe_memory(options)]
-    return [] if options.engine == "fake" else describe_shard(options)
-
-
-def _describe_memory(name: str, options: EngineOptions) -> list[str]:
-    return [*_import(_ENGINES[name][0]).describe_memory(options)]
+        _import("tgis.engines.distributed.ranks").check_shardable(options)
+    if options.engine == "fake":
+        return []
+    return [*_load_or_fall_back(options, lambda name, options: _import(_ENGINES[name][0]).describe_memory(options))[0]]
 
 
 def _load_or_fall_back(options: EngineOptions, load: Callable[[str, EngineOptions], Any]) -> tuple[Any, str]:

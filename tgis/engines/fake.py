@@ -7,9 +7,7 @@ tokens that break them, are configured in the model's config.json under the key 
 import functools
 import json
 import time
-from collections import defaultdict
 from collections.abc import Collection
-from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -27,33 +25,12 @@ class StepModel(msgspec.Struct, frozen=True):
 
     padded: bool = False
     block_size: int = 0  # tokens of a KV block
-    weight_limit: int = 1 << 40  # tokens of context
-    largest: int = 1 << 40  # tokens of the largest single request
     prefill_tokens: int = 1 << 20
     step_seconds: float = 0.0
-    row_seconds: float = 0.0  # per sequence that decodes, and per token that is proposed for one
-    context_seconds: float = 0.0  # per token of context of sequences that decode, padding included
-    prefill_seconds: float = 0.0  # of a step with prompts beside what others take
-    prefill_token_seconds: float = 0.0  # padding included
-    prefill_context_seconds: float = 0.0  # per token of a prompt and token that it attends to
     poison_token: int | None = None  # a sequence with this token fails, and no other
     crash_token: int | None = None  # a step with this token fails as a whole
     fatal_token: int | None = None  # a step with this token is the last one
     memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
-
-    def seconds(self, plan: StepPlan) -> float:
-        """The duration of a step."""
-        decoding = [len(seq.tokens) for seq in plan.seqs if seq.decoding]
-        work = zip(plan.seqs, plan.num_scheduled_tokens, strict=True)
-        attended = sum(count * (seq.num_computed_tokens + count // 2) for seq, count in work if not seq.decoding)
-        return (
-            self.step_seconds
-            + self.row_seconds * (len(decoding) + sum(map(len, plan.proposals.values())))
-            + self.context_seconds * padded_tokens(decoding, self.padded)
-            + self.prefill_seconds * plan.has_prefill
-            + self.prefill_token_seconds * padded_tokens(plan.num_prefill_tokens, self.padded)
-            + self.prefill_context_seconds * attended
-        )
 
 
 class FakeEngine(NoReservedCache):
@@ -63,8 +40,6 @@ class FakeEngine(NoReservedCache):
         config = json.loads((Path(options.model_path) / "config.json").read_bytes())
         self._model = msgspec.convert(config.get("fake", {}), StepModel)
         self._num_computed_tokens: dict[int, int] = {}  # request id -> computed tokens
-        # The tokens in each block.
-        self._kv_blocks = defaultdict[int, list[int]](lambda: [-1] * self._model.block_size)
         self.info = EngineInfo(  # without memory limits, unless the model's config has some
             engine="fake",
             model_class="FakeEngine",
@@ -74,10 +49,9 @@ class FakeEngine(NoReservedCache):
             encoder_decoder=False,
             padded=self._model.padded,
             max_batch_size=options.max_batch_size or 256,
-            token_capacity=self._model.weight_limit,
+            token_capacity=1 << 40,
             max_prefill_tokens=self._model.prefill_tokens,
             block_size=self._model.block_size,
-            max_request_tokens=self._model.largest,
             input_vocab_size=int(config["vocab_size"]),
         )
 
@@ -87,13 +61,11 @@ class FakeEngine(NoReservedCache):
     def step(self, plan: StepPlan) -> StepResult:
         """Sleep for the duration of the step, then repeat the prompts."""
         model = self._model
-        time.sleep(model.seconds(plan))
+        time.sleep(model.step_seconds)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             known = self._num_computed_tokens.get(seq.id, 0)
             assert model.block_size or seq.num_computed_tokens == known, "the batcher and the engine disagree"
             self._num_computed_tokens[seq.id] = seq.num_computed_tokens + count
-            if model.block_size:
-                self._write_kv(seq, count)
         if any(model.crash_token in seq.tokens for seq in plan.seqs):
             raise RuntimeError("a row holds the token that breaks this step")
         if any(model.fatal_token in seq.tokens for seq in plan.seqs):
@@ -111,7 +83,8 @@ class FakeEngine(NoReservedCache):
             except GrammarError as error:
                 tokens.append([])
                 failed[seq.id] = FailureKind.GRAMMAR, str(error)
-        logprobs = [self._token_logprobs(seq, new) for seq, new in zip(plan.sampled, tokens, strict=True)]
+        details = [seq.request.output_details for seq in plan.sampled]
+        logprobs = [self._logprobs(o, new) if o.wants_details else [] for o, new in zip(details, tokens, strict=True)]
         return StepResult(tokens, logprobs, self._prompt_logprobs(plan.sampled), failed)
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -128,25 +101,12 @@ class FakeEngine(NoReservedCache):
         allowed = seq.grammar.allowed_ids(seq.tokens[seq.prompt_length :])
         return [token] if token in allowed else allowed[:1]
 
-    def _write_kv(self, seq: Sequence, count: int) -> None:
-        """Write tokens to the sequence's blocks, and check that all it has there is its own."""
-        size, end = self._model.block_size, seq.num_computed_tokens + count
-        for at in range(seq.num_computed_tokens, end):
-            self._kv_blocks[seq.block_table[at // size]][at % size] = seq.tokens[at]
-        held = chain.from_iterable(self._kv_blocks[block] for block in seq.block_table)
-        assert [*islice(held, end)] == seq.tokens[:end], "a block holds tokens of another sequence"
-
     def _prompt_logprobs(self, seqs: list[Sequence]) -> dict[int, list[TokenLogprobs]]:
         return {
-            seq.id: [_make_logprobs(seq.request.logprob_options, token, self.info.vocab_size) for token in seq.tokens]
-            for seq in seqs
-            if seq.wants_prompt_logprobs
+            seq.id: self._logprobs(seq.request.logprob_options, seq.tokens) for seq in seqs if seq.wants_prompt_logprobs
         }
 
-    def _token_logprobs(self, seq: Sequence, tokens: list[int]) -> list[TokenLogprobs]:
-        options = seq.request.output_details
-        if not options.wants_details:
-            return []
+    def _logprobs(self, options: LogprobOptions, tokens: list[int]) -> list[TokenLogprobs]:
         return [_make_logprobs(options, token, self.info.vocab_size) for token in tokens]
 
 

@@ -4,8 +4,8 @@ import enum
 
 import msgspec
 
-MAX_GRAMMAR_DEPTH = 64  # nested schemas or brackets
-MAX_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength or {1,9}
+MAX_GRAMMAR_DEPTH = 64  # nested JSON schemas
+MAX_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength
 FIRST_TOOL_LINE = 2  # in a grammar of tools: where that of tools[0] is
 
 

@@ -236,26 +236,17 @@ class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
     num_running: int
     num_waiting: int
     wait_reason: WaitReason | None  # of the first in the queue, if it has been tried
-    last_wait_reason: WaitReason | None  # of the last request that had to wait
-    seconds_since_last_wait: float | None
     total_generated_tokens: int  # since the start
     context_tokens: int  # of the running requests, padding included
-    peak_context_tokens: int  # if all of them generate as many tokens as they may
     token_capacity: int  # less than at the start after running out of memory
     initial_token_capacity: int
     max_prefill_tokens: int  # in one step; less than at the start after running out of memory
     initial_max_prefill_tokens: int
     max_batch_size: int
-    max_prefill_padding: float
-    max_waiting_tokens: int
-    padded: bool  # the batch is a rectangle
-    chunked_prefill: bool  # prompts are computed in chunks, mixed with decodes
     running_requests: list[RequestState]  # the first of them
     waiting_requests: list[RequestState]  # the first of them, in queue order
     kv_cache_bytes: int = 0  # set aside
     resident_cache_bytes: int = 0  # of these, what takes memory; a second old
-    total_proposed_tokens: int = 0  # since the start, computed beside the newest token of a sequence
-    total_accepted_tokens: int = 0  # of these, those that were kept
 
 
 class FailureKind(enum.StrEnum):

@@ -31,25 +31,15 @@ _MODULE_NAME = re.compile(r"[\w.]+")
 _SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-class _UnsupportedFields(msgspec.Struct):
-    """Fields that mean more than a product of two matrices; each must be absent, empty or false."""
-
-    use_dora: Any = None
-    lora_bias: Any = None
-    modules_to_save: Any = None
-    trainable_token_indices: Any = None
-    target_parameters: Any = None
-    layer_replication: Any = None
-    alora_invocation_tokens: Any = None
-    use_qalora: Any = None
-    use_bdlora: Any = None
-    arrow_config: Any = None
-    kasa_config: Any = None
-    monteclora_config: Any = None
-    megatron_config: Any = None
+# Fields that mean more than a product of two matrices; each must be absent, empty or false.
+_UNSUPPORTED_FIELDS = (
+    *("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
+    *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
+    *("arrow_config", "kasa_config", "monteclora_config", "megatron_config"),
+)
 
 
-class _LoraConfig(_UnsupportedFields):
+class _LoraConfig(msgspec.Struct):
     """The fields of adapter_config.json that matter for LoRA."""
 
     r: int = 8
@@ -92,6 +82,9 @@ class LoraAdapter:
 
 def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> LoraAdapter:
     """The adapter of a directory for the model, from a file of at most `limit` bytes; AdapterError if unusable."""
+    for field, value in read_config(directory, dict[str, Any]).items():
+        if value and field in _UNSUPPORTED_FIELDS:
+            raise AdapterError(f"{CONFIG} has {field}, which is not supported")
     config = read_config(directory, _LoraConfig)
     _check_config(config)
     name, content = load_peft_tensors(directory, limit)
@@ -130,9 +123,6 @@ def _pairs(name: str, content: Any, config: _LoraConfig, limit: int) -> dict[str
 
 
 def _check_config(config: _LoraConfig) -> None:
-    for name in _UnsupportedFields.__struct_fields__:
-        if getattr(config, name):
-            raise AdapterError(f"{CONFIG} has {name}, which is not supported")
     if config.bias != "none":
         raise AdapterError(f"{CONFIG} has bias {config.bias[:20]!r}, only 'none' is supported")
     if config.init_lora_weights not in _SUPPORTED_INITS:

@@ -28,10 +28,9 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         verbose_errors=False,  # they would quote the grammar
     )
-    lark, kind = to_lark(spec)
-    matcher = llguidance.LLMatcher(table.tokenizer, lark, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec), log_level=0, limits=limits)
     if matcher.is_error():
-        raise GrammarError(problem_of(matcher.get_error(), kind))
+        raise GrammarError(problem_of(matcher.get_error(), spec))
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
     compiled.mask(table.forced_ids)  # GrammarError if there is no first token
     return compiled

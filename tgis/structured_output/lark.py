@@ -5,20 +5,13 @@ Forced bytes are off: a mask has every token that the grammar allows, not only t
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any, assert_never
 
 import llguidance
 
 from tgis.errors import GrammarError
-from tgis.ipc.lookups import (
-    FIRST_TOOL_LINE,
-    MAX_GRAMMAR_DEPTH,
-    MAX_GRAMMAR_REPETITIONS,
-    GrammarKind,
-    GrammarSpec,
-)
-from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf, lark_string
+from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
+from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
 from tgis.structured_output.json_schema import OPTIONS_KEYWORD, parse_schema
 
 _DIRECTIVE = "%llguidance"
@@ -49,15 +42,11 @@ _QUOTED = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
-_COUNTS = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-def to_lark(spec: GrammarSpec) -> tuple[str, GrammarKind | None]:
-    """The grammar in Lark, and the kind for `problem_of`; GrammarError if it is invalid or above a limit."""
-    if spec.kind is GrammarKind.GRAMMAR and is_ebnf(spec.text):
-        return _HEAD + ebnf_to_lark(spec.text), None
-    return _HEAD + _rules(spec), spec.kind
+def to_lark(spec: GrammarSpec) -> str:
+    """The grammar in Lark; GrammarError if it is invalid or above a limit."""
+    return _HEAD + _rules(spec)
 
 
 def _rules(spec: GrammarSpec) -> str:
@@ -69,16 +58,18 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
-            return f"start: {' | '.join(map(lark_string, spec.choices))}\n"
-        case GrammarKind.GRAMMAR:
-            return _lark(spec)
-        case GrammarKind.TOOLS:
+            return f"start: {' | '.join(map(_string, spec.choices))}\n"
+        case GrammarKind.GRAMMAR if is_ebnf(spec.text):
+            return ebnf_to_lark(spec.text)
+        case GrammarKind.GRAMMAR if _DIRECTIVE in spec.text:
+            raise GrammarError(f"unsupported directive {_DIRECTIVE}")
+        case GrammarKind.GRAMMAR | GrammarKind.TOOLS:
             return _with_checked_schemas(spec)
         case unknown:
             assert_never(unknown)
 
 
-def problem_of(message: str, kind: GrammarKind | None = None) -> str:
+def problem_of(message: str, spec: GrammarSpec | None = None) -> str:
     """The problem in llguidance's message: without the client's texts, with the place if the client wrote lines."""
     text = re.split(r"\n +\d+ \| ", message.removesuffix("<non-verbose/>"), maxsplit=1)[0].strip()
     if not text or text in _NOTHING_MATCHES:
@@ -90,8 +81,10 @@ def problem_of(message: str, kind: GrammarKind | None = None) -> str:
     for message, words in _WORDS.items():
         problem = problem.replace(message, words)
     if not problem.startswith("unsupported keywords"):
-        problem = _QUOTED.sub("", problem)
-    match kind:
+        problem = _QUOTED.sub("", problem).removesuffix(":")
+    match spec and spec.kind:
+        case GrammarKind.GRAMMAR if line and spec and is_ebnf(spec.text):  # whose rules have kept their lines
+            return f"{problem} in line {int(line) - 1}"
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
         case GrammarKind.TOOLS if line:
@@ -108,47 +101,38 @@ def _bounded(schema: dict[str, Any]) -> str:
     return json.dumps({**schema, OPTIONS_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
 
 
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark refuses it unescaped
+
+
 def _regex(text: str) -> str:
-    _check_costs(text)
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise GrammarError("ends with a backslash")
     escaped: str = llguidance.regex_to_lark(text)
     return escaped
 
 
-def _lark(spec: GrammarSpec) -> str:
-    if _DIRECTIVE in spec.text:
-        raise GrammarError(f"unsupported directive {_DIRECTIVE}")
-    _check_costs(_with_schemas(spec.text, lambda _start, _end: ""))
-    return _with_checked_schemas(spec)
-
-
 def _with_checked_schemas(spec: GrammarSpec) -> str:
-    """The grammar with its JSON schemas checked and bounded; lines keep their numbers."""
-    text = spec.text
-
-    def checked(start: int, end: int) -> str:
-        try:
-            schema = _bounded(parse_schema(text[start:end], exact=spec.exact))
-        except GrammarError as error:
-            line = 1 + text.count("\n", 0, start)
-            in_tool = spec.kind is GrammarKind.TOOLS
-            raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
-        return "{" + "\n" * text.count("\n", start, end) + schema[1:]
-
-    return _with_schemas(text, checked)
-
-
-def _with_schemas(text: str, change: Callable[[int, int], str]) -> str:
-    """The text with each schema replaced by `change(start, end)`; strings, regexes and comments contain none."""
-    parts, last, at = [], 0, 0
+    """The grammar with its JSON schemas checked and bounded; strings, regexes and comments contain none."""
+    text, parts, last, at = spec.text, list[str](), 0, 0
     while match := _SCHEMA_OR_TEXT.search(text, at):
         start = at = match.end()
         if match["schema"]:
             at = _end_of_json(text, start)
-            parts += [text[last:start], change(start, at)]
+            parts += [text[last:start], _checked_schema(spec, start, at)]
             last = at
     return "".join([*parts, text[last:]])
+
+
+def _checked_schema(spec: GrammarSpec, start: int, end: int) -> str:
+    """The schema at these places of the grammar, over as many lines."""
+    try:
+        schema = _bounded(parse_schema(spec.text[start:end], exact=spec.exact))
+    except GrammarError as error:
+        line = 1 + spec.text.count("\n", 0, start)
+        in_tool = spec.kind is GrammarKind.TOOLS
+        raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
+    return "{" + "\n" * spec.text.count("\n", start, end) + schema[1:]
 
 
 def _end_of_json(text: str, start: int) -> int:
@@ -157,16 +141,3 @@ def _end_of_json(text: str, start: int) -> int:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (RecursionError, ValueError):
         return len(text)
-
-
-def _check_costs(text: str) -> None:
-    depth = deepest = 0
-    for char in text:
-        depth += _BRACKETS.get(char, 0)
-        deepest = max(deepest, depth)
-    if deepest > MAX_GRAMMAR_DEPTH:
-        raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep")
-    for match in _COUNTS.finditer(text):
-        for count in match.groups():
-            if count and (len(count) > len(str(MAX_GRAMMAR_REPETITIONS)) or int(count) > MAX_GRAMMAR_REPETITIONS):
-                raise GrammarError(f"{match[0]} is more than {MAX_GRAMMAR_REPETITIONS} repetitions")

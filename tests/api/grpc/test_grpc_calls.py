@@ -1,7 +1,6 @@
 """Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -106,49 +105,6 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-@pytest.mark.slow
-@run_async
-async def test_a_slow_reader_keeps_its_stream() -> None:
-    window = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)  # the server sends what is asked for
-    async with serving(client_timeout_seconds=1.5) as (service, port), connected(port, *window) as channel:
-        answers = channel.unary_stream("/test.Service/Stream", bytes, bytes)(bytes(100_000))
-        for _ in range(12):  # takes longer than the limit, each much less
-            assert await answers.read() == bytes(100_000)
-            await asyncio.sleep(0.2)
-        assert service.num_places == 1
-
-
-@run_async
-async def test_a_call_that_reads_from_a_stopped_server_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
-    begun, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def read_late(call: GrpcCall) -> None:
-        begun.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(100)
-        await stopped.wait()
-        try:
-            await call.read()
-        finally:
-            ended.set()
-
-    handler = grpc_calls.make_calls(CONFIG).stream_handler("Late", read_late)
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Late": handler}),))
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
-    async with connected(port) as channel:
-        call = channel.stream_unary("/test.Service/Late", bytes, bytes)(iter([b""]))
-        await begun.wait()
-        await server.stop(0)
-        stopped.set()
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-            await call
-        await ended.wait()
-        await asyncio.sleep(0.05)
-    assert "internal error" not in caplog.text
-
-
 # --- clients that do not send their message ---
 
 
@@ -173,21 +129,6 @@ async def test_the_status_of_a_late_and_of_an_absent_message() -> None:
         late, absent = call(), call(iter([]))  # type: ignore[call-arg]  # stubs
         assert (await absent.code(), await absent.details()) == (INVALID, "the call has no message")
         assert (await late.code(), await late.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
-
-
-@run_async
-async def test_calls_beyond_the_limit_are_refused_at_once() -> None:
-    async with serving(max_concurrent_requests=1) as (service, port), connected(port) as channel:
-        limit = service.calls.admission.calls.limit
-        calls = [channel.stream_unary("/test.Service/Unary", bytes, bytes)() for _ in range(limit)]  # type: ignore[call-arg]
-        await until(lambda: service.num_places == limit)
-        async with connected(port) as other:
-            refused = other.unary_unary("/test.Service/Unary", bytes, bytes)(b"x")
-            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for call in calls:
-            await call.write(b"complete")
-            await call.done_writing()
-            assert await call == b"complete"
 
 
 # --- services that anybody may call ---

@@ -35,30 +35,19 @@ def test_every_field_of_the_proto_is_a_parameter() -> None:
     assert names - {*Params.__struct_fields__, *SamplingParams.__struct_fields__} == CONVERTED_BY_HAND
 
 
-PARAMS: Any = {"stopping": {"max_new_tokens": 3}}
+Batch, Single = pb.BatchedGenerationRequest, pb.SingleGenerationRequest
 TEXTS = [{"text": "a"}, {"text": "b"}]
+FIRST, SECOND, ONLY = "requests[0].text", "requests[1].text", "request.text"
 
 
 @pytest.mark.parametrize(
     ("message", "kind", "texts", "fields", "adapter"),
     [
-        (pb.BatchedGenerationRequest(requests=TEXTS[:1]), "single", ["a"], ["requests[0].text"], None),
-        (
-            pb.BatchedGenerationRequest(requests=TEXTS, prefix_id="p"),
-            "batch",
-            ["a", "b"],
-            ["requests[0].text", "requests[1].text"],
-            ("prefix_id", "p"),
-        ),
-        (pb.BatchedGenerationRequest(prefix_id=""), "batch", [], [], ("prefix_id", "")),
-        (
-            pb.SingleGenerationRequest(request=TEXTS[0], prefix_id="p", adapter_id="l"),
-            "stream",
-            ["a"],
-            ["request.text"],
-            ("adapter_id", "l"),
-        ),
-        (pb.SingleGenerationRequest(adapter_id=""), "stream", [], ["request.text"], None),  # it is missing
+        (Batch(requests=TEXTS[:1]), "single", ["a"], [FIRST], None),
+        (Batch(requests=TEXTS, prefix_id="p"), "batch", ["a", "b"], [FIRST, SECOND], ("prefix_id", "p")),
+        (Batch(prefix_id=""), "batch", [], [], ("prefix_id", "")),
+        (Single(request=TEXTS[0], prefix_id="p", adapter_id="l"), "stream", ["a"], [ONLY], ("adapter_id", "l")),
+        (Single(adapter_id=""), "stream", [], [ONLY], None),  # it is missing
     ],
 )
 def test_calls(message: Any, kind: str, texts: list[str], fields: list[str], adapter: Any) -> None:

@@ -1,24 +1,16 @@
 """tgis.api.grpc.status: errors as codes, texts and details of gRPC."""
 
 from typing import Any
+from unittest.mock import Mock
 
-import pytest
+import grpc
+import tables
 from google.rpc import error_details_pb2, status_pb2
 from harness import run_async
+from tables import table
 
-from tgis.api.grpc.status import abort
-from tgis.errors import (
-    RETRY_SECONDS,
-    ClientTimeout,
-    EngineFailure,
-    InvalidRequest,
-    OutOfMemory,
-    Overloaded,
-    QueueFull,
-    RequestError,
-    TooLong,
-    Unavailable,
-)
+from tgis.api.grpc.status import abort, status_name
+from tgis.errors import RETRY_SECONDS, InvalidRequest, Overloaded, RequestError
 
 
 class Context:
@@ -38,27 +30,24 @@ async def aborted(error: RequestError) -> tuple[Context, list[Any]]:
     assert context.metadata.pop("x-correlation-id") == "me"
     status = status_pb2.Status.FromString(context.metadata.pop("grpc-status-details-bin", b""))
     assert context.metadata == {}
+    if status.details:
+        assert (status.code, status.message) == (grpc.StatusCode[context.code].value[0], context.message)
     return context, list(status.details)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (InvalidRequest("", "bad"), "INVALID_ARGUMENT"),
-        (TooLong("text", "too long", 9), "INVALID_ARGUMENT"),
-        (Overloaded("full"), "RESOURCE_EXHAUSTED"),
-        (QueueFull("full"), "RESOURCE_EXHAUSTED"),
-        (OutOfMemory("too large"), "RESOURCE_EXHAUSTED"),
-        (Unavailable("gone"), "UNAVAILABLE"),
-        (ClientTimeout(1.0), "DEADLINE_EXCEEDED"),
-        (EngineFailure("it broke"), "INTERNAL"),
-    ],
-)
+@table("errors", "errors")
 @run_async
-async def test_codes_and_texts(error: RequestError, code: str) -> None:
-    context, details = await aborted(error)
-    assert (context.code, context.message) == (code, str(error))
+async def test_codes_and_texts(row: dict[str, Any]) -> None:
+    if "grpc" not in row:
+        return  # an error of HTTP
+    context, details = await aborted(error := tables.error(row))
+    assert {"code": context.code, "message": context.message} == row["grpc"]
     assert bool(details) == isinstance(error, InvalidRequest | Overloaded)
+
+
+def test_statuses_are_named_for_codes_and_for_their_numbers() -> None:
+    names = [status_name(Mock(code=lambda code=code: code)) for code in (grpc.StatusCode.OK, 8, 99)]
+    assert names == ["OK", "RESOURCE_EXHAUSTED", "UNKNOWN"]
 
 
 @run_async

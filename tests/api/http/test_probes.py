@@ -11,6 +11,7 @@ from unittest import mock
 import http_port
 import pytest
 from harness import run_async
+from http_port import exchange
 
 from tgis.api.http import app
 from tgis.api.http.app import HttpServer
@@ -33,18 +34,6 @@ def serving(
         return await asyncio.to_thread(metrics)
 
     return http_port.serving(Probes(healthy, scrape).routes(), **options)
-
-
-async def exchange(port: int, sent: bytes) -> bytes:
-    """Everything that the server sends until it closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    try:
-        return await reader.read()
-    except ConnectionResetError:
-        return b""
-    finally:
-        writer.close()
 
 
 async def request(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:

@@ -4,23 +4,14 @@ import math
 from typing import Any
 
 import pytest
+import tables
 from harness import run_async
 from scripted_api import ask, output
 from tables import table
 
-from tgis.api.http.errors import HttpError
 from tgis.api.openai.completions import split_prompt
 from tgis.api.openai.errors import ERRORS
-from tgis.errors import (
-    ClientTimeout,
-    EngineFailure,
-    InvalidRequest,
-    OutOfMemory,
-    Overloaded,
-    RequestError,
-    TooLong,
-    Unavailable,
-)
+from tgis.errors import InvalidRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "hello"}]}
@@ -88,37 +79,17 @@ async def test_prompt_logprobs_of_a_chat() -> None:
     assert answer.body["prompt_logprobs"] == [None, {"65": {"logprob": -1.5, "rank": 3, "decoded_token": "b"}}]
 
 
-ERROR_BODIES = [  # status, type, param, code and TGI's type, then the message
-    (InvalidRequest("top_n_tokens", "top_n_tokens must be <= 20", "21"), "400 invalid_request_error top_logprobs None"),
-    (
-        TooLong("prompt[0]", "plus max_new_tokens (9)", 200),
-        "400 invalid_request_error prompt[0] context_length_exceeded",
-    ),
-    (Overloaded("8 inputs"), "429 rate_limit_error None rate_limit_exceeded"),
-    (EngineFailure("it broke"), "500 server_error None None"),
-    (OutOfMemory("too large"), "500 server_error None None"),
-    (Unavailable("gone"), "503 service_unavailable_error None None"),
-    (ClientTimeout(1.0), "408 timeout_error None None"),
-    (HttpError(401, "no token"), "401 authentication_error None invalid_api_key"),
-    (HttpError(404, "no model"), "404 not_found_error None model_not_found"),
-    (HttpError(413, "too large"), "413 invalid_request_error None None"),
-]
-MESSAGES = {
-    "InvalidRequest": "top_logprobs must be <= 20, got 21",
-    "TooLong": "This model's maximum context length is 200 tokens, the prompt is too long: plus max_tokens (9)",
-    "Overloaded": "Model is overloaded: 8 inputs",
-}
-TGI_KINDS = {400: "validation", 401: "authentication", 404: "not_found", 408: "timeout", 413: "validation"}
-TGI_KINDS |= {429: "overloaded", 500: "generation", 503: "unavailable"}
-
-
-@pytest.mark.parametrize(("error", "expected"), ERROR_BODIES)
-def test_errors(error: RequestError, expected: str) -> None:
-    status, body = ERRORS.convert(error)
-    detail = body.error
-    assert f"{status} {detail.type} {detail.param} {detail.code}" == expected
-    assert detail.message == MESSAGES.get(type(error).__name__, str(error))
-    assert (detail.http_status_code, body.error_type) == (status, TGI_KINDS[status])
+@table("errors", "errors")
+def test_errors(row: dict[str, Any]) -> None:
+    status, body = ERRORS.convert(tables.error(row))
+    detail, expected = body.error, row["openai"]
+    assert (status, body.error_type, detail.message) == (
+        expected["status"],
+        expected["error_type"],
+        row["openai_message"],
+    )
+    found = {"type": detail.type, "param": detail.param, "code": detail.code, "status": detail.http_status_code}
+    assert found.items() <= expected.items()
 
 
 @pytest.mark.parametrize(

@@ -95,21 +95,20 @@ async def test_bodies_of_the_wrong_types(body: Any) -> None:
     assert refusal == (400, "invalid_request_error", "validation")
 
 
-@pytest.mark.parametrize("place", ["guided_json", "chat_template_kwargs", "parameters", "arguments", "as text"])
+DEEP_TOOL = {"tools": [{"function": {"name": "x", "parameters": "DEEP"}}], "tool_choice": "required"}
+DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "DEEP"}}]}
+DEEP = [{"guided_json": "DEEP"}, {"chat_template_kwargs": "DEEP"}, DEEP_TOOL]
+
+
+@pytest.mark.parametrize("fields", [*DEEP, {"messages": [DEEP_CALL, *USER["messages"]]}])
+@pytest.mark.parametrize("as_text", [False, True])
 @run_async
-async def test_json_of_any_depth_is_answered_or_refused(place: str) -> None:
+async def test_json_of_any_depth_is_answered_or_refused(fields: dict[str, Any], as_text: bool) -> None:
     """Some depths can be read and not written again."""
     for depth in [1, *range(900, 1000, 14), 5000]:
         value = '{"properties":' * depth + "{}" + "}" * depth
-        call = [{"function": {"name": "x", "arguments": "DEEP" if place == "arguments" else json.dumps("DEEP")}}]
-        messages = [{"role": "assistant", "tool_calls": call}] if place in ("arguments", "as text") else []
-        body: dict[str, Any] = {"messages": [*messages, *USER["messages"]]}
-        if place == "parameters":
-            body |= {"tools": [{"function": {"name": "x", "parameters": "DEEP"}}], "tool_choice": "required"}
-        elif not messages:
-            body[place] = "DEEP"
-        deep, text = ('"DEEP"', value) if place != "as text" else (json.dumps(json.dumps("DEEP")), json.dumps(value))
-        assert (await ask(CHAT, json.dumps(body).replace(deep, text).encode(), ANSWER)).status in (200, 400)
+        body = json.dumps(USER | fields).replace('"DEEP"', json.dumps(value) if as_text else value)
+        assert (await ask(CHAT, body.encode(), ANSWER)).status in (200, 400)
 
 
 @run_async

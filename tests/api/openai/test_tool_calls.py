@@ -81,15 +81,12 @@ FRAGMENTS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
-def test_any_output_is_text_and_calls_of_offered_tools(tool_format: ToolFormat, examples: int) -> None:
+@given(output=st.lists(FRAGMENTS, max_size=12).map("".join), data=st.data())
+def test_any_output_is_text_and_calls_of_offered_tools(
+    tool_format: ToolFormat, output: str, data: st.DataObject
+) -> None:
     """However it is cut; without a call, the text is the output."""
-    outputs = st.lists(FRAGMENTS, max_size=12).map("".join)
-    settings(max_examples=examples)(given(st.just(tool_format), outputs, st.data())(check_any))()
-
-
-def check_any(tool_format: ToolFormat, output: str, data: st.DataObject) -> None:
     text, calls = complete_calls(parse(tool_format, [output]))
     assert {name for name, _ in calls} <= NAMES
     assert calls or text == output

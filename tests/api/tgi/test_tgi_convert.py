@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tables
 from described_params import described, plain
 from harness import run_async
 from hypothesis import example, given
@@ -13,13 +14,11 @@ from hypothesis import strategies as st
 from scripted_api import LIMITS, Answer, ask, output
 from tables import table
 
-from tgis.api.http.errors import HttpError
-from tgis.api.openai.chat_template import TemplateError
 from tgis.api.tgi import convert
 from tgis.api.tgi.errors import ERRORS
 from tgis.api.tgi.schema import GenerateParameters
 from tgis.config import Config
-from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, Overloaded, RequestError, Unavailable
+from tgis.errors import EngineFailure, Overloaded
 from tgis.frontend.calls import CallKind
 from tgis.frontend.output import RequestOutput
 
@@ -65,22 +64,10 @@ def test_finish_reasons(ended: tuple[int, str, Any], given: dict[str, Any], reas
     assert convert.finish_reason(made, 5, given_parameters(**given), LIMITS) == reason
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (InvalidRequest("a", "a must be 1", "2"), (422, "validation", "Input validation error: a must be 1, got 2")),
-        (TemplateError("messages", "no"), (422, "template_error", "Template error: no")),
-        (OutOfMemory("too large"), (424, "generation", "Request failed during generation: too large")),
-        (EngineFailure("it broke"), (424, "generation", "it broke")),
-        (Overloaded("8 inputs"), (429, "overloaded", "Model is overloaded")),
-        (Unavailable("gone"), (503, "unavailable", "gone")),
-        (HttpError(401, "no token"), (401, "unauthorized", "no token")),
-        (HttpError(500, "x"), (500, "incomplete_generation", "Incomplete generation: x")),
-    ],
-)
-def test_errors(error: RequestError, expected: tuple[int, str, str]) -> None:
-    status, body = ERRORS.convert(error)
-    assert (status, body.error_type, body.error) == expected
+@table("errors", "errors")
+def test_errors(row: dict[str, Any]) -> None:
+    status, body = ERRORS.convert(tables.error(row))
+    assert {"status": status, "error_type": body.error_type, "error": body.error} == row["tgi"]
 
 
 AB = output("ab", "MAX_TOKENS", generated_token_count=2)

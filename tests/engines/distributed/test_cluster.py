@@ -133,7 +133,7 @@ def test_nodes_that_restart_join_again(model: Path) -> None:
         (lambda model: {"max_sequence_length": 7}, "max_sequence_length is 7 on node 1, "),
         (lambda model: {"dtype": "float16"}, "dtype is float16 on node 1, float32 on node 0"),
         (lambda model: altered(model, "config.json", b"}", b" }"), "config.json is "),
-        (lambda model: altered(model, "model.safetensors", b"{}", b"{ "), "model.safetensors is "),
+        (lambda model: altered(model, "model.safetensors", b"{}", b"{ }"), "model.safetensors is "),
         (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is "),
         (
             lambda model: altered(model, "tokenizer.json", b"", b"{}"),

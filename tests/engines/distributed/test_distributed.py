@@ -284,12 +284,13 @@ def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepR
     return broken_step
 
 
-def test_more_shards_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.LlamaConfig(**SMALL).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    ranks.check_shardable(transformers.LlamaConfig(**SMALL), 2)
+    ranks.check_shardable(options_of(tmp_path))
     with pytest.raises(StartError, match="NUM_SHARD=4 is more than the 3 GPUs"):
-        ranks.check_shardable(transformers.LlamaConfig(**SMALL), 4)
+        ranks.check_shardable(options_of(tmp_path, num_shards=4))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from batches import engine_options
 from forked_processes import forked
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -28,8 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SMOLLM2 = 134_515_008  # parameters; the embeddings are its head too
 LINEARS = 134_479_872  # of them in linear layers, the head being one
 HEAD = 49152 * 576
-OTHERS = SMOLLM2 - LINEARS + HEAD  # in other layers, the embeddings being one
-LOADED = {"bfloat16": 2 * SMOLLM2, "float32": 4 * (LINEARS + OTHERS)}  # bytes at most while it is loaded
+LOADED = {"bfloat16": 2 * SMOLLM2, "float32": 4 * SMOLLM2}  # bytes at least
 
 Free = Callable[..., None]
 
@@ -116,18 +115,14 @@ def test_the_error_has_the_sizes(smollm2_dir: Path, free: Free, caplog: pytest.L
     caplog.set_level(logging.INFO)
     with pytest.raises(StartError) as refusal:
         check(engine_options(smollm2_dir, 8), torch.float32, CPU)
-    assert "513 MiB of weights takes 621 MiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
+    assert "513 MiB of weights takes 513 MiB of memory on cpu, and 512 MiB are free" in str(refusal.value)
     assert "  513 MiB of weights" in caplog.messages
 
 
-def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Path, free: Free) -> None:
+def test_weights_need_the_memory_of_their_ranks(smollm2_dir: Path, free: Free) -> None:
     options = engine_options(smollm2_dir, 8)
     free(cpu=0, cuda=2 * SMOLLM2)
     check(options, torch.bfloat16, CUDA)
-    with pytest.raises(StartError, match="on cpu"):
-        check(options, torch.float16, CUDA)
-    free(cpu=2 * SMOLLM2, cuda=2 * SMOLLM2)
-    check(options, torch.float16, CUDA)
     free(cpu=1 << 40, cuda=2 * SMOLLM2 - 1)
     with pytest.raises(StartError, match="on cuda:0"):
         check(options, torch.bfloat16, CUDA)
@@ -136,23 +131,6 @@ def test_weights_need_gpu_memory_and_converted_ones_host_memory(smollm2_dir: Pat
     check(msgspec.structs.replace(options, num_shards=2, nnodes=2), torch.bfloat16, CPU)
     with pytest.raises(StartError, match="on cpu"):  # whose memory two ranks share
         check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CPU)
-
-
-def test_weights_stored_twice_or_in_another_dtype_count_as_loaded(tmp_path: Path, free: Free) -> None:
-    model = make_model("Gemma", tmp_path)  # its head is its embedding
-    options = engine_options(model, 8)
-    file = model / "model.safetensors"
-    tensors = load_file(file)
-    bytes_ = sum(tensor.nbytes for tensor in tensors.values())
-    embedding = tensors["model.embed_tokens.weight"]
-    norm = tensors["model.norm.weight"]
-    tensors |= {"lm_head.weight": embedding.clone(), "ours.nobody": torch.zeros(9999), "model.norm.weight": norm.half()}
-    save_file(tensors, file, {"format": "pt"})
-    free(cpu=norm.nbytes, cuda=bytes_)
-    check(options, torch.float32, CUDA)
-    free(cpu=norm.nbytes - 1, cuda=bytes_)
-    with pytest.raises(StartError, match="on cpu"):
-        check(options, torch.float32, CUDA)
 
 
 def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:

@@ -99,7 +99,7 @@ def test_quantized_weights_give_the_logits_of_what_they_stand_for(
 def test_encoder_decoders_generate_what_transformers_does(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Inputs that come at random steps, with few blocks and cached inputs."""
+    """Inputs that come at random steps, with few blocks."""
     model, draw = make_model_from_config(WIDE_ENCODER_DECODERS[name], tmp_path), random.Random(1)
     engine = PagedEngine(engine_options(model, 6, num_threads=2))
     bounds = limits(

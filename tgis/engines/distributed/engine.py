@@ -20,13 +20,12 @@ import msgspec
 import torch.distributed as dist
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines import describe_shard, load_shard
+from tgis.engines import load_shard
 from tgis.engines.base import StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, address_of, gather
 from tgis.engines.kernels.cpu.collectives import shared_bytes
-from tgis.engines.loading.loader import load_config
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
@@ -34,15 +33,10 @@ from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutd
 
 log = logging.getLogger(__name__)
 
+_LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 5.0
 _CRASH_DETECTION_SECONDS = 2.0  # until the death of a process is noticed
 _LAST_WORD_SECONDS = 0.1
-
-
-def describe_memory(options: EngineOptions) -> list[str]:
-    """The memory table of a start, for each rank. StartError if the model cannot be sharded or does not fit."""
-    ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
-    return describe_shard(options)
 
 
 class ShardedEngine:
@@ -58,47 +52,39 @@ class ShardedEngine:
 
         Later, `fail` is called with the reason when a rank fails, and `forward` with the heartbeats of the other ranks.
         """
-        ranks.check_shardable(load_config(options), options.num_shards, options.ranks_per_node)
+        ranks.check_shardable(options)
         threads_per_rank = max(options.num_threads // options.ranks_per_node, 1)
         options = msgspec.structs.replace(options, num_threads=threads_per_rank)
         self._end, self._cpus = fail, os.sched_getaffinity(0)
         self._sent = SentSequences()
         self._followers: list[Follower] = []
         links = gather(options) if options.nnodes > 1 else {}
+        address = address_of(next(iter(links.values())).getsockname()) if links else _LOOPBACK
         if not links:
-            options = msgspec.structs.replace(options, shared_memory=os.memfd_create("tgis-collectives"))
+            memory = os.memfd_create("tgis-collectives")  # never closed: ranks open it by its number
+            os.ftruncate(memory, shared_bytes(options.num_shards))
+            options = msgspec.structs.replace(options, shared_memory=memory, cluster_interface=None)
         log.info("%d ranks compute every step", options.num_shards)
         with self._collective("loading"):
-            store = self._start_followers(options, links, forward)
+            ranks.use_interface(options.cluster_interface, address)
+            store, name = ranks.host_store(address, options.num_shards)
+            self._start_followers(options, links, name, forward)
             ranks.init_ranks(0, options.num_shards, store, options.ranks_per_node)
             self._engine, self.reason = load_shard(options)
 
     def _start_followers(
-        self, options: EngineOptions, links: dict[int, socket.socket], forward: Callable[[Heartbeat], None]
-    ) -> dist.Store:
-        """Start the ranks of this machine and answer those of other nodes; returns torch's store."""
-        fds: list[int] = []
-        if links:
-            address = address_of(next(iter(links.values())).getsockname())
-            ranks.use_interface(options.cluster_interface, address)
-            store, name = ranks.host_store(address, options.num_shards)
-        else:
-            ranks.use_interface("lo", "")
-            assert options.shared_memory is not None
-            os.ftruncate(options.shared_memory, shared_bytes(options.num_shards))
-            # Never closed: torch opens it by its number until the process ends.
-            fds = [os.memfd_create("tgis-ranks"), options.shared_memory]
-            name = str(fds[0])
-            store = ranks.open_store(name, options.num_shards)
-        for rank, link in links.items():
-            node = f" on node {rank // options.ranks_per_node}"
-            self._followers.append(Follower(f"rank {rank} of the engine{node}", link, None, self._fail, forward))
-            self._followers[-1].send(encode_frame(Joined(name)))
-        node = " on node 0" if links else ""
+        self, options: EngineOptions, links: dict[int, socket.socket], store: str, forward: Callable[[Heartbeat], None]
+    ) -> None:
+        """Start the ranks of this machine and answer those of other nodes."""
+        ends: dict[int, tuple[socket.socket, subprocess.Popen[bytes] | None]]
+        ends = {rank: (link, None) for rank, link in links.items()}
         for rank in range(1, options.ranks_per_node):
-            sock, process = _start_process(msgspec.structs.replace(options, rank=rank), name, fds)
+            ends[rank] = _start_process(msgspec.structs.replace(options, rank=rank), store)
+        for rank, (sock, process) in ends.items():
+            node = f" on node {rank // options.ranks_per_node}" if links else ""
             self._followers.append(Follower(f"rank {rank} of the engine{node}", sock, process, self._fail, forward))
-        return store
+            if process is None:
+                self._followers[-1].send(encode_frame(Joined(store)))
 
     @property
     def info(self) -> EngineInfo:
@@ -179,10 +165,11 @@ class ShardedEngine:
             self._fail(f"rank 0 of the engine failed in {what}: {type(error).__name__}: {error}")
 
 
-def _start_process(options: EngineOptions, store: str, fds: list[int]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a rank of this machine that inherits the files `fds`."""
+def _start_process(options: EngineOptions, store: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a rank of this machine."""
     ours, theirs = socket.socketpair()
     with theirs:
+        fds = () if options.shared_memory is None else (options.shared_memory,)
         command = (sys.executable, "-m", "tgis.engines.distributed.follower", str(theirs.fileno()), store)
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(), *fds), process_group=0)  # no Ctrl-C
     ours.sendall(encode_frame(options))

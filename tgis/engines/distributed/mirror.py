@@ -6,6 +6,7 @@ because for 32 decodes at 100,000 tokens the block tables alone of a step's inpu
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
@@ -31,9 +33,7 @@ class SeqUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     blocks: list[int]  # of the block table, from first_block on
     proposed: list[int]  # tokens to verify
     request: Request | None = None
-    adapter: int | None = None  # version
-    adapter_tensors: bytes = b""  # safetensors; empty if another sequence has this adapter
-    encoder_decoder: bool = False  # of the adapter
+    adapter: bytes = b""  # safetensors; empty if another sequence has this adapter
 
 
 class StepInput(msgspec.Struct, frozen=True, tag="step"):
@@ -69,34 +69,30 @@ class SentSequences:
         _, tokens, table, blocks = known or (seq, seq.prompt_length, seq.block_table, 0)
         first = blocks if table is seq.block_table else 0  # a table only grows, or is another list
         added = seq.tokens[tokens:], first, seq.block_table[first:]
-        update = SeqUpdate(seq.id, count, seq.num_computed_tokens, *added, proposed)
-        if known is None:
-            update = self._with_request(update, seq)
+        first_step = (_request_of(seq), self._adapter_of(seq)) if known is None else ()
         self._sent[seq.id] = seq, len(seq.tokens), seq.block_table, len(seq.block_table)
-        return update
+        return SeqUpdate(seq.id, count, seq.num_computed_tokens, *added, proposed, *first_step)
 
-    def _with_request(self, update: SeqUpdate, seq: Sequence) -> SeqUpdate:
-        """Add the request and the adapter, which do not change. The client and the sampling parameters stay here: only
-        rank 0 chooses tokens. The grammar's number goes along, because no step is launched ahead then.
-        """
-        request = msgspec.structs.replace(
-            seq.request,
-            sampling_params=SamplingParams(),
-            logprob_options=LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens),
-            client=b"",
-            cache_salt=b"",
-            deadline=None,
-            answer_deadline=None,
-        )
-        update = msgspec.structs.replace(update, request=request)
-        if seq.adapter is None:
-            return update
-        known = any(other.adapter is seq.adapter for other, *_ in self._sent.values())
-        tensors = b"" if known else save({name: x.cpu().contiguous() for name, x in _tensors(seq.adapter).items()})
-        for_pairs = isinstance(seq.adapter, SoftPrompt) and seq.adapter.encoder_decoder
-        return msgspec.structs.replace(
-            update, adapter=seq.adapter.version, adapter_tensors=tensors, encoder_decoder=for_pairs
-        )
+    def _adapter_of(self, seq: Sequence) -> bytes:
+        """The tensors of its adapter, unless the other ranks have them."""
+        if seq.adapter is None or any(other.adapter is seq.adapter for other, *_ in self._sent.values()):
+            return b""
+        return save({name: x.cpu().contiguous() for name, x in _tensors(seq.adapter).items()})
+
+
+def _request_of(seq: Sequence) -> Request:
+    """The part of a request that the other ranks need. The sampling parameters stay here: only rank 0 chooses tokens.
+    The grammar's number goes along, because no step is launched ahead then.
+    """
+    request, details = seq.request, LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens)
+    return Request(
+        seq.id,
+        request.tokens,
+        request.max_new_tokens,
+        logprob_options=details,
+        adapter=request.adapter,
+        grammar=request.grammar,
+    )
 
 
 class MirroredSequences:
@@ -119,9 +115,9 @@ class MirroredSequences:
 
     def _updated(self, update: SeqUpdate) -> Sequence:
         if update.request is not None:
-            adapter = None if update.adapter is None else self._adapter(update, update.adapter)
-            self._seqs[update.id] = Sequence(update.request, 0.0)
-            self._seqs[update.id].adapter = adapter
+            reference = update.request.adapter
+            adapter = self._adapter(reference, update.adapter) if reference else None
+            self._seqs[update.id] = Sequence(update.request, 0.0, adapter=adapter)
         seq = self._seqs[update.id]
         seq.tokens += update.tokens
         seq.num_computed_tokens = update.num_computed_tokens
@@ -130,18 +126,17 @@ class MirroredSequences:
         seq.block_table += update.blocks
         return seq
 
-    def _adapter(self, update: SeqUpdate, version: int) -> SoftPrompt | LoraAdapter:
-        for seq in self._seqs.values():
-            if seq.adapter is not None and seq.adapter.version == version:
-                adapter: SoftPrompt | LoraAdapter = seq.adapter
-                return adapter
-        tensors = {name: x.to(self._device) for name, x in load(update.adapter_tensors).items()}
-        if {_DECODER, _ENCODER} & tensors.keys():
-            return SoftPrompt(version, tensors.get(_DECODER), tensors.get(_ENCODER), update.encoder_decoder)
+    def _adapter(self, reference: AdapterRef, content: bytes) -> Any:
+        if not content:
+            adapters = (seq.adapter for seq in self._seqs.values() if seq.adapter)
+            return next(adapter for adapter in adapters if adapter.version == reference.version)
+        tensors = {name: x.to(self._device) for name, x in load(content).items()}
+        if reference.length:
+            parts = tensors.get(_DECODER), tensors.get(_ENCODER)
+            return SoftPrompt(reference.version, *parts, encoder_decoder=reference.decoder_length > 0)
         names = [name.removesuffix(_LORA_A) for name in tensors if name.endswith(_LORA_A)]
-        return LoraAdapter(
-            version, {name: LoraLayerWeights(tensors[name + _LORA_A], tensors[name + _LORA_B]) for name in names}
-        )
+        layers = {name: LoraLayerWeights(tensors[name + _LORA_A], tensors[name + _LORA_B]) for name in names}
+        return LoraAdapter(reference.version, layers)
 
 
 def _tensors(adapter: SoftPrompt | LoraAdapter) -> dict[str, Tensor]:

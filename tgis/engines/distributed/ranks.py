@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from tgis.engines.distributed.mirror import StepInput
+from tgis.engines.loading.loader import load_config
 from tgis.engines.sharding.plans import check_plan
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
@@ -40,15 +40,15 @@ class GiveUp(msgspec.Struct, frozen=True, tag="give_up"):
 RankMessage = EngineOptions | StepInput | ClearCache | GiveUp | Shutdown | Fatal
 
 
-def check_shardable(config: PreTrainedConfig, num_shards: int, on_this_node: int | None = None) -> None:
-    """StartError if the model cannot be sharded so, or this machine has too few GPUs for its ranks (default: all)."""
-    check_plan(config, num_shards)
-    if torch.cuda.is_available() and torch.cuda.device_count() < (on_this_node or num_shards):
-        raise StartError(f"NUM_SHARD={num_shards} is more than the {torch.cuda.device_count()} GPUs")
+def check_shardable(options: EngineOptions) -> None:
+    """StartError if the model cannot be sharded so, or this machine has too few GPUs for its ranks."""
+    check_plan(load_config(options), options.num_shards)
+    if torch.cuda.is_available() and torch.cuda.device_count() < options.ranks_per_node:
+        raise StartError(f"NUM_SHARD={options.num_shards} is more than the {torch.cuda.device_count()} GPUs")
 
 
 def host_store(address: str, num_ranks: int) -> tuple[dist.Store, str]:
-    """A store in this process for the ranks of several machines, and its name for `open_store`."""
+    """A store in this process for all ranks, and its name for `open_store`: HOST:PORT."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listener.getsockname()[1]
     # Without a listening socket it would listen on all addresses.
@@ -57,9 +57,7 @@ def host_store(address: str, num_ranks: int) -> tuple[dist.Store, str]:
 
 
 def open_store(name: str, num_ranks: int) -> dist.Store:
-    """The store of this name: HOST:PORT, or the number of a file that all ranks have open."""
-    if name.isdigit():
-        return dist.FileStore(f"/proc/self/fd/{name}", num_ranks)
+    """The store of rank 0."""
     host, _, port = name.rpartition(":")
     return dist.TCPStore(host, int(port), num_ranks, is_master=False)
 
@@ -92,9 +90,9 @@ def finish_collectives() -> None:
         torch.cuda.synchronize()
 
 
-def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: int | None = None) -> None:
+def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: int) -> None:
     """Join torch's default process group."""
-    local_rank = rank % (ranks_per_node or num_shards)
+    local_rank = rank % ranks_per_node
     # Transformers reads these; torchrun has set them for its processes, one a node.
     for variable, value in {"RANK": rank, "WORLD_SIZE": num_shards, "LOCAL_RANK": local_rank}.items():
         os.environ[variable] = str(value)
@@ -104,7 +102,7 @@ def init_ranks(rank: int, num_shards: int, store: dist.Store, ranks_per_node: in
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **common)
     else:
-        _bind_to_nodes(rank, ranks_per_node or num_shards)
+        _bind_to_nodes(rank, ranks_per_node)
         dist.init_process_group("gloo", **common)
 
 

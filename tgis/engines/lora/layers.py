@@ -62,8 +62,8 @@ class LoraLayers:
     @property
     def targets(self) -> dict[str, tuple[int, int]]:
         """Input and output sizes of the layers that adapters may change, by name."""
-        whole = self._sharding.whole_shape if self._sharding else lambda _: None
-        return {name: whole(name) or _shape(module) for name, module in self._modules.items()}
+        whole = self._sharding.whole_shapes if self._sharding else {}
+        return {name: whole.get(name) or _shape(module) for name, module in self._modules.items()}
 
     def place(self, adapters: Collection[LoraAdapter | None]) -> list[int]:
         """Add new adapters to the bank; returns the first column of each adapter, or nothing if all are None."""
@@ -128,7 +128,10 @@ class LoraLayers:
             finally:
                 self._update_hooks()
         if used and not self._gemms:  # not in the pass, which may be recorded
-            self._gemms = {self._modules[name]: self._make_gemms(name) for name in self._bank.layers}
+            self._gemms = {
+                self._modules[name]: (_gemm(down, self._kernels), _gemm(up.T, self._kernels))
+                for name, (down, up) in self._bank.layers.items()
+            }
 
     def _leaving(self, missing_ranks: int) -> set[LoraAdapter]:
         """Adapters that have been idle for long, and the least recently used of the others until there are enough
@@ -172,10 +175,6 @@ class LoraLayers:
         hidden = down(x, None)  # [..., columns]
         hidden.view(len(masked), -1, hidden.shape[-1]).masked_fill_(masked, 0.0)
         return up(hidden, None)
-
-    def _make_gemms(self, name: str) -> tuple[Gemm, Gemm]:
-        down, up = self._bank.layers[name]
-        return _gemm(down, self._kernels), _gemm(up.T, self._kernels)
 
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:

@@ -1,18 +1,16 @@
 """Refuse a model that does not fit into memory before any weight is read.
 
-The sizes come from the model built on the meta device, and from the headers of its files, which show what will be
-converted. Where the size is unknown, nothing is refused.
+The sizes come from the model built on the meta device. What is converted or packed may take more for a while. Where the
+size is unknown, nothing is refused.
 """
 
 import copy
 import logging
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,16 +18,12 @@ from tgis.engines.memory.available import rank_memory
 from tgis.engines.quantization.config import Quantization
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
-from tgis.models.files import find_weights
 from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
 _BESIDE = 2  # bytes for each number of a weight: as saved and merged with others, or codes before they are packed
-_PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_model_fits(
@@ -53,31 +47,15 @@ def check_model_fits(
         quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
-    if quantization:
-        places = {device: sum(_quantized_bytes(model, quantization, options.num_shards))}
-    else:
-        converted = min(weights, _converted_bytes(Path(options.model_path), dtype))
-        places = _needed_bytes(model, weights, converted, device)
-    for place, together in places.items():
-        needed, free = together // options.num_shards, max(rank_memory(options, place), 0)
-        if needed > free:
-            raise StartError(
-                f"{options.model_path} is too big: loading its {format_bytes(weights)} of weights takes"
-                f" {format_bytes(needed)} of memory on {place}, and {format_bytes(free)} are free; grant more memory,"
-                " choose a smaller DTYPE or share the model among NUM_SHARD devices"
-            )
-    return model, places[device] // options.num_shards
-
-
-def _needed_bytes(model: nn.Module, weights: int, converted: int, device: torch.device) -> dict[torch.device, int]:
-    """The least bytes on each device, for all ranks together; weights that are not converted stay mapped files."""
-    if device.type != "cpu":
-        return {device: weights, _CPU: converted}
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    packed = sum(linear.weight.nbytes for linear in linears if linear.weight.dtype in _PACKABLE_DTYPES)
-    others = (module for module in model.modules() if type(module) is not nn.Linear)  # such as tied embeddings
-    stay = {parameter: parameter.nbytes for module in others for parameter in module.parameters(recurse=False)}
-    return {device: max(weights, packed + min(converted, sum(stay.values())))}
+    together = sum(_quantized_bytes(model, quantization, options.num_shards)) if quantization else weights
+    needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
+    if needed > free:
+        raise StartError(
+            f"{options.model_path} is too big: loading its {format_bytes(weights)} of weights takes"
+            f" {format_bytes(needed)} of memory on {device}, and {format_bytes(free)} are free; grant more memory,"
+            " choose a smaller DTYPE or share the model among NUM_SHARD devices"
+        )
+    return model, needed
 
 
 def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int) -> Iterator[int]:
@@ -101,15 +79,3 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int)
     }
     yield sum(parameter.nbytes for parameter in others)
     yield max((_BESIDE * weight.numel() for weight in quantized), default=0)
-
-
-def _converted_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes, after conversion to `dtype`, of the weights that the files hold in another floating-point type."""
-    total = 0
-    for file in find_weights(path):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dict
-                tensor = tensors.get_slice(name)
-                if "F" in tensor.get_dtype() and tensor.get_dtype() != _SAFETENSORS_DTYPES.get(dtype):
-                    total += math.prod(tensor.get_shape()) * dtype.itemsize
-    return total

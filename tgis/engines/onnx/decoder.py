@@ -95,15 +95,11 @@ class Decoder:
         # A single graph with any past can compute a prompt in several passes.
         self.supports_chunked_prefill = same and "use_cache_branch" not in self.with_past.inputs
 
-    def empty_past(self, rows: int, *, cross: bool = False) -> list[Tensor]:
-        """Keys and values [rows, heads, 0, head size] of self-attention or cross-attention."""
-        return self._new_past(rows, 0, self.cross_attention_names if cross else self.self_attention_names)
-
     def run(self, past: list[Tensor], ids: Tensor, mask: Tensor, encoder: EncoderOutputs | None = None) -> Tensor:
         """The logits of the next columns, ids [rows, columns], after this `past`, which grows; the mask is of all."""
         is_first = past[0].shape[2] == 0
         session = self.without_past if is_first else self.with_past
-        present = self._new_past(len(ids), mask.shape[1], self.self_attention_names)
+        present = self.new_past(self.self_attention_names, len(ids), mask.shape[1])
         logits_dtype = self.with_past.outputs[LOGITS].dtype
         logits = torch.empty((*ids.shape, self.vocab_size), dtype=logits_dtype, device=self.device)
         outputs = {LOGITS: logits} | _named(PRESENT_PREFIX, self.self_attention_names, present)
@@ -114,7 +110,7 @@ class Decoder:
             inputs["encoder_attention_mask"] = encoder.attention_mask.long().to(self.device)
             if is_first:
                 columns = encoder.hidden_states.shape[1]
-                encoder.past[:] = self._new_past(len(ids), columns, self.cross_attention_names)
+                encoder.past[:] = self.new_past(self.cross_attention_names, len(ids), columns)
                 outputs |= _named(PRESENT_PREFIX, self.cross_attention_names, encoder.past)
         session.run(inputs, outputs)
         past[:] = present
@@ -129,7 +125,8 @@ class Decoder:
             "use_cache_branch": torch.tensor([past[0].shape[2] > 0], device=self.device),
         } | _named(PAST_PREFIX, self.self_attention_names, past)
 
-    def _new_past(self, rows: int, columns: int, names: tuple[str, ...]) -> list[Tensor]:
+    def new_past(self, names: tuple[str, ...], rows: int, columns: int = 0) -> list[Tensor]:
+        """Uninitialized keys and values [rows, heads, columns, head size] of these names."""
         shapes = [(rows, node.dim(1), columns, node.dim(3)) for node in map(self._past_node, names)]
         return [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
 
@@ -165,7 +162,7 @@ def ignores_padding(decoder: Decoder, encoder_outputs: Callable[[int], EncoderOu
         return "attention_mask" in takes
     ids = torch.arange(4, 4 + _PROBE_COLUMNS, device=decoder.device).expand(2, -1)
     encoded = [encoder_outputs(rows) for rows in (2, 1)]
-    padded, alone = (decoder.empty_past(rows) for rows in (2, 1))
+    padded, alone = (decoder.new_past(decoder.self_attention_names, rows) for rows in (2, 1))
     half = _PROBE_COLUMNS // 2
     for start, stop in ((0, _PROBE_COLUMNS - 1), (_PROBE_COLUMNS - 1, _PROBE_COLUMNS)):  # without past, and with it
         both = decoder.run(padded, ids[:, start:stop], padding_mask([_PROBE_COLUMNS, half], stop), encoded[0])[1, -1]

@@ -93,7 +93,8 @@ class _OnnxModel(PaddedModel):
         """An empty past, the ids and the mask, [rows, columns], of new sequences."""
         tokens = [self.decoder_input(seq) for seq in seqs]
         ids = right_aligned(tokens).to(self._device)
-        return self._decoder.empty_past(len(seqs)), ids, padding_mask([len(row) for row in tokens], ids.shape[1])
+        past = self._decoder.new_past(self._decoder.self_attention_names, len(seqs))
+        return past, ids, padding_mask([len(row) for row in tokens], ids.shape[1])
 
     def _encoder_outputs(self) -> EncoderOutputs | None:
         """The encoder's outputs for a decode, if there is an encoder."""
@@ -171,7 +172,8 @@ class OnnxSeq2SeqLM(EncoderDecoder, _OnnxModel):
         states = self._empty_hidden_states(*ids.shape)
         self._encoder.run({"input_ids": ids, "attention_mask": mask}, {_HIDDEN_STATES: states})
         states = right_aligned_states([row[: len(tokens)] for row, tokens in zip(states, inputs, strict=True)])
-        return EncoderOutputs(mask.flip(-1), states, self._decoder.empty_past(len(inputs), cross=True))
+        past = self._decoder.new_past(self._decoder.cross_attention_names, len(inputs))
+        return EncoderOutputs(mask.flip(-1), states, past)
 
     def _probe_outputs(self, rows: int) -> EncoderOutputs:
         """The encoder's outputs for rows with the same input."""

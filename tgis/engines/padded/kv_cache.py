@@ -95,15 +95,6 @@ class PaddedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.buffers[index] = self._allocate(old)
             self.buffers[index][rows, :, target] = old[rows, :, source]
 
-    def copy_row(self, source: int, target: int, columns: slice) -> None:
-        for buffer in self.buffers:
-            buffer[target, :, columns] = buffer[source, :, columns]
-
-    def zero(self, rows: slice, columns: slice) -> None:
-        """Zero a region, where an earlier sequence may have left NaN."""
-        for buffer in self.buffers:
-            buffer[rows, :, columns] = 0
-
     def _allocate(self, like: Tensor) -> Tensor:
         shape = (self.cache_view.slots, like.shape[1], self.cache_view.columns, like.shape[3])
         if not like.is_cpu:
@@ -153,8 +144,8 @@ class PaddedKVCache:
         first = len(self.seq_lens)
         self._reserve(first + len(seq_lens), max(self.width, *seq_lens))
         self.seq_lens += seq_lens
-        for layer in self.past_key_values.layers:
-            layer.zero(slice(first, len(self.seq_lens)), slice(0, self._end_column))
+        for buffer in self._buffers:  # where an earlier sequence may have left NaN
+            buffer[first : len(self.seq_lens), :, : self._end_column] = 0
 
     def view(self, first: int, start: int, stop: int) -> None:
         """View the rows from `first` on to compute columns start..stop of the longest."""
@@ -185,7 +176,7 @@ class PaddedKVCache:
         """Keys and values [rows, heads, columns, head size], layer by layer; unused slots and columns are dropped."""
         if (self._view.slots, self._view.columns) != (len(self.seq_lens), self.width):
             self._reallocate(len(self.seq_lens), self.width, self.width)
-        return [buffer for layer in self.past_key_values.layers for buffer in layer.buffers]
+        return self._buffers
 
     def replace(self, tensors: list[Tensor]) -> None:
         """Take the contiguous keys and values of a pass that has computed one more token for each row."""
@@ -203,12 +194,17 @@ class PaddedKVCache:
         last = len(self.seq_lens) - 1
         if row != last:
             columns = slice(self._end_column - self.width, self._end_column)
-            for layer in self.past_key_values.layers:
-                layer.copy_row(last, row, columns)
+            for buffer in self._buffers:
+                buffer[row, :, columns] = buffer[last, :, columns]
             self.seq_lens[row] = self.seq_lens[last]
         self.seq_lens.pop()
         if not self.seq_lens:
             self._end_column = 0
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        """Keys and values, layer by layer."""
+        return [buffer for layer in self.past_key_values.layers for buffer in layer.buffers]
 
     def _reserve(self, slots: int, width: int, extra_columns: int = 0) -> None:
         """Ensure `slots` rows, `width` columns left of the end and `extra_columns` right of it."""

@@ -31,8 +31,9 @@ from tgis.engines.sampling.logits_processors import (
     Scores,
     SoftmaxStats,
     first_tokens,
+    softmax_mass,
 )
-from tgis.engines.sampling.logprobs import ChosenTokens, LogprobRequest, table_with_candidates, table_without_candidates
+from tgis.engines.sampling.logprobs import LogprobRequest, candidate_columns, table_of
 
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -122,8 +123,9 @@ def _draw_from_list(rows: FilteredRows, num_candidates: int) -> tuple[Tensor, Te
     at = gumbel_max(candidates.kept_logits(), candidates.ids, rows.keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
-    chosen = ChosenTokens(candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank)
-    return table_with_candidates(rows.scores.max_score, chosen, candidates, rows.request), candidates.exact
+    chosen = rows.scores.max_score, candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank
+    listed = candidates.logits, candidates.ids, candidates.kept, candidates.total_mass
+    return table_of(*chosen, *candidate_columns(*listed, rows.request)), candidates.exact
 
 
 class BestTokens(Protocol):
@@ -137,7 +139,7 @@ def best_tokens(values: Tensor, *, details: bool) -> Tensor:
     """`BestTokens` in plain PyTorch."""
     token_ids = values.argmax(-1, keepdim=True)  # the first of equal ones
     zeros = torch.zeros_like(token_ids)
-    table = table_without_candidates(values.gather(1, token_ids), ChosenTokens(token_ids, zeros, zeros))
+    table = table_of(values.gather(1, token_ids), token_ids, zeros, zeros)
     return _with_details(table, values) if details else table
 
 
@@ -145,7 +147,7 @@ def _with_details(table: Tensor, values: Tensor) -> Tensor:
     """The table with the logprobs and ranks of the best tokens filled in."""
     ones = torch.ones_like(table[:, :1])
     scores = Scores(values, values.gather(1, table[:, :1].long()).float(), ones)
-    return torch.cat([table[:, :2], -SoftmaxStats.of(scores).mass.log(), ones, table[:, 4:]], -1)
+    return torch.cat([table[:, :2], -softmax_mass(scores).log(), ones, table[:, 4:]], -1)
 
 
 @dataclass(frozen=True, slots=True)

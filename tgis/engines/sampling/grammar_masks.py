@@ -4,8 +4,6 @@ Masks are made on the host. Where a forced token may follow, the mask of the nex
 otherwise while a GPU still computes the logits.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,22 +16,18 @@ from tgis.errors import GrammarError
 from tgis.ipc.messages import FailureKind
 
 
-@dataclass(frozen=True, slots=True)
-class Grammars:
-    """What is known of a step's grammars once their masks are made."""
+def apply_grammars(
+    logits: Tensor, seqs: list[Sequence], rows: list[int]
+) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
+    """Exclude from `logits` [B, V] what the grammars of the sequences at `rows` forbid; only these rows cost time.
 
-    only_eos: NDArray[np.bool_] | None = None  # [B]: a grammar allows nothing but the end; None: no row has a grammar
-    problems: dict[int, str] = field(default_factory=dict)  # by request id: why there is no mask
-
-
-NO_GRAMMARS = Grammars()
-
-
-def apply_grammars(logits: Tensor, seqs: list[Sequence], rows: list[int]) -> Grammars:
-    """Exclude from `logits` [B, V] what the grammars of the sequences at `rows` forbid; only these rows cost time."""
+    Returns which rows [B] may only end, None without grammars, and why there is no mask, by request id.
+    """
+    if not rows:
+        return None, {}
     table = seqs[rows[0]].grammar.table
     masks = np.stack([~table.new_mask()] * len(rows))
-    only_eos, problems = np.zeros(len(seqs), np.bool_), {}
+    only_eos, problems = np.zeros(len(seqs), np.bool_), dict[int, str]()
     for mask, row in zip(masks, rows, strict=True):
         seq = seqs[row]
         try:
@@ -44,7 +38,7 @@ def apply_grammars(logits: Tensor, seqs: list[Sequence], rows: list[int]) -> Gra
     indices = to_device(rows, torch.int64, logits.device)
     forbidden = _unpack(~masks, logits.device)[:, : logits.shape[1]]
     logits[indices] = logits[indices].masked_fill_(forbidden, -torch.inf)
-    return Grammars(only_eos, problems)
+    return only_eos, problems
 
 
 def append_forced_tokens(seqs: list[Sequence], result: StepResult) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.host_memory import download
-from tgis.engines.sampling.logits_processors import Candidates, Rows, Scores, SoftmaxStats, column, first_tokens
+from tgis.engines.sampling.logits_processors import Rows, Scores, column, first_tokens, softmax_mass
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
@@ -41,15 +41,6 @@ class LogprobRequest(Rows):
         return cls(logprobs, ranks, column(top_n, torch.int64, device), max_top)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTokens(Rows):
-    """One token per row, each column [b, 1]."""
-
-    token_ids: Tensor
-    logprob: Tensor
-    rank: Tensor
-
-
 class PendingCopy:
     """Some tables on their way to the host, in one transfer."""
 
@@ -68,28 +59,24 @@ class PendingCopy:
         return tables
 
 
-def table_without_candidates(max_score: Tensor, chosen: ChosenTokens) -> Tensor:
-    """The table for rows that ask for no candidates; `max_score` [b, 1]."""
-    return _concat_columns(chosen, max_score, torch.zeros_like(chosen.token_ids))
-
-
-def table_with_candidates(
-    max_score: Tensor, chosen: ChosenTokens, candidates: Candidates, request: LogprobRequest
-) -> Tensor:
-    """The table for rows that ask for their best tokens among the kept candidates."""
-    last = candidates.ids.shape[1] - 1
-    first = candidates.kept.byte().argmax(-1, keepdim=True)
-    nth = (first + request.top_n - 1).clamp(0, last)  # whatever follows the last kept one has a lower score
-    num_top = (candidates.kept & (candidates.logits >= candidates.logits.gather(1, nth))).sum(-1, keepdim=True)
-    num_top = num_top.clamp(max=request.max_top)
-    at = (first + torch.arange(request.max_top, device=first.device)).clamp(max=last)
-    logprobs = candidates.logits.gather(1, at) - candidates.total_mass.log()
-    return _concat_columns(chosen, max_score, num_top, candidates.ids.gather(1, at), logprobs)
-
-
-def _concat_columns(chosen: ChosenTokens, max_score: Tensor, *more: Tensor) -> Tensor:
-    columns = (chosen.token_ids, ~max_score.isfinite(), chosen.logprob, chosen.rank, *more)
+def table_of(max_score: Tensor, token_ids: Tensor, logprob: Tensor, rank: Tensor, *candidates: Tensor) -> Tensor:
+    """The table with these columns [b, 1]; `candidates` are their number, their ids and their logprobs, or nothing."""
+    columns = token_ids, ~max_score.isfinite(), logprob, rank, *(candidates or (torch.zeros_like(token_ids),))
     return torch.cat([column.double() for column in columns], -1)
+
+
+def candidate_columns(
+    logits: Tensor, ids: Tensor, kept: Tensor, mass: Tensor, request: LogprobRequest
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of a table with the best of the kept tokens, which are adjacent, in lists [b, C] by descending logit;
+    `mass` [b, 1] is that of all kept tokens.
+    """
+    last = ids.shape[1] - 1
+    first = kept.byte().argmax(-1, keepdim=True)
+    nth = (first + request.top_n - 1).clamp(0, last)  # whatever follows the last kept one has a lower score
+    num_top = (kept & (logits >= logits.gather(1, nth))).sum(-1, keepdim=True).clamp(max=request.max_top)
+    at = (first + torch.arange(request.max_top, device=first.device)).clamp(max=last)
+    return num_top, ids.gather(1, at), logits.gather(1, at) - mass.log()
 
 
 def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
@@ -98,20 +85,18 @@ def token_ranks(scores: Scores, token_ids: Tensor) -> Tensor:
     return 1 + torch.cat([(values[rows] > chosen[rows]).sum(-1, keepdim=True) for rows in scores.row_blocks()])
 
 
-def logprob_table(
-    scores: Scores, stats: SoftmaxStats, token_ids: Tensor, rank: Tensor, request: LogprobRequest
-) -> Tensor:
+def logprob_table(scores: Scores, token_ids: Tensor, request: LogprobRequest) -> Tensor:
     """The table of `token_ids` [b, 1] in rows without filters."""
+    zeros = torch.zeros_like(token_ids)
+    mass = softmax_mass(scores) if request.logprobs else zeros
+    rank = token_ranks(scores, token_ids) if request.ranks else zeros
     logit = (scores.values.gather(1, token_ids).double() - scores.max_score) / scores.temperature
-    chosen = ChosenTokens(token_ids, logit - stats.mass.log(), rank)
-
+    chosen = scores.max_score, token_ids, logit - mass.log(), rank
     if request.max_top == 0:
-        return table_without_candidates(scores.max_score, chosen)
+        return table_of(*chosen)
     values, ids = first_tokens(scores, request.max_top, request.top_n)
     logits = (values.double() - scores.max_score) / scores.temperature
-    nth = logits.gather(1, (request.top_n - 1).clamp(min=0))
-    num_top = ((logits >= nth) & (values > -torch.inf)).sum(-1, keepdim=True)
-    return _concat_columns(chosen, scores.max_score, num_top, ids, logits - stats.mass.log())
+    return table_of(*chosen, *candidate_columns(logits, ids, values > -torch.inf, mass, request))
 
 
 def token_logprobs(row: list[float], options: LogprobOptions) -> TokenLogprobs:
@@ -165,9 +150,7 @@ def prompt_logprob_table(logits: Tensor, tokens: list[int], options: LogprobOpti
     scores = Scores(logits, max_score, torch.ones_like(max_score, dtype=torch.float64))
     targets = column(tokens, torch.int64, logits.device)
     request = LogprobRequest.of([options] * len(tokens), vocab_size, logits.device)
-    stats = SoftmaxStats.of(scores) if options.logprobs else SoftmaxStats.zeros(scores)
-    rank = token_ranks(scores, targets) if options.ranks else torch.zeros_like(targets)
-    return logprob_table(scores, stats, targets, rank, request)
+    return logprob_table(scores, targets, request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class _BadWords:
 
 
 class _MinLength:
-    """Excludes the tokens that end an output, below its minimum length; most steps the same ones as the step before."""
+    """Excludes the tokens that end an output, below its minimum length."""
 
     def __init__(self, params: list[SamplingParams], rows: Tensor, in_batch: list[int], eos: Tensor) -> None:
         stops = [row.stop_token_ids for row in params]
@@ -96,17 +96,14 @@ class _MinLength:
         entries = [*np.repeat(indices, len(eos)), *np.repeat(indices, list(map(len, stops)))]  # as in `self._ids`
         self._in_batch = np.array(in_batch)[entries]
         self._minimum = np.array([row.min_new_tokens for row in params])[entries]
-        self._below = np.zeros(0, np.bool_)  # in the last step
-        self._changes = eos[:0]
 
     def apply(self, scores: Tensor, histories: Histories) -> None:
         below = histories.num_generated[self._in_batch] < self._minimum
         if histories.only_eos is not None:
             below &= ~histories.only_eos[self._in_batch]
-        if not np.array_equal(below, self._below):
-            self._below, self._changes = below, to_device(np.where(below, -np.inf, 0.0), scores.dtype, scores.device)
         if below.any():
-            scores.index_put_((self._rows, self._ids), self._changes, accumulate=True)
+            changes = to_device(np.where(below, -np.inf, 0.0), scores.dtype, scores.device)
+            scores.index_put_((self._rows, self._ids), changes, accumulate=True)
 
 
 class _MinP:

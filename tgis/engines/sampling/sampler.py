@@ -3,6 +3,7 @@
 There are five methods; rows are grouped by method, so that each pays for its own only.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from tgis.batcher.sequence import Sequence
 from tgis.engines.base import StepResult
 from tgis.engines.host_memory import to_device, upload
 from tgis.engines.sampling.draws import FilteredRows, SamplingOps, noise_keys
-from tgis.engines.sampling.grammar_masks import NO_GRAMMARS, apply_grammars
+from tgis.engines.sampling.grammar_masks import apply_grammars
 from tgis.engines.sampling.histories import Histories, HistorySlots
 from tgis.engines.sampling.logits_processors import Filters, Scores, SoftmaxStats, list_length
 from tgis.engines.sampling.logprobs import (
@@ -24,7 +25,6 @@ from tgis.engines.sampling.logprobs import (
     Row,
     logprob_table,
     token_logprobs,
-    token_ranks,
 )
 from tgis.engines.sampling.penalties import Ends, Penalties
 from tgis.ipc.messages import FailureKind
@@ -76,19 +76,6 @@ class SamplingGroup:
         """The rows' scores after the penalties, and what scales them."""
         values = self.values(step)
         return Scores(values, values.amax(-1, keepdim=True).float(), self.filters.temperature)
-
-    def stats(self, scores: Scores) -> SoftmaxStats:
-        """The statistics that logprobs of rows without filters need."""
-        return SoftmaxStats.of(scores) if self.logprob_request.logprobs else SoftmaxStats.zeros(scores)
-
-
-def sampling_groups(seqs: list[Sequence], vocab_size: int, eos: Ends) -> list[SamplingGroup]:
-    """Group a batch by method."""
-    indices: dict[Method, list[int]] = {}
-    for index, seq in enumerate(seqs):
-        method = _method(seq, vocab_size)
-        indices.setdefault(method, []).append(index)
-    return [SamplingGroup(method, seqs, rows, vocab_size, eos) for method, rows in indices.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +148,20 @@ def _greedy_with_top_n(group: SamplingGroup, step: StepInputs) -> Tensor:
     """The best token after the penalties, and a list of the next best: its sums differ from those above by rounding."""
     scores = group.scores(step)
     token_ids = step.ops.best_tokens(scores.values, details=False)[:, :1].long()
-    return logprob_table(scores, group.stats(scores), token_ids, torch.ones_like(token_ids), group.logprob_request)
+    return logprob_table(scores, token_ids, group.logprob_request)
 
 
 def _sample_full(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the whole vocabulary."""
     scores = group.scores(step)
     token_ids = step.ops.draw(scores, step.noise_keys[group.selector])
-    rank = token_ranks(scores, token_ids) if group.logprob_request.ranks else torch.zeros_like(token_ids)
-    return logprob_table(scores, group.stats(scores), token_ids, rank, group.logprob_request)
+    return logprob_table(scores, token_ids, group.logprob_request)
 
 
 def _sample_filtered(group: SamplingGroup, step: StepInputs) -> Tensor:
     """A draw from the tokens that the filters keep."""
     scores, keys = group.scores(step), step.noise_keys[group.selector]
-    stats = SoftmaxStats.with_entropy(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
+    stats = SoftmaxStats.of(scores) if group.needs_stats else SoftmaxStats.zeros(scores)
     rows = FilteredRows(scores, stats, group.filters, keys, group.logprob_request)
     return step.ops.draw_filtered(rows, group.num_candidates)
 
@@ -248,11 +234,11 @@ class BatchSampler:
         keys, rows = step_metadata[0, :, None], step_metadata[1:]
         if newest is not None and self._history_rows:
             self._slots.append(rows, newest)
-        grammars = apply_grammars(logits, self._seqs, self._grammar_rows) if self._grammar_rows else NO_GRAMMARS
-        histories = Histories(self._num_generated, self._slots.ids, rows, grammars.only_eos, self._num_forced)
+        only_eos, problems = apply_grammars(logits, self._seqs, self._grammar_rows)
+        histories = Histories(self._num_generated, self._slots.ids, rows, only_eos, self._num_forced)
         step = StepInputs(logits, histories, keys, self._ops)
         tables = [group.method(group, step) for group in self._groups]
-        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, grammars.problems)
+        return SampledTokens(self._seqs, self._groups, tables, self._vocab_size, problems)
 
     def sample_and_wait(self, seqs: list[Sequence], logits: Tensor, order: list[Sequence] | None = None) -> StepResult:
         """Run a whole step for sequences whose tokens are all on the host; the result has their order, or another."""
@@ -275,7 +261,11 @@ class BatchSampler:
         self._seqs = list(seqs)
         params = [seq.request.sampling_params for seq in seqs]
         self._seeds = np.array([row.seed for row in params], dtype=np.uint64)
-        self._groups = sampling_groups(self._seqs, self._vocab_size, self._eos)
+        indices = defaultdict[Method, list[int]](list)
+        for index, seq in enumerate(seqs):
+            indices[_method(seq, self._vocab_size)].append(index)
+        vocabulary = self._vocab_size, self._eos
+        self._groups = [SamplingGroup(method, self._seqs, rows, *vocabulary) for method, rows in indices.items()]
         self._any_drawn = any(not row.greedy for row in params)
         self._grammar_rows = [index for index, seq in enumerate(seqs) if seq.grammar is not None]
         self._history_rows = [index for index, row in enumerate(params) if Penalties.need_history(row)]

@@ -66,7 +66,8 @@ class Sharding:
         self._is_quantized = is_quantized
         self._heads: int = model.config.get_text_config(decoder=True).num_attention_heads
         self._kv_heads = num_kv_heads(model.config)
-        self._shapes = {
+        # Inputs and outputs of layers on all ranks together.
+        self.whole_shapes = {
             name: _shape(module) for name, module, _ in self._layers(model) if isinstance(module, (nn.Linear, Conv1D))
         }
         if unknown := sorted({*self._plan.values()} - _STYLES):
@@ -114,10 +115,6 @@ class Sharding:
                 self._hooks.append(module.register_forward_hook(self._all_reduce))
             if style in _GATHERED:
                 self._hooks.append(module.register_forward_hook(self._all_gather))
-
-    def whole_shape(self, name: str) -> tuple[int, int] | None:
-        """Inputs and outputs of a layer on all ranks together; None if it is not sharded."""
-        return self._shapes.get(name)
 
     def own_factors(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of an adapter's factors for a layer: [any, inputs], [any, outputs]."""
