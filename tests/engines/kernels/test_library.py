@@ -44,6 +44,13 @@ def test_the_best_instruction_set_of_a_cpu(name: str) -> None:
     assert resolve_isa("auto", frozenset(flags.split())) == best
 
 
+@pytest.mark.parametrize("name", CPUS)
+def test_bfloat16_is_the_default_where_its_kernels_multiply_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, best = CPUS[name]
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags.split()))
+    assert library.computes_in_bf16("auto") == (best in {"avx512_bf16", "amx", "neon_bf16"})
+
+
 def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
     flags = frozenset(AVX512.split())
     for isa in ("none", "generic", "avx2", "avx512"):
