@@ -63,7 +63,10 @@ QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0
 KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
 # vLLM's names for KV caches in 8 bits
 FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"
-CPU_ISA = choice("auto", "none", "generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+CPU_ISA = choice(
+    *("auto", "none", "generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
+    *("neon_dotprod", "neon_bf16"),
+)
 LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
 FRACTION = decimal(0, 1, exclude_low=True)

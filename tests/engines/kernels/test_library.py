@@ -28,7 +28,9 @@ CPUS = {
     "AMD Zen 4": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
     "Sapphire Rapids": (f"{AVX512} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
     "Sapphire Rapids, AMX hidden": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
-    "Graviton 3": ("fp asimd evtstrm aes sve bf16", "generic"),
+    "Raspberry Pi 4": ("fp asimd evtstrm crc32 cpuid", "generic"),
+    "Graviton 2": ("fp asimd evtstrm aes atomics asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs", "neon_dotprod"),
+    "Graviton 3": ("fp asimd evtstrm aes atomics asimddp sve svei8mm svebf16 i8mm bf16", "neon_bf16"),
 }
 
 
@@ -40,6 +42,13 @@ def finished_library() -> Path:
 def test_the_best_instruction_set_of_a_cpu(name: str) -> None:
     flags, best = CPUS[name]
     assert resolve_isa("auto", frozenset(flags.split())) == best
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_bfloat16_is_the_default_where_its_kernels_multiply_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, best = CPUS[name]
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags.split()))
+    assert library.computes_in_bf16("auto") == (best in {"avx512_bf16", "amx", "neon_bf16"})
 
 
 def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:

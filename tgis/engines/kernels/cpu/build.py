@@ -32,21 +32,33 @@ _TIMEOUT_SECONDS = 300.0
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-EXTENSIONS: dict[str, tuple[str, ...]] = {  # of x86-64 that a library uses, as Linux calls them
-    "generic": (),
-    "avx2": _AVX2,
-    "avx2_vnni": (*_AVX2, "avx_vnni"),
-    "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "avx512_vnni"),
-    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),  # no CPU has the last without the other
+EXTENSIONS: dict[str, dict[str, tuple[str, ...]]] = {  # by architecture and library, as Linux calls them
+    "x86_64": {
+        "generic": (),
+        "avx2": _AVX2,
+        "avx2_vnni": (*_AVX2, "avx_vnni"),
+        "avx512": _AVX512,
+        "avx512_vnni": (*_AVX512, "avx512_vnni"),
+        "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),  # no CPU has the last without the other
+    },
+    "aarch64": {
+        "generic": (),
+        "neon_dotprod": ("asimddp",),
+        "neon_bf16": ("asimddp", "i8mm", "bf16"),  # Armv8.6 has all of them
+    },
 }
 
 
 def isa_flags() -> dict[str, tuple[str, ...]]:
     """The libraries of this machine's architecture and the compiler flags of each."""
-    if platform.machine() != "x86_64":
-        return {"generic": ()}
-    return {isa: tuple(f"-m{name.replace('_', '')}" for name in names) for isa, names in EXTENSIONS.items()}
+    machine = platform.machine()
+    return {isa: _flags(machine, names) for isa, names in EXTENSIONS.get(machine, {"generic": ()}).items()}
+
+
+def _flags(machine: str, extensions: tuple[str, ...]) -> tuple[str, ...]:
+    if machine == "aarch64":
+        return ("+".join(("-march=armv8.2-a", *extensions)).replace("asimddp", "dotprod"),) if extensions else ()
+    return tuple(f"-m{name.replace('_', '')}" for name in extensions)
 
 
 def source_files() -> list[Path]:

@@ -66,7 +66,8 @@ static void rotate_token(
         for (int64_t i = 0; i < half; i += LANES) {
             const int64_t count = half - i;
             const f32_vec x1 = load_partial(x + i, count), x2 = load_partial(x + half + i, count);
-            const f32_vec y1 = x1 * load_partial(cos + i, count) - x2 * load_partial(sin + i, count);
+            /* A sum, not a difference, of which CPUs fuse different products. */
+            const f32_vec y1 = x1 * load_partial(cos + i, count) + x2 * -load_partial(sin + i, count);
             const f32_vec y2 = x2 * load_partial(cos + half + i, count) + x1 * load_partial(sin + half + i, count);
             store_partial(y + i, y1, count);
             store_partial(y + half + i, y2, count);

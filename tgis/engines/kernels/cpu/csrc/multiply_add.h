@@ -20,7 +20,7 @@ typedef scalar_t packed_t;
 #endif
 
 /* What packed elements are multiplied by; bfloat16 is widened beforehand where the CPU does not multiply it. */
-#if BF16 && !defined(__AVX512BF16__)
+#if BF16 && !defined(__AVX512BF16__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define WIDENS 1
 typedef float operand_t;
 #else
@@ -36,6 +36,8 @@ static inline f32_vec load_f16(const uint16_t *from) {
     return (f32_vec)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
     return (f32_vec)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+    return (f32_vec)vcvt_f32_f16((float16x4_t)bits);
 #else
     const u32_vec wide = __builtin_convertvector(bits, u32_vec); /* as in `unpack` */
     return (f32_vec)((u32_vec)((f32_vec)((wide & 0x7fff) << 13) * 0x1p112f) | (wide & 0x8000) << 16);
@@ -71,6 +73,13 @@ INLINE f32_vec multiply_add(
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
     return (f32_vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(packed));
+#elif BF16 && !WIDENS
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    const bfloat16x4_t both = vreinterpret_bf16_u32(vdup_n_u32(pair));
+    const bfloat16x8_t pairs = vreinterpretq_bf16_u16(vld1q_u16(packed));
+    /* Fused multiply-adds; bfdot rounds the sum of two products in another way. */
+    return (f32_vec)vbfmlalbq_lane_f32(vbfmlaltq_lane_f32((float32x4_t)sums, pairs, both, 1), pairs, both, 0);
 #elif PAIR == 2
     u32_vec pairs;
     memcpy(&pairs, packed, sizeof pairs);

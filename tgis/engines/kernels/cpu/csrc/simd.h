@@ -8,6 +8,8 @@
 #include <string.h>
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -72,6 +74,8 @@ static inline f32_vec load(const scalar_t *from) {
 static inline u16_vec to_bf16(f32_vec x) {
 #if defined(__AVX512BF16__)
     return (u16_vec)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (u16_vec)vcvt_bf16_f32((float32x4_t)x);
 #else
     u32_vec bits = (u32_vec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32_vec quiet_nan = (bits >> 16) | 0x40, is_nan = (u32_vec)(x != x);
