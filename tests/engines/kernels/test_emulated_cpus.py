@@ -37,12 +37,12 @@ def library_here(isa: str) -> Path:
 
 def hashes(library: Path, directory: Path, compiler: str, *emulator: str) -> dict[str, str]:
     """What the harnesses print: hashes of the outputs, by dtype and kernel."""
-    printed = {}
+    printed: dict[str, str] = {}
     for source, dtype, bf16 in (("gemm", "", 0), ("kernels", "f32 ", 0), ("kernels", "bf16 ", 1)):
         program = directory / "harness"
         flags = "-O2", "-Wno-psabi", f"-DBF16={bf16}", f"-I{SOURCES}"
-        command = [tool(compiler), *flags, HARNESSES / f"{source}_harness.c", library, "-fopenmp", "-lm", "-o", program]
-        subprocess.run(command, check=True)
+        files = str(HARNESSES / f"{source}_harness.c"), str(library)
+        subprocess.run([tool(compiler), *flags, *files, "-fopenmp", "-lm", "-o", program], check=True)
         done = subprocess.run([*emulator, program], stdout=subprocess.PIPE, text=True, check=False)
         assert done.returncode == 0, done.stdout
         printed |= {dtype + name: value for name, value in map(str.split, done.stdout.splitlines())}

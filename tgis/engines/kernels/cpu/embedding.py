@@ -22,7 +22,7 @@ class PackedEmbedding(nn.Embedding):  # type: ignore[misc]
             [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4,
             ctypes.c_int,
         )
-        del self._parameters["weight"]
+        delattr(self, "weight")
         self.weight: Tensor = torch.empty(0, dtype=dtype, device="meta")  # some models ask for its dtype
 
     def forward(self, ids: Tensor) -> Tensor:  # [...] -> [..., size]
