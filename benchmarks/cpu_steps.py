@@ -80,7 +80,7 @@ def measure_machine(kernels: CpuKernels | None, dtype: torch.dtype) -> dict[str,
 def _read_gb_s(kernels: CpuKernels | None) -> float:
     """The read bandwidth: that of PyTorch's sum or of our GEMM with one row, whichever is higher."""
     weight = torch.ones(READ_BYTES // 2048, 1024, dtype=torch.bfloat16)
-    gemms = [make(weight) for make in our_gemms(weight, kernels).values()]
+    gemms = [make(weight) for make in our_gemms(weight, kernels, weight.dtype).values()]
     runs = [weight.view(torch.float32).sum, *(partial(gemm, weight[:1], None) for gemm in gemms)]
     return READ_BYTES / min(_best_seconds(*runs)) / 1e9
 
@@ -113,7 +113,7 @@ def _multiply(layers: list[Gemm], inputs: list[Tensor]) -> None:
 
 def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
     onednn: dict[str, MakeGemm] = {"onednn": OneDnnGemm} if OneDnnGemm.supports(weight) else {}
-    return our_gemms(weight, kernels) | onednn
+    return our_gemms(weight, kernels, weight.dtype) | onednn
 
 
 def _quantized_gemms(kernels: CpuKernels | None) -> dict[str, MakeGemm]:

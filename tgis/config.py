@@ -63,7 +63,10 @@ QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0
 KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
 # vLLM's names for KV caches in 8 bits
 FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"
-CPU_ISA = choice("auto", "none", "generic", "avx2", "avx512", "avx512_bf16", "amx")
+CPU_ISA = choice(
+    *("auto", "none", "generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
+    *("neon_dotprod", "neon_bf16"),
+)
 LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
 FRACTION = decimal(0, 1, exclude_low=True)
@@ -201,7 +204,7 @@ class Config:
         BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
         shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
     cpu_isa: str = option(
-        BATCHES, CPU_ISA, "CPU kernels: none, generic, avx2, avx512, avx512_bf16, or amx", "auto",
+        BATCHES, CPU_ISA, "CPU kernels: none, or those for an instruction set, as avx2 or avx512_vnni", "auto",
         shown_default="the CPU's best")
 
     speculation: str = option(

@@ -31,7 +31,7 @@ typedef struct {
     double tolerance;
 } dtype;
 
-static const dtype F32 = {"f32", 4, 1, (1 << 24) - 1, 1e-5}, BF16 = {"bf16", 2, 2, 255, 1e-2};
+static const dtype FLOAT32 = {"f32", 4, 1, (1 << 24) - 1, 1e-5}, BFLOAT16 = {"bf16", 2, 2, 255, 1e-2};
 
 static float get(const dtype *type, const void *array, int64_t i) {
     uint32_t bits = type->size == 4 ? ((const uint32_t *)array)[i] : (uint32_t)((const uint16_t *)array)[i] << 16;
@@ -102,7 +102,7 @@ static uint64_t run(const dtype *type, uint64_t hash) {
 }
 
 int main(void) {
-    const dtype *types[] = {&F32, &BF16};
+    const dtype *types[] = {&FLOAT32, &BFLOAT16};
     for (int i = 0; i < 2; i++) {
         uint64_t hash = 14695981039346656037u;
         for (int j = 0; j < RUNS; j++) hash = run(types[i], hash);

@@ -13,7 +13,7 @@ from tiny_models import tgis_warnings
 
 from tgis import config
 from tgis.engines.kernels.cpu import build, library
-from tgis.engines.kernels.cpu.library import ISAS, cpu_flags, load_kernels, resolve_isa
+from tgis.engines.kernels.cpu.library import ISAS, computes_in_bf16, cpu_flags, load_kernels, resolve_isa
 from tgis.errors import StartError
 
 SSE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
@@ -23,11 +23,14 @@ CPUS = {
     "qemu64": (SSE, "generic"),
     "AMD Zen 3": (AVX2, "avx2"),
     "Xeon Phi": (f"{AVX2} avx512f avx512cd avx512er avx512pf", "avx2"),
-    "Ice Lake": (f"{AVX512} avx512_vnni", "avx512"),
+    "Ice Lake": (f"{AVX512} avx512_vnni", "avx512_vnni"),
+    "Alder Lake": (f"{AVX2} avx_vnni", "avx2_vnni"),
     "AMD Zen 4": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
     "Sapphire Rapids": (f"{AVX512} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8", "amx"),
     "Sapphire Rapids, AMX hidden": (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16"),
-    "Graviton 3": ("fp asimd evtstrm aes sve bf16", "generic"),
+    "Raspberry Pi 4": ("fp asimd evtstrm crc32 cpuid", "generic"),
+    "Graviton 2": ("fp asimd evtstrm aes atomics asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs", "neon_dotprod"),
+    "Graviton 3": ("fp asimd evtstrm aes atomics asimddp sve svei8mm svebf16 i8mm bf16", "neon_bf16"),
 }
 
 
@@ -41,6 +44,13 @@ def test_the_best_instruction_set_of_a_cpu(name: str) -> None:
     assert resolve_isa("auto", frozenset(flags.split())) == best
 
 
+@pytest.mark.parametrize("name", CPUS)
+def test_bfloat16_is_the_default_where_its_kernels_multiply_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, best = CPUS[name]
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags.split()))
+    assert library.computes_in_bf16("auto") == (best in {"avx512_bf16", "amx", "neon_bf16"})
+
+
 def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
     flags = frozenset(AVX512.split())
     for isa in ("none", "generic", "avx2", "avx512"):
@@ -49,8 +59,14 @@ def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
         resolve_isa("avx512_bf16", flags)
     with pytest.raises(StartError, match=r"^CPU_ISA=amx: this CPU lacks amx_bf16, amx_tile, avx512_bf16, avx512_vnni$"):
         resolve_isa("amx", flags)
-    with pytest.raises(StartError, match="lacks avx2, fma"):
+    with pytest.raises(StartError, match="lacks avx2, f16c, fma"):
         resolve_isa("avx2", frozenset())
+
+
+def test_bfloat16_is_the_default_type_where_the_chosen_kernels_multiply_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, expected in {"AMD Zen 4": True, "Ice Lake": False}.items():
+        monkeypatch.setattr(library, "cpu_flags", lambda flags=CPUS[name][0]: frozenset(flags.split()))
+        assert [computes_in_bf16(isa) for isa in ("auto", "none", "avx512")] == [expected, expected, False]
 
 
 def test_amx_is_left_alone_where_the_system_refuses_it(

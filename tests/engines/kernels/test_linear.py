@@ -2,25 +2,27 @@
 the fastest that is right is used.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from cpu_kernels import kernels_of, kernels_with_amx, num_threads, seeded
+from cpu_kernels import kernels_of, kernels_with_amx, num_threads, of_each_isa, seeded
 from tiny_models import make_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu import linear
-from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, our_gemms
+from tgis.engines.kernels.cpu.build import isa_flags
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, our_gemms, smallest
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear, pack_linears
 
 SIZES = [(2, 1), (64, 32), (576, 192), (576, 49), (1538, 70), (4100, 33)]  # beyond a tile, beyond what is prefetched
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
-ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]  # each has a library
+ISAS = [*isa_flags()]  # each has a library
+HALVES = (torch.bfloat16, torch.float16)
 ONEDNN_DTYPES = [torch.float32, *([torch.bfloat16] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
@@ -34,10 +36,10 @@ class Ours:
     inputs_multiple: int = 2
 
     def make(self, weight: Tensor) -> Gemm:
-        return our_gemms(weight, self.kernels)[self.name](weight)
+        return our_gemms(weight, self.kernels, weight.dtype)[self.name](weight)
 
 
-deterministic = seeded
+deterministic, kernels = seeded, of_each_isa
 
 
 @pytest.fixture(params=[*((isa, dtype) for isa in ISAS for dtype in ERROR), ("amx", torch.bfloat16)])
@@ -88,7 +90,7 @@ def test_no_row_depends_on_others(ours: Ours) -> None:
 def test_instruction_sets_with_fused_multiply_add_give_the_same_bits(dtype: torch.dtype) -> None:
     weight, bias, x = tensors(576, 70, dtype, 20)
     expected = Ours(kernels_of("avx2"), "avx2", dtype).make(weight)(x, bias)
-    for isa in ("avx512", "avx512_bf16"):
+    for isa in ("avx512", "avx512_vnni", "avx512_bf16"):
         assert torch.equal(Ours(kernels_of(isa), isa, dtype).make(weight)(x, bias), expected)
 
 
@@ -109,20 +111,44 @@ def test_inputs_of_any_shape_and_strides(ours: Ours) -> None:
     assert gemm(x[:0], bias).shape == (0, 40)
 
 
+def test_a_weight_in_16_bits_gives_the_bits_of_the_same_in_float32(kernels: CpuKernels) -> None:
+    for dtype, (inputs, outputs) in product(HALVES, SIZES):
+        weight, bias, x = tensors(inputs, outputs, torch.float32, 70)
+        weight = weight.to(dtype)
+        weight[0, :2] = torch.tensor([2.0**-24, -65504.0])  # a denormal of float16, and its largest number
+        saved, widened = (CpuGemm(w, kernels, torch.float32) for w in (weight, weight.float()))
+        for rows in (1, 7, 70):
+            assert torch.equal(saved(x[:rows], bias), widened(x[:rows], bias))
+
+
+def test_the_smallest_dtype_that_holds_a_weight() -> None:
+    weight = torch.randn(70, 64)
+    assert smallest(weight, torch.float32).dtype == torch.float32
+    for dtype in HALVES:
+        held = smallest(weight.to(dtype).float(), torch.float32)
+        assert held.dtype == dtype
+        assert torch.equal(held, weight.to(dtype))
+    assert smallest(1e-9 * weight.bfloat16()[:, 1:], torch.float32).dtype == torch.float32  # no pairs, too small
+    assert smallest(weight, torch.bfloat16).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_weights_that_our_gemm_can_multiply_by(isa: str) -> None:
     kernels = kernels_of(isa)
     for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
-        assert [*our_gemms(torch.zeros(32, 64, dtype=dtype), kernels)] == [isa] * (dtype in ERROR)
-    assert not our_gemms(torch.zeros(32, 63, dtype=torch.bfloat16), kernels)  # no pairs
-    assert not our_gemms(torch.zeros(32, 64), None)
+        assert [*our_gemms(torch.zeros(32, 64, dtype=dtype), kernels, dtype)] == [isa] * (dtype in ERROR)
+    assert not our_gemms(torch.zeros(32, 63, dtype=torch.bfloat16), kernels, torch.bfloat16)  # no pairs
+    assert not our_gemms(torch.zeros(32, 64), None, torch.float32)
 
 
 def test_amx_multiplies_by_some() -> None:
     kernels = kernels_with_amx()
-    assert our_gemms(torch.zeros(32, 64, dtype=torch.bfloat16), kernels).keys() == {"avx512_bf16", "amx"}
-    assert our_gemms(torch.zeros(32, 48, dtype=torch.bfloat16), kernels).keys() == {"avx512_bf16"}
-    assert our_gemms(torch.zeros(32, 64), kernels).keys() == {"avx512_bf16"}
+    for dtype, inputs, expected in (
+        (torch.bfloat16, 64, {"avx512_bf16", "amx"}),
+        (torch.bfloat16, 48, {"avx512_bf16"}),
+        (torch.float32, 64, {"avx512_bf16"}),
+    ):
+        assert our_gemms(torch.zeros(32, inputs, dtype=dtype), kernels, dtype).keys() == expected
 
 
 def llama(dtype: torch.dtype) -> PreTrainedModel:
@@ -157,54 +183,24 @@ def test_linear_layers_of_a_model_by_our_gemm(dtype: torch.dtype, monkeypatch: p
     check_packed(kernels, dtype, sum(type(module) is nn.Linear for module in llama(dtype).modules()))
 
 
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> GemmSelector:
-    """As on a CPU with AMX: two of our GEMMs for bfloat16."""
-    kernels = kernels_of("generic")
-    one, other = partial(CpuGemm, kernels=kernels), partial(CpuGemm, kernels=kernels)
-
-    def makers(weight: Tensor, _kernels: CpuKernels) -> "dict[str, partial[CpuGemm]]":
-        return {"one": one, "other": other} if weight.dtype == torch.bfloat16 else {"one": one}
-
-    monkeypatch.setattr(linear, "our_gemms", makers)
-    return GemmSelector(kernels)
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [([1.0, 0.9], "other"), ([1.0, 1.1], "one")])
-def test_of_two_of_our_own_the_faster_one(
-    two: GemmSelector, monkeypatch: pytest.MonkeyPatch, seconds: list[float], expected: str
-) -> None:
-    measured = iter(seconds)
-    monkeypatch.setattr(linear, "_seconds", lambda _make, _weight: next(measured))
-    for _ in range(2):  # one measurement for each shape
-        two.gemm(torch.ones(32, 64, dtype=torch.bfloat16))
-    assert two.counts == {expected: 2}
-    two.gemm(torch.ones(32, 64))
-    assert two.counts == Counter([expected, expected, "one"])
-
-
-def test_two_of_our_own_are_really_measured(two: GemmSelector) -> None:
-    two.gemm(torch.ones(32, 64, dtype=torch.bfloat16))
-    assert two.counts.total() == 1
-
-
 def test_a_gemm_that_is_wrong_on_this_cpu_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels = kernels_of("generic")
 
     def wrong(weight: Tensor) -> Gemm:
-        return CpuGemm(weight * 1.1, kernels)
+        return CpuGemm(weight * 1.1, kernels, weight.dtype)
 
     def depends_on_others(weight: Tensor) -> Gemm:
-        gemm = CpuGemm(weight, kernels)
+        gemm = CpuGemm(weight, kernels, weight.dtype)
         return lambda x, bias: gemm(x, bias) * (1 + 1e-6 * len(x))
 
-    makers = {"wrong": wrong, "dependent": depends_on_others, "right": partial(CpuGemm, kernels=kernels)}
-    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels: makers)
+    right = partial(CpuGemm, kernels=kernels, dtype=torch.float32)
+    makers = {"right": right, "dependent": depends_on_others, "wrong": wrong}  # the last one is preferred
+    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels, _dtype: makers)
     selector = GemmSelector(kernels)
     for _ in range(2):
-        selector.gemm(torch.ones(32, 64))
+        selector.gemm(torch.randn(32, 64), torch.float32)
     assert selector.counts == {"right": 2}
     assert [record.getMessage() for record in caplog.records] == [
         f"CPU kernels: linear layers by {name} in torch.float32 are wrong on this CPU, and off"

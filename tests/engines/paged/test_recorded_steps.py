@@ -118,7 +118,7 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
     model: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch, *, onednn: bool, dtype: str
 ) -> None:
     """Such as odd sizes in bfloat16: oneDNN multiplies, or PyTorch where the CPU has AVX2 alone."""
-    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels: {})
+    monkeypatch.setattr(linear, "our_gemms", lambda _weight, _kernels, _dtype: {})
     if not onednn:
         monkeypatch.setattr(OneDnnGemm, "supports", lambda _: False)
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=False, dtype=dtype)

@@ -25,7 +25,7 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
     names = [name for name in options.__struct_fields__ if name not in _LOCAL_OPTIONS]
     facts |= {name: repr(getattr(options, name))[:200] for name in names}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = options.dtype or default_dtype(load_config(options), device)
+    dtype = options.dtype or default_dtype(options, load_config(options), device)
     facts |= {"device": device.type, "dtype": str(dtype), "adapters": str(options.adapter_store is not None)}
     path = Path(options.model_path)
     for file in sorted(file for pattern in _HASHED_FILES for file in path.glob(pattern)):

@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tgis.engines.kernels.cpu.embedding import TokenEmbeddings
 from tgis.engines.kernels.cpu.fused_ops import fuse
-from tgis.engines.kernels.cpu.library import CpuKernels, load_kernels
+from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
@@ -126,7 +127,7 @@ def look_at_model(
     config = load_config(options)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
-        dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(config, device)
+        dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(options, config, device)
         quantization = resolve_quantization(options, config, dtype, device)
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
@@ -200,11 +201,14 @@ def _optimize(
         merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
+        embeddings = TokenEmbeddings(model)
         pack_linears(model, gemms)
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
         fused = fuse(model, kernels, kinds)
+        if kernels:
+            embeddings.pack(model, kernels)
         log.info(
             "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
         )
@@ -292,9 +296,9 @@ def _has_other_state(model: PreTrainedModel) -> bool:
     return not _ATTENTION_LAYERS.issuperset(kinds) if kinds else model._is_stateful  # hybrids may be all attention
 
 
-def default_dtype(config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+def default_dtype(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """Half precision if the hardware computes in it."""
     if device.type == "cuda":
         saved = config.get_text_config(decoder=True).dtype
         return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return torch.bfloat16 if computes_in_bf16(options.cpu_isa) else torch.float32

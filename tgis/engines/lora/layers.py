@@ -179,7 +179,7 @@ class LoraLayers:
 
 def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
     """A GEMM with our kernel if possible: for small weights oneDNN's overhead is as large as the product."""
-    ours = our_gemms(weight, kernels).values()
+    ours = our_gemms(weight, kernels, weight.dtype).values()
     return next((make(weight) for make in ours), lambda x, bias: linear(x, weight, bias))
 
 

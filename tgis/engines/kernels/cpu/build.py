@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
@@ -15,6 +16,7 @@ _SOURCES = (
     "argmax.c",
     "attention.c",
     "collectives.c",
+    "dequantizing_gemm.c",
     "elementwise.c",
     "gemm.c",
     "gemm_amx.c",
@@ -23,24 +25,40 @@ _SOURCES = (
     "quantized_gemm.c",
     "replay.c",
 )
+_F32, _BF16 = "-DBF16=0", "-DBF16=1"  # the functions of each source, by dtype
+_WEIGHTS = (f"{_F32} -DBY_BF16", f"{_F32} -DBY_F16")  # gemm.c for weights in 16 bits beside float32
 _FLAGS = ("-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 _TIMEOUT_SECONDS = 300.0
 
-_AVX2 = ("avx2", "fma")
+_AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-EXTENSIONS: dict[str, tuple[str, ...]] = {  # of x86-64 that a library uses, as Linux calls them
-    "generic": (),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),  # no CPU has the second alone
+EXTENSIONS: dict[str, dict[str, tuple[str, ...]]] = {  # by architecture and library, as Linux calls them
+    "x86_64": {
+        "generic": (),
+        "avx2": _AVX2,
+        "avx2_vnni": (*_AVX2, "avx_vnni"),
+        "avx512": _AVX512,
+        "avx512_vnni": (*_AVX512, "avx512_vnni"),
+        "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),  # no CPU has the last without the other
+    },
+    "aarch64": {
+        "generic": (),
+        "neon_dotprod": ("asimddp",),
+        "neon_bf16": ("asimddp", "i8mm", "bf16"),  # Armv8.6 has all of them
+    },
 }
 
 
 def isa_flags() -> dict[str, tuple[str, ...]]:
     """The libraries of this machine's architecture and the compiler flags of each."""
-    if platform.machine() != "x86_64":
-        return {"generic": ()}
-    return {isa: tuple(f"-m{name.replace('_', '')}" for name in names) for isa, names in EXTENSIONS.items()}
+    machine = platform.machine()
+    return {isa: _flags(machine, names) for isa, names in EXTENSIONS.get(machine, {"generic": ()}).items()}
+
+
+def _flags(machine: str, extensions: tuple[str, ...]) -> tuple[str, ...]:
+    if machine == "aarch64":
+        return ("+".join(("-march=armv8.2-a", *extensions)).replace("asimddp", "dotprod"),) if extensions else ()
+    return tuple(f"-m{name.replace('_', '')}" for name in extensions)
 
 
 def source_files() -> list[Path]:
@@ -62,22 +80,13 @@ def compile_library(isa: str, compiler: str, directory: Path, more_flags: tuple[
     OpenMP is not linked: its functions must be those of the library that PyTorch has loaded.
     """
 
-    def compile_object(source: str, bf16: int) -> Path:
-        target = directory / f"{isa}-{source}-{bf16}.o"
-        _run(
-            compiler,
-            *_FLAGS,
-            *isa_flags()[isa],
-            *more_flags,
-            f"-DBF16={bf16}",
-            "-c",
-            str(_SOURCE_DIR / source),
-            "-o",
-            str(target),
-        )
+    def compile_object(source: str, macros: str) -> Path:
+        target = directory / f"{isa}-{source}{macros}.o"
+        flags = *_FLAGS, *isa_flags()[isa], *more_flags, *macros.split()
+        _run(compiler, *flags, "-c", str(_SOURCE_DIR / source), "-o", str(target))
         return target
 
-    jobs = [(source, bf16) for source in _SOURCES for bf16 in (0, 1)]
+    jobs = [*product(_SOURCES, (_F32, _BF16)), *product(("gemm.c",), _WEIGHTS)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_object, *zip(*jobs, strict=True)))
     library = directory / f"{isa}.so"

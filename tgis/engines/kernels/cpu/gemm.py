@@ -12,9 +12,16 @@ from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
 
-_TILE_N = 32  # as in gemm.h
-_PAIR = {torch.float32: 1, torch.bfloat16: 2}  # inputs side by side in the packed weight, as there
+TILE_N = 32  # as in gemm.h
+_PAIR = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # inputs side by side in the packed weight, as there
+_BY = {  # dtypes of x and the weight, and what the names of functions end with
+    (torch.float32, torch.float32): "",
+    (torch.float32, torch.bfloat16): "_by_bf16",
+    (torch.float32, torch.float16): "_by_f16",
+    (torch.bfloat16, torch.bfloat16): "",
+}
 _AMX_TILE_K = 32  # as in gemm_amx.c
+_COMPARED_ROWS = 1024
 
 Gemm = Callable[[Tensor, Tensor | None], Tensor]  # x [..., in] and a bias [out] -> [..., out]
 MakeGemm = Callable[[Tensor], Gemm]  # of a weight [out, in]
@@ -38,38 +45,65 @@ class OneDnnGemm:
 
 
 class CpuGemm:
-    """A GEMM by gemm.c or gemm_amx.c. The bits of a row do not depend on the rows beside it."""
+    """A GEMM by gemm.c or gemm_amx.c. The bits of a row do not depend on the rows beside it. A weight in bfloat16 or
+    float16 beside x in float32 gives the bits of the same weight in float32.
+    """
 
     def __init__(
-        self, weight: Tensor, kernels: CpuKernels, function: str = "gemm", memory: HugePages | None = None
+        self,
+        weight: Tensor,
+        kernels: CpuKernels,
+        dtype: torch.dtype,
+        function: str = "gemm",
+        memory: HugePages | None = None,
     ) -> None:
-        self._function = kernels.function(function, weight.dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
-        self._dtype, (self._out_features, self._in_features) = weight.dtype, weight.shape
-        missing = -self._out_features % _TILE_N
-        tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, _TILE_N))
+        """`dtype`: of x, the bias and the output."""
+        name, self._dtype = function_by(function, weight.dtype, dtype), dtype
+        self._function = kernels.function(name, dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
+        self._out_features, self._in_features = weight.shape
+        missing = -self._out_features % TILE_N
+        tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, TILE_N))
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
         packed = pairs.transpose(1, 2)  # [tiles, in / pair, tile, pair]
-        self._packed = memory.copy_of(packed) if memory else packed.contiguous()
+        self.packed = memory.copy_of(packed) if memory else packed.contiguous()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
         assert x.dtype == self._dtype, x.dtype
         assert x.shape[-1] == self._in_features, x.shape
         y = x.new_empty(*x.shape[:-1], self._out_features)
-        pointers = x.data_ptr(), self._packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+        pointers = x.data_ptr(), self.packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         rows = x.numel() // self._in_features
         self._function(*pointers, rows, self._in_features, self._out_features, torch.get_num_threads())
         return y
 
 
-def our_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, partial[CpuGemm]]:
-    """Our GEMMs that can multiply by this weight, by the instruction set that they use; that of gemm.c comes first."""
-    if kernels is None or weight.dtype not in _PAIR or weight.shape[1] % _PAIR[weight.dtype]:
+def our_gemms(weight: Tensor, kernels: CpuKernels | None, dtype: torch.dtype) -> dict[str, partial[CpuGemm]]:
+    """Our GEMMs that can multiply x of this dtype by this weight, by the instruction set that they use; that of gemm.c
+    comes first.
+    """
+    if kernels is None or (dtype, weight.dtype) not in _BY or weight.shape[1] % _PAIR[weight.dtype]:
         return {}
-    made = {kernels.library_isa: partial(CpuGemm, kernels=kernels)}
-    if kernels.isa == "amx" and weight.dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
-        made["amx"] = partial(CpuGemm, kernels=kernels, function="gemm_amx")
+    made = {kernels.library_isa: partial(CpuGemm, kernels=kernels, dtype=dtype)}
+    if kernels.isa == "amx" and weight.dtype == dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
+        made["amx"] = partial(CpuGemm, kernels=kernels, dtype=dtype, function="gemm_amx")
     return made
+
+
+def smallest(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as `dtype`, or in 16 bits that hold the same values: most models are saved in bfloat16."""
+    weight = weight.to(dtype)
+    for x, half in _BY:
+        if x == dtype and half.itemsize < dtype.itemsize and weight.shape[-1] % _PAIR[half] == 0:
+            parts = weight.split(_COMPARED_ROWS)
+            if all(torch.equal(part.to(half).to(dtype), part) for part in parts):
+                return weight.to(half)
+    return weight
+
+
+def function_by(name: str, weight: torch.dtype, dtype: torch.dtype) -> str:
+    """The name of the variant of a function of gemm.c for a packed weight."""
+    return f"{name}{_BY[dtype, weight]}"
 
 
 def is_right(

@@ -35,7 +35,7 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions o
 DTYPES = tuple(_SUFFIXES)
 
 # The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.
-ISAS = {isa: frozenset(names) for isa, names in build.EXTENSIONS.items()}
+ISAS = {isa: frozenset(names) for libraries in build.EXTENSIONS.values() for isa, names in libraries.items()}
 ISAS["amx"] = ISAS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
 
 # Called before every call of a kernel, with the ctypes function and the arguments; whether it replaces the call.
@@ -116,6 +116,12 @@ def resolve_isa(cpu_isa: str, flags: frozenset[str]) -> str:
     if cpu_isa != "none" and (missing := ISAS[cpu_isa] - flags):
         raise StartError(f"CPU_ISA={cpu_isa}: this CPU lacks {', '.join(sorted(missing))}")
     return cpu_isa
+
+
+def computes_in_bf16(cpu_isa: str) -> bool:
+    """Whether what CPU_ISA names multiplies in bfloat16; with `none` PyTorch does, as the CPU does."""
+    isa = resolve_isa("auto" if cpu_isa == "none" else cpu_isa, cpu_flags())
+    return not ISAS[isa].isdisjoint({"avx512_bf16", "bf16"})
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:

@@ -1,12 +1,9 @@
 """Linear layers on the CPU: weights are packed once, for the GEMM that multiplies by them on this machine."""
 
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
-from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms
+from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.quantized import (
     PlainGemm,
@@ -32,14 +29,11 @@ from tgis.utils.memory import trim_heap
 log = logging.getLogger(__name__)
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # of mixtures of experts: never quantized
-_MEASURED_ROWS = (1, 8, 32, 128)  # decodes, and prompts
-_REPEATS = 3
-_FLUSH_BYTES = 64 << 20  # read before each call: a step finds few of its weights in a cache
 
 
 class GemmSelector:
-    """The GEMM for each weight: ours if it is right on this CPU, else oneDNN's. Where two of ours are, with AVX512-BF16
-    and with AMX, the one that is faster for weights of this shape. All others quantize what is to be quantized.
+    """The GEMM for each weight: ours if it is right on this CPU, that for AMX before the others, else oneDNN's.
+    Quantizes what is to be quantized.
     """
 
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
@@ -47,18 +41,17 @@ class GemmSelector:
         self._quantization = quantization
         self._memory = HugePages()
         self._right: dict[Hashable, bool] = {}
-        self._fastest: dict[tuple[torch.dtype, torch.Size], str] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
-    def gemm(self, weight: Tensor) -> Gemm | None:
-        """With a weight [out, in]; None where nothing beats plain PyTorch."""
-        ours = our_gemms(weight, self._kernels)
-        makers = {name: make for name, make in ours.items() if self._is_right(name, make, weight.dtype)}
-        if makers:
-            name = next(iter(makers)) if len(makers) == 1 else self._measured(weight, makers)
-            self.counts[name] += 1
-            return makers[name](weight, memory=self._memory)
-        if OneDnnGemm.supports(weight):
+    def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
+        """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch."""
+        for packed in (smallest(weight, dtype), weight.to(dtype)):
+            ours = our_gemms(packed, self._kernels, dtype)
+            for name, make in reversed(ours.items()):
+                if self._is_right(name, make, packed.dtype, dtype):
+                    self.counts[name if packed.dtype == dtype else f"{name} with weights in {packed.dtype}"] += 1
+                    return make(packed, memory=self._memory)
+        if OneDnnGemm.supports(weight := weight.to(dtype)):
             self.counts["onednn"] += 1
             return OneDnnGemm(weight)
         return None
@@ -83,15 +76,16 @@ class GemmSelector:
         dtype = how.dtype if how else weight.dtype
         codes = quantized_weight(linear, path, how, is_head=is_head) if how else None
         if codes is None:
-            gemm = self.gemm(weight.to(dtype))
+            gemm = self.gemm(weight, dtype)
         else:
             gemm = self.quantized_gemm(codes, dtype)
             trim_heap(collect=False)  # else the C library keeps several times the result
         return None if gemm is None else PackedLinear(linear, gemm, dtype)
 
-    def _is_right(self, name: str, make: MakeGemm, dtype: torch.dtype) -> bool:
-        sample = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-        return self._checked((name, dtype), f"by {name} in {dtype}", lambda: is_right(make(sample), sample, dtype))
+    def _is_right(self, name: str, make: MakeGemm, weight: torch.dtype, dtype: torch.dtype) -> bool:
+        sample = torch.randn(70, 96, generator=torch.Generator().manual_seed(0)).to(weight)
+        which = f"by {name} in {dtype}" if weight == dtype else f"by {name} in {dtype} with weights in {weight}"
+        return self._checked((name, weight, dtype), which, lambda: is_right(make(sample), sample, dtype))
 
     def _checked(self, key: Hashable, which: str, is_right: Callable[[], bool]) -> bool:
         """Whether a kernel is right on this CPU, which is checked once."""
@@ -100,15 +94,6 @@ class GemmSelector:
             if not self._right[key]:
                 log.warning("CPU kernels: linear layers %s are wrong on this CPU, and off", which)
         return self._right[key]
-
-    def _measured(self, weight: Tensor, makers: dict[str, partial[CpuGemm]]) -> str:
-        shape = weight.dtype, weight.shape
-        if shape not in self._fastest:
-            seconds = {name: _seconds(make, weight) for name, make in makers.items()}
-            self._fastest[shape] = min(seconds, key=lambda name: seconds[name])
-            shown = ", ".join(f"{1e3 * each:.3g} ms by {name}" for name, each in seconds.items())
-            log.info("linear layers of %d inputs and %d outputs take %s", *reversed(weight.shape), shown)
-        return self._fastest[shape]
 
 
 def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head: bool) -> QuantizedWeight | None:
@@ -122,21 +107,6 @@ def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head
     return quantize(linear.weight.detach(), bits, how.activations_of())
 
 
-def _seconds(make: MakeGemm, weight: Tensor) -> float:
-    """The time of a call, the best of a few for each number of rows and the geometric mean over these."""
-    gemm, flush, times = make(weight), torch.zeros(_FLUSH_BYTES // 4), []
-    for rows in _MEASURED_ROWS:
-        x, best = torch.zeros(rows, weight.shape[1], dtype=weight.dtype), math.inf
-        gemm(x, None)
-        for _ in range(_REPEATS):
-            flush.sum()
-            started = time.perf_counter()
-            gemm(x, None)
-            best = min(best, time.perf_counter() - started)
-        times.append(best)
-    return math.prod(times) ** (1 / len(times))
-
-
 class PackedLinear(nn.Linear):  # type: ignore[misc]
     """An `nn.Linear` with a packed copy of its weight."""
 
@@ -147,10 +117,10 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
         self.weight = linear.weight.detach().to("meta", dtype)  # some models ask for its dtype
         self.rounds_inputs: bool = getattr(gemm, "rounds_inputs", False)
         self.runs_cpu_kernel: bool = getattr(gemm, "runs_cpu_kernel", True)
-        self._gemm = gemm
+        self.gemm = gemm
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return self._gemm(x, self.bias)
+        return self.gemm(x, self.bias)
 
 
 def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:

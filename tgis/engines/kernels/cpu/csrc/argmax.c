@@ -48,13 +48,16 @@ static inline int64_t first_with(const scalar_t *scores, int64_t size, float sco
 static double softmax_mass(const scalar_t *scores, int64_t size, float highest) {
     double mass = 0;
     for (int64_t start = 0; start < size; start += MASS_SCORES) {
-        f32_vec sums = {0};
-        const int64_t end = min_i64(start + MASS_SCORES, size), whole = start + (end - start) / LANES * LANES;
-        for (int64_t i = start; i < whole; i += LANES) sums += exp2_f32((load(scores + i) - highest) * LOG2_E);
-        mass += reduce_add(sums);
-        if (whole == end) continue;
-        const f32_vec rest = exp2_f32((load_partial(scores + whole, end - whole) - highest) * LOG2_E);
-        for (int64_t lane = 0; lane < end - whole; lane++) mass += rest[lane];
+        f32_vec sums[SUM_VECS] = {{0}};
+        const int64_t end = min_i64(start + MASS_SCORES, size), whole = start + (end - start) / SUM_LANES * SUM_LANES;
+        for (int64_t i = start; i < whole; i += SUM_LANES)
+            for (int vec = 0; vec < SUM_VECS; vec++)
+                sums[vec] += exp2_f32((load(scores + i + vec * LANES) - highest) * LOG2_E);
+        mass += reduce_sums(sums);
+        for (int64_t i = whole; i < end; i += LANES) {
+            const f32_vec rest = exp2_f32((load_partial(scores + i, end - i) - highest) * LOG2_E);
+            for (int64_t lane = 0; lane < min_i64(end - i, LANES); lane++) mass += rest[lane];
+        }
     }
     return mass;
 }

@@ -71,13 +71,13 @@ static void merge_all(const attention_args *args, const task *t, f32_vec *states
 static void write_output(const attention_args *args, f32_vec *state, int64_t token, int64_t head) {
     const int64_t vecs = v_vecs(args);
     if (args->sinks) {
-        f32_vec sink[vecs + 2];
+        f32_vec sink[state_vecs(args)];
         memset(sink, 0, sizeof sink);
         sink[vecs][0] = 1;
-        sink[vecs + 1][0] = args->sinks[head] * LOG2_E;
+        sink[max_vec_of(args)][0] = args->sinks[head] * LOG2_E;
         merge(args, state, sink);
     }
-    const float sum = reduce_add(state[vecs]), scale = sum == 0 ? 0 : 1 / sum;
+    const float sum = reduce_sums(state + vecs), scale = sum == 0 ? 0 : 1 / sum;
     scalar_t *output = args->output + (token * args->kv_heads * args->group + head) * args->v_size;
     for (int64_t i = 0; i < vecs; i++) store(output + i * LANES, state[i] * scale);
 }

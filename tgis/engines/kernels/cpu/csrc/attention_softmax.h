@@ -1,7 +1,7 @@
 /* The softmax over tiles of the context, computed online.
 
-   The state of a query is v_vecs vectors of values weighted by 2^(score - max), then the sum of these weights in each
-   lane, then the max in lane 0. */
+   The state of a query is v_vecs vectors of values weighted by 2^(score - max), then SUM_VECS of sums of these weights,
+   then the max in lane 0. */
 
 #ifndef ATTENTION_SOFTMAX_H
 #define ATTENTION_SOFTMAX_H
@@ -15,7 +15,8 @@
 #define LOG2_E 1.44269504f
 
 static inline int64_t v_vecs(const attention_args *args) { return args->v_size / LANES; }
-static inline int64_t state_vecs(const attention_args *args) { return v_vecs(args) + 2; }
+static inline int64_t max_vec_of(const attention_args *args) { return v_vecs(args) + SUM_VECS; }
+static inline int64_t state_vecs(const attention_args *args) { return max_vec_of(args) + 1; }
 
 /* What the scores of a query are multiplied by, once they have been prepared, for exponents of 2. */
 INLINE float score_scale(const attention_args *args) {
@@ -31,9 +32,10 @@ INLINE float mask_scores(
     const float cap = args->softcap;
     if (cap != 0 || args->scale <= 0 || args->bias)
         for (int i = 0; i < vecs; i++) {
-            const f32_vec x = scores[i] * (args->scale * (cap == 0 ? LOG2_E : 1 / cap));
-            scores[i] = cap == 0 ? x : cap * LOG2_E * tanh_f32(x);
-            if (seen.bias) scores[i] += LOG2_E * load_f32(seen.bias + begin + i * LANES);
+            f32_vec x = scores[i] * (cap == 0 ? args->scale : args->scale / cap);
+            if (cap != 0) x = cap * tanh_f32(x);
+            if (seen.bias) x += load_f32(seen.bias + begin + i * LANES); /* one product to add to: all fuse the same one */
+            scores[i] = LOG2_E * x;
         }
     if (seen.begin > begin || seen.end < begin + vecs * LANES) {
         const uint32_t first = max_i64(seen.begin - begin, 0), end = max_i64(seen.end - begin, 0);
@@ -44,7 +46,7 @@ INLINE float mask_scores(
     }
     f32_vec high = (f32_vec){0} - FLT_MAX;
     for (int i = 0; i < vecs; i++) high = max_vec(high, scores[i]);
-    return max_f32(state[v_vecs(args) + 1][0], reduce_max(high) * score_scale(args));
+    return max_f32(state[max_vec_of(args)][0], reduce_max(high) * score_scale(args));
 }
 
 /* Turns prepared scores into weights, which are multiplied by the scales of values if there are any. Returns what the
@@ -53,15 +55,16 @@ INLINE float softmax_tile(
     const attention_args *args, const f32_vec *scores, int vecs, float new_max, f32_vec *state, operand_t *weights,
     const float *value_scales
 ) {
-    f32_vec total = {0}, *const sum = state + v_vecs(args), *const old_max = sum + 1;
+    f32_vec totals[SUM_VECS] = {{0}}, *const sums = state + v_vecs(args), *const old_max = sums + SUM_VECS;
     const float scale = score_scale(args);
-    for (int i = 0; i < vecs; i++) {
-        const f32_vec weight = exp2_scalar(scores[i] * scale - new_max);
-        total += weight;
-        store_operands(weights + i * LANES, value_scales ? weight * load_f32(value_scales + i * LANES) : weight);
-    }
+    for (int first = 0; first < vecs; first += SUM_VECS)
+        for (int vec = 0, i = first; vec < SUM_VECS; vec++, i++) {
+            const f32_vec weight = exp2_scalar(scores[i] * scale - new_max);
+            totals[vec] += weight;
+            store_operands(weights + i * LANES, value_scales ? weight * load_f32(value_scales + i * LANES) : weight);
+        }
     const float shrink = exp2_f32((f32_vec){0} + ((*old_max)[0] - new_max))[0];
-    *sum = *sum * shrink + total;
+    for (int vec = 0; vec < SUM_VECS; vec++) sums[vec] = sums[vec] * shrink + totals[vec];
     (*old_max)[0] = new_max;
     return shrink;
 }
@@ -123,11 +126,11 @@ static void attend_tile(
 
 /* Adds the state of later tokens to that of earlier ones. */
 static inline void merge(const attention_args *args, f32_vec *state, const f32_vec *later) {
-    const int64_t sum = v_vecs(args), max = sum + 1;
+    const int64_t max = max_vec_of(args);
     const float top = max_f32(state[max][0], later[max][0]);
     const float a = exp2_f32((f32_vec){0} + (state[max][0] - top))[0];
     const float b = exp2_f32((f32_vec){0} + (later[max][0] - top))[0];
-    for (int64_t i = 0; i <= sum; i++) state[i] = state[i] * a + later[i] * b;
+    for (int64_t i = 0; i < max; i++) state[i] = state[i] * a + later[i] * b;
     state[max][0] = top;
 }
 

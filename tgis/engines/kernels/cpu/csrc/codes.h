@@ -10,10 +10,6 @@
 
 #include <math.h>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
 #define BLOCK 32         /* inputs with one scale in activations: GROUP of weight.py */
 #define HALF_BLOCK 16    /* inputs: the size of a group of the weight is a multiple */
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
@@ -48,6 +44,8 @@ static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
     return (f32_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (f32_vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (f32_vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     f32_vec sum = {0};
     for (int lane = 0; lane < LANES; lane++) sum[lane] = fmaf(a[lane], b[lane], c[lane]);

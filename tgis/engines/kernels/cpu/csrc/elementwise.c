@@ -16,15 +16,18 @@ typedef struct {
 static void normalize_row(const norm_params *norm, const scalar_t *x, scalar_t *y) {
     const int64_t size = norm->size;
     const u32_vec lanes = LANE_INDEX;
-    f32_vec sum = {0}, squares = {0};
-    for (int64_t i = 0; norm->is_centered && i < size; i += LANES) sum += load_partial(x + i, size - i);
-    const float mean = reduce_add(sum) / size;
-    for (int64_t i = 0; i < size; i += LANES) {
-        f32_vec part = load_partial(x + i, size - i) - mean;
-        if (size - i < LANES) part = (f32_vec)((u32_vec)part & (u32_vec)(lanes < (uint32_t)(size - i)));
-        squares += part * part;
-    }
-    const float scale = 1 / sqrtf(reduce_add(squares) / size + norm->eps);
+    f32_vec sums[SUM_VECS] = {{0}}, squares[SUM_VECS] = {{0}};
+    for (int64_t first = 0; norm->is_centered && first < size; first += SUM_LANES)
+        for (int64_t vec = 0, i = first; vec < SUM_VECS && i < size; vec++, i += LANES)
+            sums[vec] += load_partial(x + i, size - i);
+    const float mean = reduce_sums(sums) / size;
+    for (int64_t first = 0; first < size; first += SUM_LANES)
+        for (int64_t vec = 0, i = first; vec < SUM_VECS && i < size; vec++, i += LANES) {
+            f32_vec part = load_partial(x + i, size - i) - mean;
+            if (size - i < LANES) part = (f32_vec)((u32_vec)part & (u32_vec)(lanes < (uint32_t)(size - i)));
+            squares[vec] += part * part;
+        }
+    const float scale = 1 / sqrtf(reduce_sums(squares) / size + norm->eps);
     for (int64_t i = 0; i < size; i += LANES) {
         f32_vec part = (load_partial(x + i, size - i) - mean) * scale;
         if (norm->weight) part *= load_partial(norm->weight + i, size - i) + norm->weight_offset;
@@ -63,7 +66,8 @@ static void rotate_token(
         for (int64_t i = 0; i < half; i += LANES) {
             const int64_t count = half - i;
             const f32_vec x1 = load_partial(x + i, count), x2 = load_partial(x + half + i, count);
-            const f32_vec y1 = x1 * load_partial(cos + i, count) - x2 * load_partial(sin + i, count);
+            /* A sum, not a difference, of which CPUs fuse different products. */
+            const f32_vec y1 = x1 * load_partial(cos + i, count) + x2 * -load_partial(sin + i, count);
             const f32_vec y2 = x2 * load_partial(cos + half + i, count) + x1 * load_partial(sin + half + i, count);
             store_partial(y + i, y1, count);
             store_partial(y + half + i, y2, count);

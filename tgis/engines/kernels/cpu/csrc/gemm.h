@@ -7,9 +7,19 @@
 
 #define TILE_N 32 /* outputs in a tile */
 
+/* The name of a function for packed weights in 16 bits beside float32. */
+#if defined(BY_BF16)
+#define EXPORT_BY(name) EXPORT(name##_by_bf16)
+#elif defined(BY_F16)
+#define EXPORT_BY(name) EXPORT(name##_by_f16)
+#else
+#define EXPORT_BY(name) EXPORT(name)
+#endif
+
 typedef struct {
-    const scalar_t *x, *weight, *bias; /* [m, k]; packed; [n] or NULL */
-    scalar_t *y;                       /* [m, n] */
+    const scalar_t *x, *bias; /* [m, k]; [n] or NULL */
+    const packed_t *weight;
+    scalar_t *y; /* [m, n] */
     int64_t m, k, n;
 } gemm_args;
 

@@ -93,7 +93,7 @@ void EXPORT(gemm_amx)(
     const scalar_t *x, const scalar_t *weight, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
     int64_t threads
 ) {
-    const gemm_args args = {x, weight, bias, y, m, k, n};
+    const gemm_args args = {x, bias, weight, y, m, k, n};
     const int64_t tiles = (n + TILE_N - 1) / TILE_N, chunks = (m + CHUNK_M - 1) / CHUNK_M;
 #pragma omp parallel num_threads(threads)
     {

@@ -6,10 +6,21 @@
 
 #include "simd.h"
 
-#define PAIR (BF16 ? 2 : 1)
+#if BF16 || defined(BY_BF16)
+#define PAIR 2
+#else
+#define PAIR 1
+#endif
+
+/* Packed elements have the type of x, or beside float32 one of 16 bits. */
+#if defined(BY_BF16) || defined(BY_F16)
+typedef uint16_t packed_t;
+#else
+typedef scalar_t packed_t;
+#endif
 
 /* What packed elements are multiplied by; bfloat16 is widened beforehand where the CPU does not multiply it. */
-#if BF16 && !defined(__AVX512BF16__)
+#if BF16 && !defined(__AVX512BF16__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define WIDENS 1
 typedef float operand_t;
 #else
@@ -17,19 +28,66 @@ typedef float operand_t;
 typedef scalar_t operand_t;
 #endif
 
-/* sums += x (PAIR elements, the same for all lanes) * packed (PAIR elements for each lane), the second product first */
+#if defined(BY_F16)
+static inline f32_vec load_f16(const uint16_t *from) {
+    u16_vec bits;
+    memcpy(&bits, from, sizeof bits);
+#if defined(__AVX512F__)
+    return (f32_vec)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__F16C__)
+    return (f32_vec)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+    return (f32_vec)vcvt_f32_f16((float16x4_t)bits);
+#else
+    const u32_vec wide = __builtin_convertvector(bits, u32_vec); /* as in `unpack` */
+    return (f32_vec)((u32_vec)((f32_vec)((wide & 0x7fff) << 13) * 0x1p112f) | (wide & 0x8000) << 16);
+#endif
+}
+#endif
+
+/* A packed element as scalar_t. */
+static inline scalar_t unpack(packed_t x) {
+#if defined(BY_BF16) || defined(BY_F16)
+#if defined(BY_BF16)
+    const uint32_t bits = (uint32_t)x << 16;
+#else
+    const uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
+#endif
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+#if defined(BY_F16)
+    wide = (x & 0x8000 ? -1 : 1) * wide * 0x1p112f; /* the exponent gets a bias of 127 in place of 15 */
+#endif
+    return wide;
+#else
+    return x;
+#endif
+}
+
+/* sums += x (PAIR elements, the same for all lanes) * packed (PAIR elements for each lane); of bfloat16 the second product
+   first, as the CPU adds them, of float32 the first one. */
 INLINE f32_vec multiply_add(
-    f32_vec sums, const operand_t *x, const scalar_t *packed
+    f32_vec sums, const operand_t *x, const packed_t *packed
 ) {
 #if BF16 && defined(__AVX512BF16__)
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
     return (f32_vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(packed));
-#elif BF16
+#elif BF16 && !WIDENS
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    const bfloat16x4_t both = vreinterpret_bf16_u32(vdup_n_u32(pair));
+    const bfloat16x8_t pairs = vreinterpretq_bf16_u16(vld1q_u16(packed));
+    /* Fused multiply-adds; bfdot rounds the sum of two products in another way. */
+    return (f32_vec)vbfmlalbq_lane_f32(vbfmlaltq_lane_f32((float32x4_t)sums, pairs, both, 1), pairs, both, 0);
+#elif PAIR == 2
     u32_vec pairs;
     memcpy(&pairs, packed, sizeof pairs);
-    sums += x[1] * (f32_vec)(pairs & 0xffff0000);
-    return sums + x[0] * (f32_vec)(pairs << 16);
+    const f32_vec first = (f32_vec)(pairs << 16), second = (f32_vec)(pairs & 0xffff0000);
+    if (BF16) return sums + x[1] * second + x[0] * first;
+    return sums + x[0] * first + x[1] * second;
+#elif defined(BY_F16)
+    return sums + *x * load_f16(packed);
 #else
     return sums + *x * load(packed);
 #endif

@@ -16,19 +16,27 @@ typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __att
 
 /* TILE_M rows are computed together, for VECTORS of outputs. A code of x has CODE_SIZE bytes, by the bits of the weight's:
    with one, four are in the order of the weight's. With SHORT_SUMS products of codes of 4 bits, 15 * 128 at the most, are
-   added in 16 bits: those of two inputs, 8 times. */
-#if defined(__AVX512VNNI__)
+   added in 16 bits: those of two inputs, 8 times. With SIGNED_CODES those of 8 bits are multiplied less 128. */
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define TILE_M 8
-#define CODE_SIZE(bits) 1
 #else
 #define TILE_M 4
-#if defined(__AVX2__)
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define CODE_SIZE(bits) 1
+#define SHORT_SUMS(bits) 0
+#elif defined(__AVX2__)
 #define CODE_SIZE(bits) (bits == 8 ? 2 : 1)
+#define SHORT_SUMS(bits) (bits == 4)
 #else
 #define CODE_SIZE(bits) 2
+#define SHORT_SUMS(bits) 0
 #endif
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#define SIGNED_CODES 1
+#else
+#define SIGNED_CODES 0
 #endif
-#define SHORT_SUMS(bits) (TILE_M == 4 && CODE_SIZE(bits) == 1)
 #define VECTORS 2
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */
@@ -108,7 +116,7 @@ static inline i8_vec narrow_codes(i32_vec codes) {
     const __m256i both = _mm256_permutevar8x32_epi32(fours, _mm256_set1_epi64x(4ll << 32));
     return (i8_vec)_mm_cvtsi128_si64(_mm256_castsi256_si128(both));
 #else
-    return __builtin_convertvector(codes, i8_vec);
+    return __builtin_convertvector(__builtin_shuffle(codes, (i32_vec){0, 2, 1, 3}), i8_vec);
 #endif
 }
 
@@ -205,11 +213,22 @@ static inline i32_vec keep(i32_vec sum) {
     return sum;
 }
 
-/* sums += the products of four codes of x, the same for all lanes, with four of each lane's */
-INLINE i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights) {
+/* sums += the products of four codes of row r of x, the same for all lanes, with four of each lane's */
+INLINE i32_vec dot(const int bits, i32_vec sums, const char *x, const int r, u32_vec weights) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    const int8x16_t rows = vld1q_s8((const int8_t *)x + r / 4 * 16); /* four rows */
+#if SIGNED_CODES
+    return (i32_vec)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)weights, rows, r % 4);
+#else
+    return (i32_vec)vusdotq_laneq_s32((int32x4_t)sums, (uint8x16_t)weights, rows, r % 4);
+#endif
+#else
+    x += r * 4 * CODE_SIZE(bits);
     const i32_vec first = broadcast_bytes(x);
 #if defined(__AVX512VNNI__)
     return (i32_vec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)first);
+#elif defined(__AVXVNNI__)
+    return (i32_vec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)first);
 #elif defined(__AVX512F__)
     if (SHORT_SUMS(bits)) return keep((i32_vec)((short_vec)sums + (short_vec)_mm512_maddubs_epi16((__m512i)weights, (__m512i)first)));
 #elif defined(__AVX2__)
@@ -217,6 +236,7 @@ INLINE i32_vec dot(const int bits, i32_vec sums, const char *x, u32_vec weights)
 #endif
     const i32_vec even = (i32_vec)(weights & 0x00ff00ff), odd = (i32_vec)((weights >> 8) & 0x00ff00ff);
     return keep(sums + (multiply_words(even, first) + multiply_words(odd, broadcast_bytes(x + 4))));
+#endif
 }
 
 enum { ANY_GROUPS, GROUPS_ARE_BLOCKS, ONE_GROUP }; /* of the weight; with the last two a span is a block */
@@ -237,11 +257,12 @@ INLINE void add_products(
             const uint8_t *from = codes + ((bits == 8 ? quad : quad / 2) * TILE_N + i * LANES) * 4;
             if (bits == 8 || i == 0) __builtin_prefetch(next + quad * next_step + i * CACHE_LINE);
             four[i] = bits == 8 ? load_u32(from) : load_u32(from) >> 4 * (quad % 2) & 0x0f0f0f0f;
+            if (bits == 8 && SIGNED_CODES) four[i] ^= 0x80808080;
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < VECTORS; i++)
-                part[r][i] = dot(bits, part[r][i], x + (quad * TILE_M + r) * 4 * CODE_SIZE(bits), four[i]);
+                part[r][i] = dot(bits, part[r][i], x + quad * TILE_M * 4 * CODE_SIZE(bits), r, four[i]);
     }
     const i32_vec ones = (i32_vec){0} + 0x10001;
 #pragma GCC unroll 8
@@ -319,7 +340,7 @@ INLINE void multiply_rows(
         i32_vec dots[TILE_M][VECTORS];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 ? span->minus_128[r] : 0);
+            for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 && !SIGNED_CODES ? span->minus_128[r] : 0);
         const int64_t end = groups == ANY_GROUPS ? min_i64(at + args->span, args->inputs) : at + BLOCK;
         do {
             add_products(bits, rows, step, x, codes, next, next_step, dots);

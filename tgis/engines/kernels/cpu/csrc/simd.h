@@ -6,8 +6,10 @@
 
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -20,6 +22,10 @@
 #define LANES 4
 #define LANE_INDEX {0, 1, 2, 3}
 #endif
+
+/* Sums over many elements have SUM_LANES lanes in SUM_VECS vectors: they are added in the same order on every CPU. */
+#define SUM_LANES 16
+#define SUM_VECS (SUM_LANES / LANES)
 
 typedef float f32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32_vec __attribute__((vector_size(4 * LANES)));
@@ -68,6 +74,8 @@ static inline f32_vec load(const scalar_t *from) {
 static inline u16_vec to_bf16(f32_vec x) {
 #if defined(__AVX512BF16__)
     return (u16_vec)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (u16_vec)vcvt_bf16_f32((float32x4_t)x);
 #else
     u32_vec bits = (u32_vec)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32_vec quiet_nan = (bits >> 16) | 0x40, is_nan = (u32_vec)(x != x);
@@ -109,11 +117,14 @@ static inline f32_vec max_vec(f32_vec a, f32_vec b) {
 #endif
 }
 
-/* Adds the halves of the vector, then the halves of that: in this order on every CPU. */
-static inline float reduce_add(f32_vec x) {
+/* Adds the halves of all lanes, then the halves of that. */
+static inline float reduce_sums(f32_vec sums[SUM_VECS]) {
+    for (int n = SUM_VECS / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) sums[i] += sums[i + n];
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)x);
+    return _mm512_reduce_add_ps((__m512)sums[0]);
 #else
+    f32_vec x = sums[0];
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) x[i] += x[i + n];
     return x[0];
