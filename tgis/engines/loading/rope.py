@@ -51,14 +51,6 @@ def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
     return len(embeddings)
 
 
-def compute_angles(model: PreTrainedModel) -> None:
-    """Undo `tabulate_angles`."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _look_up:
-            *_, module.forward = forward.args
-
-
 def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """The tables of a rotary embedding; None unless it is a function of positions alone."""
     if not isinstance(getattr(module, "rope_type", None), str):

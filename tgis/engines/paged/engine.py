@@ -49,7 +49,7 @@ _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need. StartError if it would find no room, Unsupported for an encoder-decoder without hooks."""
     unloaded = UnloadedModel(options)
-    if unloaded.config.is_encoder_decoder and unloaded.model is not None:
+    if unloaded.config.is_encoder_decoder:
         cross_attention_modules(unloaded.model)
     if not unloaded.caches:
         return unknown_memory("tgis_native", options)
@@ -129,7 +129,7 @@ class PagedEngine:
         if not _drafts(self._options, self.runner.device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
-        return load_drafter(self._options, self.runner.model, "logits_to_keep" in self.runner.arguments, load)
+        return load_drafter(self._options, self.runner.model, load)
 
     @warm_up_errors()
     def warm_up(self) -> None:
@@ -146,7 +146,7 @@ class PagedEngine:
     def warm_up_with(self, num_blocks: int) -> None:
         """Warm up with the blocks of another engine, which is all that uses this one."""
         self.runner.attention.cache = PagedKVCache(num_blocks, self._block_size)
-        self.runner.record_steps(self.runner.dummy_logits(), self.info)
+        self.runner.record_steps(self.info)
 
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
@@ -178,7 +178,7 @@ class PagedEngine:
         takes a part of the memory only.
         """
         device, estimate, encodes = self.runner.device, self.runner.model.step_bytes, self.runner.encoder is not None
-        if device.type == "cpu" and estimate:
+        if device.type == "cpu":
             return _largest_step(estimate, self._options, device, self.info.max_batch_size, encodes=encodes)
         return profile(self, self._options, device)
 
