@@ -44,8 +44,6 @@ class QuantizedLayer:
                 raise StartError(f"{self.name} has {[*values.shape]} {kind}s, not {groups}")
             if values is not None and not values.isfinite().all():
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
-        if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
-            raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
         return weight
 
     def in_memory(self) -> "QuantizedLayer":
