@@ -98,7 +98,7 @@ class PagedEngine:
             async_decode = runner.device.type == "cuda" and not runner.encoder
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._prompt_logprobs, block_size)
-        self._drafter = runner.drafter = self._load_drafter()
+        self._drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
     def _describe(self, lookahead: int) -> EngineInfo:

@@ -40,7 +40,6 @@ from tgis.engines.paged.self_check import (
     verify_steps,
 )
 from tgis.engines.sharding.collectives import least_of_ranks, reduces_in_kernels
-from tgis.engines.speculation.proposals import Drafter
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.prompts.lora import LoraAdapter
@@ -78,7 +77,6 @@ class ModelRunner:
         self.embed_tokens = decoder.get_input_embeddings()
         self.compiled: CompiledLayers | None = None
         self.graphs: DecodeGraphs | RecordedSteps | None = None
-        self.drafter = Drafter()  # is told what has been computed
         self._verify_attention()
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -92,7 +90,6 @@ class ModelRunner:
         if self.encoder and batch.encoder:
             self.encoder.encode(batch.encoder)
         replayed = self.graphs.run(batch) if self.graphs else None
-        self.drafter.computed(None if replayed is None or batch.attention.chunks else batch.logits_indices)
         return self._forward(batch) if replayed is None else replayed
 
     def optimize(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:

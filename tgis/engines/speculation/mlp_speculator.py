@@ -78,8 +78,9 @@ class MLPSpeculator(Drafter):
         self.max_tokens, self._config = config.n_predict, config
         self._stages = _read(path, config, model.dtype)
         self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: computed tokens, last hidden state
-        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # of the last pass
-        self._rows: Tensor | None = None  # rows of the states in the order of the logits; None: all
+        self._states = torch.zeros(
+            max_rows, config.emb_dim, dtype=model.dtype
+        )  # in the order of the logits
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
@@ -94,17 +95,13 @@ class MLPSpeculator(Drafter):
         limited = [(seq, tokens[: plan.drafts[seq.id]]) for seq, tokens in zip(asked, drafts, strict=True)]
         return {seq.id: tokens[: seq.num_allowed(tokens)] for seq, tokens in limited}
 
-    def computed(self, rows: Tensor | None) -> None:
-        self._rows = rows
-
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the hidden states behind the newest tokens."""
         first = 0
         for seq, tokens in zip(plan.sampled, result.tokens, strict=True):
             proposed = len(plan.proposals.get(seq.id, ()))
             kept = min(max(len(tokens) - 1, 0), proposed)
-            state = self._states[first + kept if self._rows is None else self._rows[first + kept]]
-            self._known[seq.id] = len(seq.tokens) + kept, state.clone()
+            self._known[seq.id] = len(seq.tokens) + kept, self._states[first + kept].clone()
             first += 1 + proposed
 
     def release(self, seqs: Collection[Sequence]) -> None:
