@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import json
 import logging
 import re
 import sys
@@ -18,11 +19,12 @@ from mlp_speculators import random_mlp, save_mlp
 from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
 from transformers import FalconConfig, LlamaConfig, Qwen2Config, T5Config
 
+from tgis.batcher.sequence import StepPlan
 from tgis.engines import describe_memory, load_engine
 from tgis.engines.loading import memory_estimate
 from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.memory import available
-from tgis.engines.memory.profiler import profile
+from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -89,9 +91,21 @@ def start(options: EngineOptions) -> tuple[list[str], str, EngineInfo]:
     log.truncate(0)
     lines = describe_memory(options)
     measured = mock.patch.object(PagedEngine, "_step_bytes", lambda engine: profile(engine, options, CPU))  # as on GPUs
-    with measured:
+    encodes = json.loads((Path(options.model_path) / "config.json").read_bytes()).get("is_encoder_decoder")
+    find_peak = peak_of_inputs if encodes else PagedEngine.find_peak
+    with measured, mock.patch.object(PagedEngine, "find_peak", find_peak):
         info = warm_info(options)
     return lines, log.getvalue(), info
+
+
+def peak_of_inputs(engine: PagedEngine, runner: DummyRunner) -> int:
+    """As `find_peak`, of the longest input of an encoder-decoder beside short ones."""
+    seqs = [runner._sequence(25 if n else LONGEST, index=n, logprobs=False) for n in range(ROWS)]
+    for seq in seqs:
+        seq.block_table = [block % engine.caches[0].num_blocks for block in range(-(-len(seq.tokens) // 16) + 1)]
+    peak = runner._peak(StepPlan.compute_all(seqs))
+    engine.release(seqs)
+    return peak
 
 
 def warm_info(options: EngineOptions) -> EngineInfo:

@@ -175,10 +175,10 @@ class PagedEngine:
 
     def _step_bytes(self) -> int:
         """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache
-        takes a part of the memory only.
+        takes a part of the memory only, and for encoder-decoders, which leave a larger margin.
         """
         device, estimate, encodes = self.runner.device, self.runner.model.step_bytes, self.runner.encoder is not None
-        if device.type == "cpu":
+        if device.type == "cpu" or encodes:
             return _largest_step(estimate, self._options, device, self.info.max_batch_size, encodes=encodes)
         return profile(self, self._options, device)
 
@@ -239,10 +239,7 @@ class PagedEngine:
         return sum(cache.nbytes for cache in self.caches)
 
     def find_peak(self, runner: DummyRunner) -> int:
-        blocks, longest = self.runner.attention.cache.num_blocks, self._options.max_sequence_length
-        if self.runner.encoder:
-            return runner.encoder_peak(min(longest, self.runner.encoder.max_positions), blocks)
-        return runner.paged_peak(longest, blocks)
+        return runner.paged_peak(self._options.max_sequence_length, self.runner.attention.cache.num_blocks)
 
     def close(self) -> None:
         """Do nothing: the process ends next."""

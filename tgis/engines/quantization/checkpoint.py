@@ -169,6 +169,7 @@ class Format(Protocol):
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         """[out, in], told from the shapes of the tensors."""
+        return tensors.shape("weight")
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         """StartError or ValueError for tensors that do not fit together."""
