@@ -236,11 +236,8 @@ class Sharding:
         dim = bias.dim() - 3
         if dim < 0 or bias.shape[dim] % self._heads:
             return bias
-        return (
-            bias.unflatten(dim, (-1, self._count, self._heads // self._count))
-            .select(dim + 1, self._rank)
-            .flatten(dim, dim + 1)
-        )
+        by_rank = bias.unflatten(dim, (-1, self._count, self._heads // self._count))
+        return by_rank.select(dim + 1, self._rank).flatten(dim, dim + 1)
 
     def _split_input(self, module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
         first = self._rank * -(-args[0].shape[-1] // self._count)
