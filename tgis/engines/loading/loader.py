@@ -32,7 +32,7 @@ from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
-from tgis.engines.sharding.sharded_model import Sharding
+from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -118,8 +118,8 @@ def load_generation_config(options: EngineOptions, config: PreTrainedConfig) -> 
 def look_at_model(
     options: EngineOptions, device: torch.device
 ) -> tuple[Any, PreTrainedConfig, torch.dtype, Quantization | None, SizedModel]:
-    """The class of transformers that loads the model, its configuration, dtype, how it is quantized, and its size;
-    StartError if too big.
+    """The class of transformers that loads the model, its configuration, dtype, how it is quantized, and its size.
+    StartError if it is too big, or quantized in groups that ranks cannot share.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -131,6 +131,8 @@ def look_at_model(
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         size = check_model_fits(auto_class, options, config, dtype, device, quantization)
+        if quantization and quantization.checkpoint and options.num_shards > 1:
+            check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
         return auto_class, config, dtype, quantization, size
 
 

@@ -46,11 +46,6 @@ class QuantizedLayer:
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
         return weight
 
-    def in_memory(self) -> "QuantizedLayer":
-        """The layer after its weight has been read, which stays in memory."""
-        weight = self.checked()
-        return replace(self, read=lambda: weight)
-
     def unrounded(self) -> "QuantizedLayer":
         """The layer without rounding of its activations."""
         return replace(self, read=lambda: replace(self.read(), activations=None))
