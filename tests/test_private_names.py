@@ -15,7 +15,6 @@ FILES = {
     "engines/kernels/cpu/rotary.py",
     "engines/kernels/cpu/softcap.py",
     "engines/loading/loader.py",
-    "engines/padded/attention.py",
     "engines/paged/attention_hooks.py",
     "engines/paged/batch.py",
     "engines/paged/compile.py",

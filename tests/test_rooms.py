@@ -59,7 +59,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "engines/onnx": (
         "batcher engines engines/loading engines/lora engines/memory engines/padded engines/sampling errors ipc"
     ),
-    "engines/speculation": "batcher engines engines/loading engines/memory errors ipc utils",
+    "engines/speculation": "batcher engines engines/loading engines/memory engines/quantization errors ipc utils",
     "engines/paged": (
         "batcher engines engines/kernels engines/loading engines/lora engines/memory engines/sampling "
         "engines/sharding engines/speculation errors ipc prompts utils"

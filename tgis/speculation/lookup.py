@@ -1,18 +1,17 @@
 """Prompt lookup: the tokens that followed an earlier occurrence of the last tokens probably follow again.
 
-Each sequence has an index. It chains the end of an n-gram to the end of its previous occurrence. The longest matches
-are kept, and the most frequent continuation among them is proposed until a sampled token differs from it.
+Each sequence has an index. It chains the end of a pair of tokens to the end of its previous occurrence. The longest
+matches are kept, and the most frequent continuation among them is proposed until a sampled token differs from it.
 """
 
 from array import array
 
 from tgis.speculation.acceptance import AcceptanceRates, kind_of_match
 
-_NGRAM_SIZES = (4, 2)
 _MATCH_LENGTHS = (2, 4, 8, 16, 32)
-_MAX_OCCURRENCES = 8  # the newest ones
+_MAX_OCCURRENCES = 16  # the newest ones
 _MAX_COMPARED = 8  # tokens of each continuation
-_MAX_INDEXED = 1 << 15  # tokens before the output: about 250 bytes each
+_MAX_INDEXED = 1 << 15  # tokens before the output: about 130 bytes each
 _MAX_ADVANCE = 2048  # tokens indexed in one step: about 2 ms
 _MIN_PROBABILITY = 0.05  # tokens after a less probable one do not pay
 _NONE = -1
@@ -26,8 +25,8 @@ class Lookup:
         self._tokens = tokens
         self._start = max(start, len(tokens) - _MAX_INDEXED)
         self._end = self._start  # of the index
-        self._last: tuple[dict[int, int], ...] = tuple({} for _ in _NGRAM_SIZES)  # hash of an n-gram -> its last end
-        self._previous = tuple(array("i", [_NONE]) for _ in _NGRAM_SIZES)  # end of an n-gram -> its previous end
+        self._last: dict[tuple[int, int], int] = {}  # a pair -> its last end
+        self._previous = array("i", [_NONE])  # the end of a pair -> its previous end
         self._expected = _NONE  # index of the token expected next
         self._match_length = 0
         self.rates = AcceptanceRates(per_sequence=True)
@@ -40,12 +39,11 @@ class Lookup:
         for at in range(first, self._end):
             if self._expected != _NONE:
                 self._check(self._tokens[at], shared)
-            for size, last, previous in zip(_NGRAM_SIZES, self._last, self._previous, strict=True):
-                previous_end = _NONE
-                if at + 1 - self._start >= size:
-                    key = hash(tuple(self._tokens[at + 1 - size : at + 1]))
-                    previous_end, last[key] = last.get(key, _NONE), at + 1
-                previous.append(previous_end)
+            previous_end = _NONE
+            if at > self._start:
+                pair = self._tokens[at - 1], self._tokens[at]
+                previous_end, self._last[pair] = self._last.get(pair, _NONE), at + 1
+            self._previous.append(previous_end)
 
     def cumulative(self, shared: AcceptanceRates, count: int) -> list[float]:
         """The probabilities that the first, the first two, ... of at most `count` expected tokens are accepted."""
@@ -75,18 +73,13 @@ class Lookup:
         self._match_length += 1
 
     def _find(self) -> None:
-        for previous in self._previous:
-            if ends := self._longest_matches(self._chain(previous)):
-                self._expected = self._most_frequent(ends)
-                return
-
-    def _chain(self, previous: "array[int]") -> list[int]:
-        """The ends of earlier occurrences of the last n-gram, the newest first; hash collisions are possible."""
-        ends, end = list[int](), previous[self._end - self._start]
+        """Look for earlier occurrences of the last pair, the newest first."""
+        ends, end = list[int](), self._previous[self._end - self._start]
         while end != _NONE and len(ends) < _MAX_OCCURRENCES:
             ends.append(end)
-            end = previous[end - self._start]
-        return ends
+            end = self._previous[end - self._start]
+        if ends:
+            self._expected = self._most_frequent(self._longest_matches(ends))
 
     def _longest_matches(self, ends: list[int]) -> list[int]:
         tokens, longest = self._tokens, list[int]()

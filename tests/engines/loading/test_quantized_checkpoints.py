@@ -176,13 +176,12 @@ def test_what_says_so_elsewhere(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
     path = make_model("Llama", tmp_path)
-    quantized_copy(path, gptq(4, 16, 1), GPTQ)
+    quantized_copy(path, gptq(4, 8, 1), GPTQ | {"group_size": 8})
     options = engine_options(path, 8, dtype="bfloat16", num_shards=num_shards)
     *_, quantization, found = loader.look_at_model(options, torch.device("cpu"))
     tensors = load_file(path / "model.safetensors")
     packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
     each = {key: tensor.numel() * packed.get(key.rsplit(".")[-1], 2) for key, tensor in tensors.items()}
-    assert found is not None
     assert found[1] == sum(each.values()) // num_shards + 2 * 48 * 32
     assert str(quantization).startswith("as gptq, with")
 

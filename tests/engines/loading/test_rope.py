@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.loading import rope
 from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
@@ -107,22 +106,6 @@ def test_angles_as_one_complex_tensor_are_computed(tmp_path: Path, name: str, si
     config = getattr(transformers, f"{name}Config")(**TOKEN_IDS | MORE_ARCHITECTURES[name] | sizes)
     engine = load(make_model_from_config(config, tmp_path), longest=128)
     assert isinstance(engine.runner.graphs, RecordedSteps)
-    assert_logits_of(tmp_path, engine)
-
-
-def test_tables_that_give_other_logits_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    kernels_of(CPU_ISA)
-    tables = rope._tables
-
-    def shifted(*arguments: Any) -> Any:
-        found = tables(*arguments)
-        return found and [each.flip(0) for each in found]
-
-    monkeypatch.setattr(rope, "_tables", shifted)
-    engine = load(make(tmp_path, "llama", head_dim=16, max_position_embeddings=128), longest=128)
-    assert "the model computes its rotary embeddings in every step: tabulated steps do not give" in caplog.text
     assert_logits_of(tmp_path, engine)
 
 

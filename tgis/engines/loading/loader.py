@@ -33,7 +33,7 @@ from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.mxfp4 import widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
-from tgis.engines.sharding.sharded_model import Sharding
+from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.utils.logs import format_bytes, log_progress
@@ -118,9 +118,9 @@ def load_generation_config(options: EngineOptions, config: PreTrainedConfig) -> 
 
 def look_at_model(
     options: EngineOptions, device: torch.device
-) -> tuple[Any, PreTrainedConfig, torch.dtype, Quantization | None, SizedModel | None]:
-    """The class of transformers that loads the model, its configuration, dtype, how it is quantized, and its size;
-    StartError if too big.
+) -> tuple[Any, PreTrainedConfig, torch.dtype, Quantization | None, SizedModel]:
+    """The class of transformers that loads the model, its configuration, dtype, how it is quantized, and its size.
+    StartError if it is too big, or quantized in groups that ranks cannot share.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -132,29 +132,31 @@ def look_at_model(
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         size = check_model_fits(auto_class, options, config, dtype, device, quantization)
+        if quantization and quantization.checkpoint and options.num_shards > 1:
+            check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
         return auto_class, config, dtype, quantization, size
 
 
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
-    auto_class, config, dtype, quantization, size = look_at_model(options, device)
+    auto_class, config, dtype, quantization, (sized, _) = look_at_model(options, device)
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
     checkpoint = quantization.checkpoint if quantization else None
     sharding = None
-    if options.num_shards > 1 and size:
+    if options.num_shards > 1:
         collectives = collectives_of(options, select_kernels(options, device), dtype)
-        sharding = Sharding(size[0], collectives, is_quantized=checkpoint is not None)
+        sharding = Sharding(sized, collectives, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
         state_dict: Any = None
         if checkpoint:
             state_dict = checkpoint.state_dict(dtype)  # whose placeholders tell where codes are
         elif vars(config).pop("quantization_config", None):
             state_dict = widened_tensors(Path(options.model_path), dtype)
-        if size and state_dict is not None:
-            model = _from_pretrained(type(size[0]), options, config, dtype, sharding, state_dict=state_dict)
+        if state_dict is not None:
+            model = _from_pretrained(type(sized), options, config, dtype, sharding, state_dict=state_dict)
             model.generation_config = load_generation_config(options, config)
         else:
             model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
@@ -165,8 +167,8 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             sharding.install_collectives(model)
         model.eval().to("cpu" if quantization else device)  # a quantized layer moves when it is packed
         _check_finite(model, options.model_path)
-        if quantization and size:
-            _convert_buffers(model, like=size[0])
+        if quantization:
+            _convert_buffers(model, like=sized)
         _check_written(model, packed=False)
         _optimize(model, options, device, quantization)
         model.to(device)
@@ -175,7 +177,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             sharding.install_collectives(model)
     model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would read input ids on the host
     model.quantized_as, model.sharding = quantization.name if quantization else "none", sharding
-    model.step_bytes = partial(step_bytes, size[0]) if size else None
+    model.step_bytes = partial(step_bytes, sized)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
 

@@ -13,7 +13,6 @@ from tgis.engines.kernels.kv_codes import SCALE_BYTES, kv_dtype_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.sharding.plans import num_kv_heads
-from tgis.engines.sharding.sharded_model import check_quantized
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
 
@@ -26,14 +25,10 @@ class UnloadedModel:
         self._options = options
         self.device = select_device(options)
         self.max_batch_size = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[self.device.type]
-        _, self.config, _, quantization, size = look_at_model(options, self.device)
-        self.model: PreTrainedModel = size[0] if size else None
-        self.weights = size[1] if size else 0  # bytes on each device
+        _, self.config, _, _, (self.model, self.weights) = look_at_model(options, self.device)  # bytes on each device
         self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
-        if size and quantization and quantization.checkpoint and options.num_shards > 1:
-            check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
         coded = kv_dtype_of(options.kv_cache_dtype, self.device) is not None
-        self.caches = _kv_bytes(self.model, coded=coded) if size else []
+        self.caches = _kv_bytes(self.model, coded=coded)
 
     def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, drafter: int = 0) -> list[str]:
         """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;

@@ -99,7 +99,7 @@ def _mergeable_groups(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list
         names = {child: name for name, child in parent.named_children() if type(child) is nn.Linear}
         for group in groups:
             mine = [linear for linear in group if linear in names and seen.count(linear) == 1]
-            if len(mine) > 1 and _same_kind(mine) and all(map(_mergeable, mine)):
+            if len(mine) > 1 and _mergeable(mine):
                 mergeable.append((path, parent, [names[linear] for linear in mine]))
     return mergeable
 
@@ -116,14 +116,10 @@ def _record_calls(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[tup
     return calls
 
 
-def _same_kind(linears: list[nn.Linear]) -> bool:
-    """Whether the weights can be concatenated."""
-    kinds = {(type(one.weight), one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
-    return len(kinds) == 1
-
-
-def _mergeable(linear: nn.Linear) -> bool:
-    """Whether a layer can be merged: its weight must be a plain tensor, not a quantized one, and its `forward` must not
-    be wrapped.
+def _mergeable(linears: list[nn.Linear]) -> bool:
+    """Whether layers can be merged: their weights must be plain tensors of one kind, not quantized ones, and their
+    `forward` must not be wrapped.
     """
-    return type(linear.weight) is nn.Parameter and "forward" not in vars(linear)
+    layouts = {(linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in linears}
+    plain = all(type(linear.weight) is nn.Parameter and "forward" not in vars(linear) for linear in linears)
+    return plain and len(layouts) == 1

@@ -19,27 +19,25 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names them
 
 def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:
     """Use the frequencies of `max_length` tokens for all sequences; returns the number of embeddings changed."""
-    following = [module for module in model.modules() if _rope_types(module) & _LENGTH_DEPENDENT]
+    following = [module for module in model.modules() if not _LENGTH_DEPENDENT.isdisjoint(_rope_types(module).values())]
     for module in following:
         _freeze(module, torch.tensor([[max_length - 1]], device=model.device), model.dtype)
     return len(following)
 
 
-def _rope_types(module: Any) -> set[str]:
+def _rope_types(module: Any) -> dict[str | None, str | None]:
+    """The types of frequencies by type of layer; by None if all layers have the same."""
     kind = getattr(module, "rope_type", None)
-    return set(kind.values()) if isinstance(kind, dict) else {kind} if isinstance(kind, str) else set()
+    return kind if isinstance(kind, dict) else {None: kind}
 
 
 def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
     """Let transformers compute the frequencies for the last position, then make it keep them."""
     like = torch.empty(1, 1, 1, dtype=dtype, device=positions.device)
-    if isinstance(module.rope_type, str):
-        module(like, positions)
-        module.rope_type = "default"
-    else:
-        for layer in module.rope_type:
-            module(like, positions, layer)
-        module.rope_type = dict.fromkeys(module.rope_type, "default")
+    layers = _rope_types(module)
+    for layer in layers:
+        module(like, positions, *([] if layer is None else [layer]))
+    module.rope_type = "default" if None in layers else dict.fromkeys(layers, "default")
 
 
 def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
@@ -49,14 +47,6 @@ def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
     for module, (cos, sin) in embeddings:
         module.forward = partial(_look_up, cos, sin, module.forward)
     return len(embeddings)
-
-
-def compute_angles(model: PreTrainedModel) -> None:
-    """Undo `tabulate_angles`."""
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _look_up:
-            *_, module.forward = forward.args
 
 
 def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

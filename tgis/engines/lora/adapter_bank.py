@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.host_memory import to_device
-from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
+from tgis.prompts.lora import LoraAdapter
 
 ShardFactors = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 _FREE, _NO_ADAPTER = -1, -2
@@ -28,7 +28,7 @@ class AdapterBank:
         """`dtypes` are those of the layers, which may differ in a half-precision model. `shard` takes
         the rank's part of the matrices of a layer.
         """
-        self._shard = shard
+        self._shard = shard or (lambda _name, down, up: (down, up))
         self._dtypes = dtypes
         self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
@@ -110,21 +110,19 @@ class AdapterBank:
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
         columns = self._columns[adapter] = slice(start, start + adapter.rank)
-        layers = adapter.layers if self._shard is None else _shards(adapter, self._shard)
-        for name in layers.keys() - self._buffers.keys():
+        parts = {name: self._shard(name, layer.lora_a, layer.lora_b) for name, layer in adapter.layers.items()}
+        for name in parts.keys() - self._buffers.keys():
             self._addresses_changed = True
-            self._buffers[name] = self._empty(layers[name], self._dtypes[name])
+            self._buffers[name] = self._empty(self._dtypes[name], *parts[name])
         for name, (down, up) in self._buffers.items():
-            layer = layers.get(name)
-            end = start if layer is None else start + len(layer.lora_a)
-            if layer is not None:
-                down[start:end] = layer.lora_a
-                up[start:end] = layer.lora_b
+            end = start
+            if name in parts:
+                end += len(parts[name][0])
+                down[start:end], up[start:end] = parts[name]
             down[end : columns.stop] = 0.0  # so that these columns of `up` add nothing
 
-    def _empty(self, like: LoraLayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        shapes = (self._capacity, like.lora_a.shape[1]), (self._capacity, like.lora_b.shape[1])
-        down, up = (torch.zeros(shape, dtype=dtype, device=like.lora_a.device) for shape in shapes)
+    def _empty(self, dtype: torch.dtype, *like: Tensor) -> tuple[Tensor, Tensor]:
+        down, up = (torch.zeros(self._capacity, x.shape[1], dtype=dtype, device=x.device) for x in like)
         return down, up
 
     def _rebuild_views(self) -> None:
@@ -140,7 +138,3 @@ class AdapterBank:
         self.layers = {name: (down[:width], up[:width]) for name, (down, up) in self._buffers.items()}
         device = next(iter(self.layers.values()))[0].device if self.layers else None
         self._column_owners = torch.tensor(owners, dtype=torch.int64, device=device)
-
-
-def _shards(adapter: LoraAdapter, shard: ShardFactors) -> dict[str, LoraLayerWeights]:
-    return {name: LoraLayerWeights(*shard(name, layer.lora_a, layer.lora_b)) for name, layer in adapter.layers.items()}

@@ -73,7 +73,7 @@ class KVBudget:
     max_batch_size: int
     block_size: int
     to_load: int = 0  # bytes of weights that are not loaded yet
-    extra_blocks: int = 0  # of a sequence, beyond those of its tokens in one row
+    extra_blocks: int = 0  # of a sequence of an encoder-decoder, beyond those of its tokens in one row
 
     def num_blocks(self, block_bytes: int, measure: Measure) -> int:
         """The number of blocks that fit into memory, but no more than the largest batch can fill. StartError for none,
@@ -99,8 +99,8 @@ class KVBudget:
     def _available_bytes(self, measure: Measure) -> int:
         peak = measure() if self.options.estimate_memory != "off" else 0  # first: libraries take memory in a step
         on_cpu = self.device.type == "cpu"
-        counts_exactly = not on_cpu and self.options.estimate_memory == "auto"
+        is_measured = not on_cpu and not self.extra_blocks and self.options.estimate_memory == "auto"
         is_final = self.options.adapter_store is None  # adapters take memory later
-        margin = _EXACT_MARGIN if counts_exactly and is_final else DEFAULT_MARGIN
+        margin = _EXACT_MARGIN if is_measured and is_final else DEFAULT_MARGIN
         free = memory_for_batches(self.options, self.device, margin, self.to_load)
         return min(int(free * _CPU_KV_FRACTION) if on_cpu else free, free - peak)

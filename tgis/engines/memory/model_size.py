@@ -1,7 +1,6 @@
 """Refuse a model that does not fit into memory before any weight is read.
 
-The sizes come from the model built on the meta device. What is converted or packed may take more for a while. Where the
-size is unknown, nothing is refused.
+The sizes come from the model built on the meta device. What is converted or packed may take more for a while.
 """
 
 import copy
@@ -33,16 +32,13 @@ def check_model_fits(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,
-) -> SizedModel | None:
-    """StartError if loading the model as `dtype` needs more memory than is available; None where that is unknown.
+) -> SizedModel:
+    """StartError if loading the model as `dtype` needs more memory than is available.
 
     `auto_class` is one of transformers' AutoModel classes.
     """
-    try:
-        with torch.device("meta"):
-            model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    except (ValueError, RuntimeError):
-        return None  # loading raises a better error, if any
+    with torch.device("meta"):
+        model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     if quantization and quantization.checkpoint:
         quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -115,24 +115,6 @@ class DummyRunner:
         self._engine.release(seqs)
         return peak
 
-    def encoder_peak(self, max_length: int, num_blocks: int) -> int:
-        """Peak of the fullest step of a paged encoder-decoder: the longest input, or the longest output of a sequence
-        that is requeued, beside short inputs.
-        """
-        info = self._engine.info
-        num_short = info.max_batch_size - 1
-        short = max(1, (info.max_prefill_tokens - max_length) // max(num_short, 1))
-        peaks = []
-        for longest in ((max_length, 0), (1, max_length - 1)):  # tokens of input and output
-            lengths = [longest, *[(short, 0)] * num_short]
-            seqs = [self._sequence(*pair, index=index, logprobs=False) for index, pair in enumerate(lengths)]
-            for seq in seqs:
-                length = -(-len(seq.tokens) // info.block_size) + 1
-                seq.block_table = [index % num_blocks for index in range(length)]
-            peaks.append(self._peak(StepPlan.compute_all(seqs)))
-            self._engine.release(seqs)
-        return max(peaks)
-
     def _full_batch_peak(self, max_logprob_tokens: int) -> int:
         """Peak of the largest batch, after smaller ones that show whether it will fit."""
         info = self._engine.info

@@ -21,7 +21,7 @@ from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.onnx.decoder import Decoder, EncoderOutputs, GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.session import Session, cuda_available
+from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.kv_cache import padding_mask
 from tgis.engines.padded.model import (
@@ -52,8 +52,6 @@ def describe_memory(options: EngineOptions) -> list[str]:
 
 
 def _load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
-    if device.type == "cuda" and not cuda_available():
-        raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
     if options.quantize != "none":
         raise StartError(
             f"QUANTIZE={options.quantize} does not work with hf_optimum_ort, which runs graphs as they are"

@@ -48,7 +48,6 @@ class Session:
         self.file = file
         self._device = device
         self._session = _create_session(file, device, threads)
-        self._errors = _onnxruntime_errors()
         self.inputs = {node.name: self._node_arg(node) for node in self._session.get_inputs()}
         self.outputs = {node.name: self._node_arg(node) for node in self._session.get_outputs()}
 
@@ -83,7 +82,7 @@ class Session:
     def _run(self, binding: Any) -> None:
         try:
             self._session.run_with_iobinding(binding)
-        except self._errors as error:
+        except Exception as error:  # those of onnxruntime have no common base class
             if any(sign in str(error) for sign in _OUT_OF_MEMORY_MESSAGES):
                 raise OutOfMemory("the device is out of memory in a pass of onnxruntime") from error
             raise
@@ -95,24 +94,12 @@ class Session:
         return NodeArg(dtype, number, tuple(size if isinstance(size, int) else None for size in node.shape))
 
 
-def cuda_available() -> bool:
-    """Whether the installed onnxruntime supports CUDA."""
-    return _PROVIDERS["cuda"] in _onnxruntime().get_available_providers()
-
-
 def _onnxruntime() -> Any:
     try:
         import onnxruntime  # noqa: PLC0415 - an optional dependency
     except ModuleNotFoundError as error:
         raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install '.[onnx]' in a checkout") from error
     return onnxruntime
-
-
-def _onnxruntime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of onnxruntime, which have no common base class."""
-    state = _onnxruntime().capi.onnxruntime_pybind11_state
-    members = (getattr(state, name) for name in dir(state))
-    return tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))
 
 
 def _create_session(file: Path, device: torch.device, threads: int) -> Any:
@@ -123,9 +110,11 @@ def _create_session(file: Path, device: torch.device, threads: int) -> Any:
     # Between runs the cores belong to the sampler.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     provider = _PROVIDERS[device.type]
+    if provider not in runtime.get_available_providers():
+        raise StartError("the onnxruntime installed has no CUDA: install onnxruntime-gpu, or set CUDA_VISIBLE_DEVICES=")
     selected = (provider, {"device_id": str(device.index or 0)}) if device.type == "cuda" else provider
     try:
         return runtime.InferenceSession(file, options, providers=[selected])
-    except _onnxruntime_errors() as error:
+    except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise StartError(f"onnxruntime cannot load {file}: {reason:.300}") from error

@@ -17,7 +17,6 @@ from tgis.engines.loading.loader import engine_info, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
-from tgis.engines.padded.attention import use_gqa_attention
 from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -88,7 +87,6 @@ class TransformersModel(PaddedModel):
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.model = load_model(options, device)
-        use_gqa_attention(self.model)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self.info = engine_info(

@@ -49,7 +49,7 @@ _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 def describe_memory(options: EngineOptions) -> list[str]:
     """What a start will need. StartError if it would find no room, Unsupported for an encoder-decoder without hooks."""
     unloaded = UnloadedModel(options)
-    if unloaded.config.is_encoder_decoder and unloaded.model is not None:
+    if unloaded.config.is_encoder_decoder:
         cross_attention_modules(unloaded.model)
     if not unloaded.caches:
         return unknown_memory("tgis_native", options)
@@ -98,7 +98,7 @@ class PagedEngine:
             async_decode = runner.device.type == "cuda" and not runner.encoder
         launch_next = self._launch_next if async_decode else None
         self._decoder = AsyncDecoder(self._launch, launch_next, self._prompt_logprobs, block_size)
-        self._drafter = runner.drafter = self._load_drafter()
+        self._drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
     def _describe(self, lookahead: int) -> EngineInfo:
@@ -129,7 +129,7 @@ class PagedEngine:
         if not _drafts(self._options, self.runner.device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
-        return load_drafter(self._options, self.runner.model, "logits_to_keep" in self.runner.arguments, load)
+        return load_drafter(self._options, self.runner.model, load)
 
     @warm_up_errors()
     def warm_up(self) -> None:
@@ -146,7 +146,7 @@ class PagedEngine:
     def warm_up_with(self, num_blocks: int) -> None:
         """Warm up with the blocks of another engine, which is all that uses this one."""
         self.runner.attention.cache = PagedKVCache(num_blocks, self._block_size)
-        self.runner.record_steps(self.runner.dummy_logits(), self.info)
+        self.runner.record_steps(self.info)
 
     def _allocate_cache(self) -> None:
         """Take the memory that the largest step leaves."""
@@ -175,10 +175,10 @@ class PagedEngine:
 
     def _step_bytes(self) -> int:
         """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache
-        takes a part of the memory only.
+        takes a part of the memory only, and for encoder-decoders, which leave a larger margin.
         """
         device, estimate, encodes = self.runner.device, self.runner.model.step_bytes, self.runner.encoder is not None
-        if device.type == "cpu" and estimate:
+        if device.type == "cpu" or encodes:
             return _largest_step(estimate, self._options, device, self.info.max_batch_size, encodes=encodes)
         return profile(self, self._options, device)
 
@@ -239,10 +239,7 @@ class PagedEngine:
         return sum(cache.nbytes for cache in self.caches)
 
     def find_peak(self, runner: DummyRunner) -> int:
-        blocks, longest = self.runner.attention.cache.num_blocks, self._options.max_sequence_length
-        if self.runner.encoder:
-            return runner.encoder_peak(min(longest, self.runner.encoder.max_positions), blocks)
-        return runner.paged_peak(longest, blocks)
+        return runner.paged_peak(self._options.max_sequence_length, self.runner.attention.cache.num_blocks)
 
     def close(self) -> None:
         """Do nothing: the process ends next."""

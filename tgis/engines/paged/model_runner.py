@@ -21,7 +21,7 @@ from tgis.engines.loading.loader import (
     select_device,
     select_kernels,
 )
-from tgis.engines.loading.rope import compute_angles, tabulate_angles
+from tgis.engines.loading.rope import tabulate_angles
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import model_inputs
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
@@ -40,7 +40,6 @@ from tgis.engines.paged.self_check import (
     verify_steps,
 )
 from tgis.engines.sharding.collectives import least_of_ranks, reduces_in_kernels
-from tgis.engines.speculation.proposals import Drafter
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.prompts.lora import LoraAdapter
@@ -78,7 +77,6 @@ class ModelRunner:
         self.embed_tokens = decoder.get_input_embeddings()
         self.compiled: CompiledLayers | None = None
         self.graphs: DecodeGraphs | RecordedSteps | None = None
-        self.drafter = Drafter()  # is told what has been computed
         self._verify_attention()
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -92,7 +90,6 @@ class ModelRunner:
         if self.encoder and batch.encoder:
             self.encoder.encode(batch.encoder)
         replayed = self.graphs.run(batch) if self.graphs else None
-        self.drafter.computed(None if replayed is None or batch.attention.chunks else batch.logits_indices)
         return self._forward(batch) if replayed is None else replayed
 
     def optimize(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
@@ -107,7 +104,7 @@ class ModelRunner:
         if on_cuda:
             self.capture_graphs(cuda_capture(), eager_logits, info)
         if not self.compiled:
-            self.record_steps(eager_logits, info)
+            self.record_steps(info)
 
     def dummy_logits(
         self, adapter: LoraAdapter | None = None, tokens: Iterable[int] = range(1, 14), output: Iterable[int] = (14,)
@@ -119,10 +116,10 @@ class ModelRunner:
         seq.adapter = adapter
         return step_logits(self.compute_logits, seq, (len(seq.tokens) - 1, 1))
 
-    def record_steps(self, eager_logits: torch.Tensor, info: EngineInfo) -> None:
+    def record_steps(self, info: EngineInfo) -> None:
         """Record steps from now on, where C kernels compute them."""
         if self.kernels and self.attention.runs_cpu_kernel and reduces_in_kernels(self.model):
-            self._tabulate_angles(eager_logits)
+            tabulate_angles(self.model, self._max_blocks * self._block_size)
             inputs = self._static_inputs(max(info.max_batch_size, 1 + info.proposed_tokens))
             self.graphs = RecordedSteps(self._forward, self.kernels, inputs, info.max_prefill_tokens)
             for _ in ("recorded", "verified"):
@@ -146,11 +143,10 @@ class ModelRunner:
         """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""
         self.attention.batch = batch
         arguments = model_inputs(self.embed_tokens, batch.input_ids[None], batch.spans)
-        selects = self.encoder is not None or "logits_to_keep" in self.arguments
         if self.encoder:
             arguments = self.encoder.decoder_arguments(batch, arguments)
         else:
-            if selects and not batch.all_logits:
+            if not batch.all_logits:
                 arguments["logits_to_keep"] = batch.logits_indices
             # Compiled graphs guard the storage offset of a view, which differs from step to step.
             arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
@@ -160,8 +156,7 @@ class ModelRunner:
             return logits
 
         with self.lora.using(batch.adapters):
-            logits = self.compiled.run(forward) if self.compiled else forward()
-        return logits if selects or batch.all_logits else logits[batch.logits_indices]
+            return self.compiled.run(forward) if self.compiled else forward()
 
     def _verify_attention(self) -> None:
         """Replace the model's attention, for good; Unsupported if that changes what the model gives."""
@@ -197,17 +192,6 @@ class ModelRunner:
         blocks = -(-len(tokens + output) // self._block_size) + EXTRA_BLOCKS
         self.attention.cache = PagedKVCache(blocks, self._block_size, kv_dtype)
         return self.dummy_logits(tokens=tokens, output=output)
-
-    def _tabulate_angles(self, eager_logits: torch.Tensor) -> None:
-        """Look rotary angles up in tables, unless steps with the tables differ from eager ones."""
-        if not tabulate_angles(self.model, self._max_blocks * self._block_size):
-            return
-        try:
-            dtype = _CODED if self.attention.cache.kv_dtype else self.model.dtype
-            verify_steps("tabulated", self.dummy_logits(), eager_logits, dtype)
-        except Unsupported as error:
-            compute_angles(self.model)
-            log.warning("the model computes its rotary embeddings in every step: %s", error)
 
     def _compile(self, eager_logits: torch.Tensor) -> None:
         """Compile the model's layers; where that fails, steps run eagerly."""

@@ -98,11 +98,10 @@ class RecordedDecodes:
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         count = batch.attention.num_decodes
-        if len(batch.logits_indices) != count or not self._inputs.fit(batch):
+        if not batch.all_logits or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
-        logits = self._run(count, batch.adapters.version if batch.adapters else None)
-        return logits if batch.all_logits else logits[batch.logits_indices]
+        return self._run(count, batch.adapters.version if batch.adapters else None)
 
     def _run(self, count: int, adapters: int | None) -> Tensor:
         batch = self._inputs.batch(count, adapters)

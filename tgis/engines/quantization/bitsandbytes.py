@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from tgis.engines.quantization.checkpoint import LayerTensors
+from tgis.engines.quantization.checkpoint import Format, LayerTensors
 from tgis.engines.quantization.weight import INT8, QuantizedWeight
 from tgis.errors import StartError
 
 
-class BitsAndBytesFormat:
+class BitsAndBytesFormat(Format):
     """`weight` int8 [out, in] and `SCB` [out], the value of the code 127."""
 
     marks = frozenset({"SCB"})
@@ -23,9 +23,6 @@ class BitsAndBytesFormat:
                 f"quantization_config.bnb_4bit_quant_type {kind!r:.20} is not supported: serve a GPTQ, AWQ or GGUF "
                 "checkpoint of the model, or the plain model with QUANTIZE=int8 or int4"
             )
-
-    def shape(self, tensors: LayerTensors) -> tuple[int, int]:
-        return tensors.shape("weight")
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         if "weight_format" in tensors and tensors["weight_format"].any():

@@ -44,14 +44,7 @@ class QuantizedLayer:
                 raise StartError(f"{self.name} has {[*values.shape]} {kind}s, not {groups}")
             if values is not None and not values.isfinite().all():
                 raise StartError(f"{self.name} has a {kind} that is NaN or infinite")
-        if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
-            raise StartError(f"{self.name} has an order of its {inputs} inputs that is none")
         return weight
-
-    def in_memory(self) -> "QuantizedLayer":
-        """The layer after its weight has been read, which stays in memory."""
-        weight = self.checked()
-        return replace(self, read=lambda: weight)
 
     def unrounded(self) -> "QuantizedLayer":
         """The layer without rounding of its activations."""
@@ -171,6 +164,7 @@ class Format(Protocol):
 
     def shape(self, tensors: LayerTensors) -> tuple[int, int]:
         """[out, in], told from the shapes of the tensors."""
+        return tensors.shape("weight")
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         """StartError or ValueError for tensors that do not fit together."""

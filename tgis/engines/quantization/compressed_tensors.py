@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,7 @@ from tgis.errors import StartError
 log = logging.getLogger(__name__)
 
 _STEPS = 127.5  # half of the range of int8
-_MAX_PATTERN, _MATCH_SECONDS = 300, 10.0  # characters; for all patterns and layers together
+_MAX_PATTERN, _MATCH_SECONDS = 300, 10.0  # characters; for a layer
 _EMBEDDING = regex.compile(r"(emb[^.]*|wte|wpe|shared)$")
 _Format = Literal["dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"]
 _Type = Literal["int", "float"]
@@ -98,7 +97,7 @@ class CompressedTensorsFormat:
     def __init__(self, config: Mapping[str, Any]) -> None:
         checked = msgspec.convert(config, _Config)
         groups = checked.config_groups.values()
-        self._ignored, self._seconds = checked.ignore or [], _MATCH_SECONDS
+        self._ignored = checked.ignore or []
         targets = {target: group for group in groups for target in group.targets}
         self._groups = dict(sorted(targets.items(), key=lambda item: ("re:" in item[0], item[0])))
         self._by_layer: dict[str, tuple[_Weights, _Inputs | None]] = {}
@@ -151,15 +150,13 @@ class CompressedTensorsFormat:
     def _matches(self, layer: str, target: str) -> bool:
         if not target.startswith("re:"):
             return layer == target
-        pattern, started = target.removeprefix("re:"), time.monotonic()
+        pattern = target.removeprefix("re:")
         if len(pattern) > _MAX_PATTERN or "{" in pattern:  # counts may take any memory
             raise StartError(f"quantization_config: the pattern {pattern!r:.60} is too long, or has a count")
         try:
-            return regex.match(pattern, layer, timeout=self._seconds) is not None
+            return regex.match(pattern, layer, timeout=_MATCH_SECONDS) is not None
         except (regex.error, TimeoutError) as error:
             raise StartError(f"quantization_config: the pattern {pattern!r:.60}: {error}") from error
-        finally:
-            self._seconds = max(self._seconds - (time.monotonic() - started), 1e-3)
 
 
 def _zeros(tensors: LayerTensors, weights: _Weights, shape: tuple[int, int]) -> Tensor:  # [out, groups]

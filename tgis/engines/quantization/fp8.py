@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tgis.engines.quantization.checkpoint import LayerTensors, Size
+from tgis.engines.quantization.checkpoint import Format, LayerTensors, Size
 from tgis.engines.quantization.weight import E4M3, QuantizedWeight
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ class _Config(msgspec.Struct):
     weight_block_size: tuple[Size, Size] | None = None
 
 
-class Fp8Format:
+class Fp8Format(Format):
     """`weight` [out, in]; `weight_scale_inv` or `weight_scale` of blocks of `weight_block_size`, or of the tensor."""
 
     marks = frozenset({"weight_scale_inv", "weight_scale"})
@@ -26,9 +26,6 @@ class Fp8Format:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._block = msgspec.convert(config, _Config).weight_block_size
         log.info("quantization_config has activations in 8-bit floats, which stay in DTYPE")
-
-    def shape(self, tensors: LayerTensors) -> tuple[int, int]:
-        return tensors.shape("weight")
 
     def read(self, tensors: LayerTensors) -> QuantizedWeight:
         codes, shape = tensors.codes(torch.float8_e4m3fn), self.shape(tensors)

@@ -140,19 +140,13 @@ class Sharding:
         return is_ragged or style in (IN_BLOCKS, BY_HEADS) or (by_kv_heads and self._kv_heads % self._count > 0)
 
     def _keep_groups(self, model: PreTrainedModel) -> None:
-        """Shard quantized layers with act-order, whose groups have inputs of several ranks, by outputs. StartError if
-        groups of another layer would be cut.
-        """
+        """Shard quantized layers with act-order, whose groups have inputs of several ranks, by outputs."""
         quantized = [name for name, module in model.named_modules() if hasattr(module, "quantized")]
-        weights = dict[str, Any]()
         for pattern, name in _one_of_each_kind(quantized, self._plan).items():
             module: Any = model.get_submodule(name)
-            module.quantized = module.quantized.in_memory()
-            weights[name] = module.quantized.read()
-            if weights[name].order is not None:
+            if module.quantized.checked().order is not None:
                 splits = self._plan[pattern] in _SPLIT_INPUT
                 self._plan[pattern] = "colwise_gather_output" if splits else _GATHERED_INPUT
-        check_groups(weights, model.config, self._count)
 
     def _shard_layer(self, module: Any, name: str, style: str, parts: dict[nn.Parameter, nn.Parameter]) -> None:
         is_input = style in _ROWWISE or style == BY_HEADS
@@ -236,11 +230,8 @@ class Sharding:
         dim = bias.dim() - 3
         if dim < 0 or bias.shape[dim] % self._heads:
             return bias
-        return (
-            bias.unflatten(dim, (-1, self._count, self._heads // self._count))
-            .select(dim + 1, self._rank)
-            .flatten(dim, dim + 1)
-        )
+        by_rank = bias.unflatten(dim, (-1, self._count, self._heads // self._count))
+        return by_rank.select(dim + 1, self._rank).flatten(dim, dim + 1)
 
     def _split_input(self, module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
         first = self._rank * -(-args[0].shape[-1] // self._count)

@@ -41,15 +41,13 @@ class DraftEngine(Engine, Protocol):
 
 
 def load_drafter(
-    options: EngineOptions, model: PreTrainedModel, selects: bool, load: Callable[[EngineOptions], DraftEngine]
+    options: EngineOptions, model: PreTrainedModel, load: Callable[[EngineOptions], DraftEngine]
 ) -> Drafter:
-    """The draft model of `model`, loaded as an engine by `load`, or its MLP speculator. `selects`: `model` computes
-    only the logits asked for. StartError if the two do not fit together.
+    """The draft model of `model`, loaded as an engine by `load`, or its MLP speculator. StartError if the two do not
+    fit together.
     """
     path, name = options.speculator_path or "", type(model).__name__
     if config := _mlp_config(path, model):
-        if not selects:
-            raise StartError(f"{path}: {name} computes all logits, and takes no MLP speculator")
         rows = max(options.max_batch_size or DEFAULT_MAX_BATCH_SIZE["cpu"], 1 + options.speculation_max_tokens)
         with library_errors(path):
             return MLPSpeculator(Path(path), config, model, rows)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Self
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, linear
 from transformers import PreTrainedModel
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
 from tgis.engines.memory.available import available_memory
+from tgis.engines.quantization.checkpoint import read_tensors
 from tgis.engines.speculation.proposals import Drafter
 from tgis.errors import StartError
 from tgis.utils.logs import format_bytes
@@ -78,8 +78,7 @@ class MLPSpeculator(Drafter):
         self.max_tokens, self._config = config.n_predict, config
         self._stages = _read(path, config, model.dtype)
         self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: computed tokens, last hidden state
-        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # of the last pass
-        self._rows: Tensor | None = None  # rows of the states in the order of the logits; None: all
+        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # in the order of the logits
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
@@ -94,17 +93,13 @@ class MLPSpeculator(Drafter):
         limited = [(seq, tokens[: plan.drafts[seq.id]]) for seq, tokens in zip(asked, drafts, strict=True)]
         return {seq.id: tokens[: seq.num_allowed(tokens)] for seq, tokens in limited}
 
-    def computed(self, rows: Tensor | None) -> None:
-        self._rows = rows
-
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the hidden states behind the newest tokens."""
         first = 0
         for seq, tokens in zip(plan.sampled, result.tokens, strict=True):
             proposed = len(plan.proposals.get(seq.id, ()))
             kept = min(max(len(tokens) - 1, 0), proposed)
-            state = self._states[first + kept if self._rows is None else self._rows[first + kept]]
-            self._known[seq.id] = len(seq.tokens) + kept, state.clone()
+            self._known[seq.id] = len(seq.tokens) + kept, self._states[first + kept].clone()
             first += 1 + proposed
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -140,15 +135,11 @@ def _read(path: Path, config: MLPConfig, dtype: torch.dtype) -> list[list[Tensor
     shapes, needed, free = config.all_shapes(), config.num_bytes(dtype), available_memory(torch.device("cpu"))
     if needed > free:
         raise StartError(f"{path} is too big: it takes {format_bytes(needed)}, and {format_bytes(free)} are free")
-    loaded: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for full in tensors.keys():  # noqa: SIM118 - it is no dict
-                name = full.removeprefix("speculator.")
-                if name in shapes:
-                    if (shape := tuple(tensors.get_slice(full).get_shape())) != shapes[name]:
-                        raise StartError(f"{file}: {full} has the shape {[*shape]}, not {[*shapes[name]]}")
-                    loaded[name] = tensors.get_tensor(full).to(dtype)
-    if missing := sorted(shapes.keys() - loaded):
+    tensors = {name.removeprefix("speculator."): tensor for name, tensor in read_tensors(path)[0].items()}
+    if missing := sorted(shapes.keys() - tensors):
         raise StartError(f"{path}: {len(missing)} tensors of an MLP speculator are missing, {missing[0]} for one")
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise StartError(f"{path}: {name} has the shape {[*tensors[name].shape]}, not {[*shape]}")
+    loaded = {name: tensors[name].to(dtype) for name in shapes}
     return [[loaded[name] for name, _ in config.shapes(stage)] for stage in range(config.n_predict)]

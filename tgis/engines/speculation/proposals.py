@@ -10,7 +10,6 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import StepResult
@@ -72,9 +71,6 @@ class Drafter:
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:  # noqa: ARG002
         """Drafts for the sequences that the plan asks for, by request id; some may be missing or shorter."""
         return {}
-
-    def computed(self, rows: Tensor | None) -> None:
-        """A pass was computed; its logits are those of the tokens `rows`, or of all selected tokens."""
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
         """The step has succeeded."""
