@@ -36,7 +36,7 @@ def options_for(model: Path, **changes: Any) -> EngineOptions:
     return engine_options(model, ROWS, **SETTINGS | changes)
 
 
-MLP = {"model_type": "mlp_speculator", "vocab_size": 12_000, "emb_dim": 512, "inner_dim": 256, "n_predict": 1}
+MLP = {"model_type": "mlp_speculator", "vocab_size": 12_000, "emb_dim": 256, "inner_dim": 256, "n_predict": 1}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ class TokenEmbeddings:
         halves: dict[Tensor, Tensor] = {}
         for embedding in self._embeddings:
             is_wrapped = not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding)
-            if is_wrapped or (dtype := embedding.weight.dtype) not in DTYPES:
+            is_shared = hasattr(embedding, "sharding")  # among ranks, each of which has some of the rows
+            if is_wrapped or is_shared or (dtype := embedding.weight.dtype) not in DTYPES:
                 continue
             if head and embedding.weight is self._head_weight:
                 packed, tile_n = head.packed, TILE_N
