@@ -30,7 +30,7 @@ from demo.fetch import ensure
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine
-from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, our_gemms
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, our_gemms
 from tgis.engines.kernels.cpu.library import ISAS, CpuKernels, cpu_flags, load_kernels
 from tgis.engines.kernels.cpu.quantized import QuantizedGemm, stored
 from tgis.engines.quantization.weight import ActivationCodes, quantize
@@ -94,7 +94,7 @@ def _multiply_add_g_s(kernels: CpuKernels | None, dtype: torch.dtype) -> float:
 
 def measure_linear_layers(weights: list[Tensor], kernels: CpuKernels | None) -> dict[str, Times]:
     """Milliseconds of all linear layers by GEMM and number of rows: the best of runs that alternate between GEMMs."""
-    makers = [_gemms(weight, kernels) | _quantized_gemms(kernels) for weight in weights]
+    makers = [_gemms(weight, kernels) | _half_gemms(weight, kernels) | _quantized_gemms(kernels) for weight in weights]
     names = list(makers[0])
     layers = {name: [made[name](weight) for made, weight in zip(makers, weights, strict=True)] for name in names}
     found: dict[str, Times] = {name: {} for name in names}
@@ -114,6 +114,17 @@ def _multiply(layers: list[Gemm], inputs: list[Tensor]) -> None:
 def _gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
     onednn: dict[str, MakeGemm] = {"onednn": OneDnnGemm} if OneDnnGemm.supports(weight) else {}
     return our_gemms(weight, kernels, weight.dtype) | onednn
+
+
+def _half_gemms(weight: Tensor, kernels: CpuKernels | None) -> dict[str, MakeGemm]:
+    """GEMMs with weights in 16 bits beside float32."""
+    if kernels is None or weight.dtype != torch.float32:
+        return {}
+
+    def make(half: torch.dtype, weight: Tensor) -> Gemm:
+        return CpuGemm(weight.to(half), kernels, torch.float32)
+
+    return {str(half): partial(make, half) for half in (torch.bfloat16, torch.float16)}
 
 
 def _quantized_gemms(kernels: CpuKernels | None) -> dict[str, MakeGemm]:

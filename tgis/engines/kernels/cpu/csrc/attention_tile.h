@@ -71,7 +71,7 @@ INLINE void score_rows(
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
                 for (int j = 0; j < GEMM_COLUMNS; j++)
-                    sums[r][j] = multiply_add(sums[r][j], q + r * k_size + step * PAIR, keys[j] + step * PANEL * PAIR);
+                    sums[r][j] = multiply_add(sums[r][j], q + r * k_size + step * PAIR, keys[j] + step * PANEL * PAIR, 0);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
@@ -101,7 +101,7 @@ INLINE void weigh_columns(
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
                 for (int j = 0; j < columns; j++)
-                    own[r][j] = multiply_add(own[r][j], weights[r] + panel * PANEL + step * PAIR, values + j * LANES * PAIR);
+                    own[r][j] = multiply_add(own[r][j], weights[r] + panel * PANEL + step * PAIR, values + j * LANES * PAIR, 0);
         }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)

@@ -126,12 +126,14 @@ INLINE void multiply_rows(
                 __builtin_prefetch(next + step * next_step);
                 __builtin_prefetch(next + step * next_step + CACHE_LINE);
             }
+#pragma GCC unroll 2
+            for (int turn = 0; turn < TURNS; turn++)
 #pragma GCC unroll 8
-            for (int row = 0; row < rows; row++)
-                for (int i = 0; i < VECTORS; i++) {
-                    const packed_t *w = weights + (step * TILE_N + first + i * LANES) * PAIR;
-                    tile[row][i] = multiply_add(tile[row][i], x + row * x_stride + step * PAIR, w);
-                }
+                for (int row = 0; row < rows; row++)
+                    for (int i = 0; i < VECTORS; i++) {
+                        const packed_t *w = weights + (step * TILE_N + first + i * LANES) * PAIR;
+                        tile[row][i] = multiply_add(tile[row][i], x + row * x_stride + step * PAIR, w, turn);
+                    }
         }
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++)

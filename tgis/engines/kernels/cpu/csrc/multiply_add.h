@@ -12,6 +12,13 @@
 #define PAIR 1
 #endif
 
+/* A pair of bfloat16 beside float32 is multiplied in two turns, for all rows each: widened, both need too many registers. */
+#if defined(BY_BF16)
+#define TURNS 2
+#else
+#define TURNS 1
+#endif
+
 /* Packed elements have the type of x, or beside float32 one of 16 bits. */
 #if defined(BY_BF16) || defined(BY_F16)
 typedef uint16_t packed_t;
@@ -64,10 +71,10 @@ static inline scalar_t unpack(packed_t x) {
 #endif
 }
 
-/* sums += x (PAIR elements, the same for all lanes) * packed (PAIR elements for each lane); of bfloat16 the second product
-   first, as the CPU adds them, of float32 the first one. */
+/* sums += x (PAIR elements, the same for all lanes) * packed (PAIR elements for each lane), of bfloat16 the second product
+   first, as the CPU adds them; or one of the TURNS of this. */
 INLINE f32_vec multiply_add(
-    f32_vec sums, const operand_t *x, const packed_t *packed
+    f32_vec sums, const operand_t *x, const packed_t *packed, const int turn
 ) {
 #if BF16 && defined(__AVX512BF16__)
     int32_t pair;
@@ -83,9 +90,9 @@ INLINE f32_vec multiply_add(
 #elif PAIR == 2
     u32_vec pairs;
     memcpy(&pairs, packed, sizeof pairs);
-    const f32_vec first = (f32_vec)(pairs << 16), second = (f32_vec)(pairs & 0xffff0000);
-    if (BF16) return sums + x[1] * second + x[0] * first;
-    return sums + x[0] * first + x[1] * second;
+    if (TURNS == 2) return sums + x[turn] * (f32_vec)(turn ? pairs & 0xffff0000 : pairs << 16);
+    sums += x[1] * (f32_vec)(pairs & 0xffff0000);
+    return sums + x[0] * (f32_vec)(pairs << 16);
 #elif defined(BY_F16)
     return sums + *x * load_f16(packed);
 #else
