@@ -134,6 +134,12 @@ def test_messages(
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
 
 
+def test_a_stop_sequence_counts_from_the_last_token_of_the_minimum_on(decoder: TokenDecoder) -> None:
+    steps = [ids(decoder, letter) for letter in "abcd"]
+    texts = [unary(decoder, params(["b"], tokens=False, minimum=minimum), steps).text for minimum in (1, 2, 3)]
+    assert texts == ["ab", "ab", "abcd"]
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_is_raised_after_the_tokens_before_it(decoder: TokenDecoder, late: bool) -> None:
     output, chunks = builder(decoder, params([], tokens=True)), list[RequestOutput]()

@@ -124,6 +124,14 @@ async def test_tls_follows_changes_of_its_files(mutual: bool, secret: Secret, tm
 
 
 @run_async
+async def test_a_token_that_nobody_checks_makes_no_other_client() -> None:
+    async with serving() as (probes, _), aiohttp.ClientSession(f"http://127.0.0.1:{probes}") as client:
+        said = [{}, {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}]
+        answers = [await client.get("/identity", headers=headers) for headers in said]
+        assert len({await answer.text() for answer in answers}) == 1
+
+
+@run_async
 async def test_a_client_certificate_is_the_same_client_over_grpc(secret: Secret, tmp_path: Path) -> None:
     certificates = Certificates(secret.files(mutual=True))
     identities: list[bytes] = []

@@ -1,6 +1,7 @@
 """From outputs of the generator to the answers of the OpenAI API, field by field."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from tables import table
 
 from tgis.api.openai.completions import split_prompt
 from tgis.api.openai.errors import ERRORS
+from tgis.api.openai.logprobs import TokenTexts
 from tgis.errors import InvalidRequest
+from tgis.frontend.output import TokenInfo
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "hello"}]}
@@ -113,3 +116,10 @@ def test_prompts(prompt: Any, expected: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         split_prompt(prompt, max_prompts=4, max_tokens=10)
     assert (caught.value.field, caught.value.detail) == ("prompt", expected)
+
+
+def test_text_offsets_count_characters() -> None:
+    texts = ["é", "日本", "b"]
+    decoder: Any = SimpleNamespace(token_bytes=lambda _previous, id_: texts[id_].encode())
+    infos = [TokenInfo(id_, text, -0.5, 1, []) for id_, text in enumerate(texts)]
+    assert TokenTexts(decoder).completion_logprobs(infos, 0).text_offset == [0, 1, 3]
