@@ -6,6 +6,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from slow_cases import slow_except
 from tiny_models import DECODER_START, EOS, VOCAB_SIZE, check_best, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tgis.engines.padded.model import MAX_PREFILL_TOKENS
-from tgis.ipc.request import LogprobOptions
+from tgis.batcher.sequence import Sequence
+from tgis.engines.padded.model import MAX_PREFILL_TOKENS, TransformersModel
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.soft_prompt import SoftPrompt
 
 
@@ -34,6 +37,11 @@ def glassllm(glassllm_dir: Path) -> Any:
 def embeddings_of(reference: Any, tokens: list[int], version: int = 1) -> SoftPrompt:
     """A soft prompt of the embeddings of these tokens."""
     return SoftPrompt(version, reference.get_input_embeddings().weight.detach()[tokens])
+
+
+def test_placeholders_are_no_history_of_a_repetition_penalty() -> None:
+    seq, engine = Sequence(Request(1, [0, 0, 5, 6], 9, adapter=AdapterRef("p", 2, 0, 1, 1)), 0.0), mock.Mock()
+    assert TransformersModel.token_history(engine, seq) == [5, 6]
 
 
 def test_a_prompt_of_token_embeddings_equals_these_tokens(setup: EngineSetup, glassllm: Any) -> None:
