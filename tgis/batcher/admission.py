@@ -71,7 +71,7 @@ class PaddedAdmission:
         self._counters = counters
         seqs = [(len(seq.tokens), seq.num_remaining_tokens) for seq in running]
         self._peak_estimator = PeakEstimator(seqs, limits.padded, capacity.context_tokens)
-        self._lengths: list[int] = []  # of the prompts that join
+        self._joining_lengths: list[int] = []
         self._alone = not running
 
     def wait_reason(self, seq: Sequence) -> WaitReason | None:
@@ -82,7 +82,7 @@ class PaddedAdmission:
             return None  # checked at start
         if not self._peak_estimator.fits(*_after_prefill(seq)):
             return WaitReason.MEMORY
-        lengths = [*self._lengths, len(seq.tokens)]
+        lengths = [*self._joining_lengths, len(seq.tokens)]
         num_tokens = padded_tokens(lengths, self._limits.padded)
         if len(lengths) > 1 and num_tokens > self._capacity.prefill_tokens:
             self._counters.prefill_weight_exceeded += 1
@@ -97,7 +97,7 @@ class PaddedAdmission:
         self._counters.granular_additions += not (self._alone or self._peak_estimator.fits_worst_case(*after))
         self._alone = False
         self._peak_estimator.add(*after)
-        self._lengths.append(len(seq.tokens))
+        self._joining_lengths.append(len(seq.tokens))
 
 
 def _after_prefill(seq: Sequence) -> tuple[int, int]:

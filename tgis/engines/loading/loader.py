@@ -198,8 +198,8 @@ def _optimize(
         from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
 
         gemms = DeviceGemms(quantization, device)
-    kinds: set[type] = set()  # of the modules that a pass calls
-    with register_module_forward_pre_hook(lambda module, _: kinds.add(type(module))):
+    called_classes: set[type] = set()
+    with register_module_forward_pre_hook(lambda module, _: called_classes.add(type(module))):
         merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     log.info("merged %d linear layers into wider ones", merged)
     if gemms:
@@ -208,7 +208,7 @@ def _optimize(
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
-        fused = fuse(model, kernels, kinds)
+        fused = fuse(model, kernels, called_classes)
         if kernels:
             embeddings.pack(model, kernels)
         log.info(

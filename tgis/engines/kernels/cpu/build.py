@@ -32,7 +32,8 @@ _TIMEOUT_SECONDS = 300.0
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-EXTENSIONS: dict[str, dict[str, tuple[str, ...]]] = {  # by architecture and library, as Linux calls them
+# What a library uses of the CPU, in the names of /proc/cpuinfo; by architecture.
+EXTENSIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "generic": (),
         "avx2": _AVX2,

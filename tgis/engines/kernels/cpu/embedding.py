@@ -36,12 +36,15 @@ class PackedEmbedding(nn.Embedding):  # type: ignore[misc]
 
 
 class TokenEmbeddings:
-    """The embeddings of a model, or of its encoder and decoder, and the weight of its logits before this is packed."""
+    """The embeddings of a model, or of its encoder and decoder, and which share the weight of the logits: known only
+    before this is packed.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         parts = (model.get_encoder(), model.get_decoder()) if model.config.is_encoder_decoder else (model,)
         self._embeddings = {part.get_input_embeddings() for part in parts}
-        self._head_weight = model.get_output_embeddings().weight
+        head = model.get_output_embeddings()
+        self._tied = {embedding for embedding in self._embeddings if getattr(embedding, "weight", None) is head.weight}
 
     def pack(self, model: PreTrainedModel, kernels: CpuKernels) -> None:
         """Replace in place those whose forward is not wrapped."""
@@ -53,7 +56,7 @@ class TokenEmbeddings:
             is_shared = hasattr(embedding, "sharding")  # among ranks, each of which has some of the rows
             if is_wrapped or is_shared or (dtype := embedding.weight.dtype) not in DTYPES:
                 continue
-            if head and embedding.weight is self._head_weight:
+            if head and embedding in self._tied:
                 packed, tile_n = head.packed, TILE_N
             else:
                 packed, tile_n = halves.setdefault(embedding.weight, smallest(embedding.weight.detach(), dtype)), 1

@@ -21,9 +21,9 @@ _Replace = Callable[[nn.Module, CpuKernels], nn.Module | None]
 _REPLACEMENTS: tuple[_Replace, ...] = as_gated_mlp, as_norm, as_activation  # whole MLPs first: they contain the others
 
 
-def fuse(model: PreTrainedModel, kernels: CpuKernels | None, kinds: Collection[type] | None = None) -> int:
+def fuse(model: PreTrainedModel, kernels: CpuKernels | None, called_classes: Collection[type] | None = None) -> int:
     """Replace norms, activations, rotary embeddings and soft caps of logits in a CPU model; how many were replaced.
-    `kinds`: the classes of the modules that a pass calls; others, such as those of images, are left as they are.
+    Only modules of `called_classes`, those that a pass calls, are tried: others, such as those of images, stay.
     """
     if kernels is None or model.dtype not in DTYPES:
         return 0
@@ -31,7 +31,7 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None, kinds: Collection[t
     for replace in _REPLACEMENTS:
         for path, parent in [*model.named_modules()]:
             for name, child in [*parent.named_children()]:
-                called = kinds is None or type(child) in kinds
+                called = called_classes is None or type(child) in called_classes
                 if called and (module := _replaced(replace, child, kernels, f"{path}.{name}")):
                     setattr(parent, name, module)
                     count += 1
