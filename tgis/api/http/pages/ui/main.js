@@ -9,6 +9,7 @@ const PARAMETERS = [
 
 let turns = []; // of the chat: its answers, with their questions
 let running = null; // the answer that is being generated
+let edited = null; // the turn that the next message replaces
 let connection = 0; // the latest: what an earlier one still waits for is ignored
 let timer = 0; // of what the connection does next
 
@@ -160,32 +161,44 @@ function bringBack() {
   } catch {} // there is none
 }
 
+// A turn is replaced only together with those after it, which cannot be brought back.
+function mayReplace(answer) {
+  const later = answer.kind === 'chat' ? turns.length - 1 - turns.indexOf(answer) : 0;
+  return later < 1 || confirm(`This also removes what follows in the chat: ${later} more answer${later > 1 ? 's' : ''}.`);
+}
+
 // The chat as it was before a turn; what came after is returned.
 function cut(answer) {
   const cutOff = turns.slice(turns.indexOf(answer));
   for (const turn of cutOff) turn.article.remove();
   turns = turns.filter((turn) => !cutOff.includes(turn));
+  edited = null;
   return cutOff;
+}
+
+// Asks in place of a turn and of those after it, which stay if nothing is answered. Returns whether there is an answer.
+async function replace(answer, question) {
+  const cutOff = answer.kind === 'chat' ? cut(answer) : [];
+  if (await ask(answer.kind, question)) return true;
+  for (const turn of cutOff) turn.log.append(turn.article);
+  turns.push(...cutOff);
+  keep();
+  return false;
 }
 
 const ACTION = {
   copy: (answer, button) => copy(answer.text, button),
 
   edit(answer) {
-    if (answer.kind === 'chat') cut(answer);
-    keep();
+    edited = answer.kind === 'chat' ? answer : null;
     field.text.value = answer.question;
     field.text.focus();
   },
 
   async regenerate(answer) {
+    if (!mayReplace(answer)) return;
     const typed = field.text.value;
-    const cutOff = answer.kind === 'chat' ? cut(answer) : [];
-    if (await ask(answer.kind, answer.question)) return;
-    for (const turn of cutOff) turn.log.append(turn.article);
-    turns.push(...cutOff);
-    field.text.value = typed;
-    keep();
+    if (!await replace(answer, answer.question)) field.text.value = typed;
   },
 
   curl(answer, button) {
@@ -257,13 +270,19 @@ function switchMode() {
   byId('keys').textContent = chat ? 'Enter sends, Shift+Enter is a new line' : 'Ctrl+Enter sends';
 }
 
-form.addEventListener('submit', (event) => {
+form.addEventListener('submit', async (event) => {
   event.preventDefault();
   if (running) return;
   const question = field.text.value;
   const asked = mode();
+  const turn = asked === 'chat' ? edited : null;
+  if (turn && !mayReplace(turn)) return;
   if (asked === 'chat') field.text.value = '';
-  ask(asked, question);
+  if (!turn) await ask(asked, question);
+  else if (!await replace(turn, question)) edited = turn;
+});
+field.text.addEventListener('input', () => { // without a text there is nothing left of the edit
+  if (!field.text.value) edited = null;
 });
 form.addEventListener('invalid', ({ target }) => { // a field that is hidden cannot say so
   if (byId('parameters').contains(target)) byId('parameters').open = true;
@@ -277,6 +296,7 @@ byId('clear').addEventListener('click', () => {
   const log = byId(mode());
   if (running?.log === log) running.aborter.abort();
   if (mode() === 'chat') turns = [];
+  edited = null;
   keep();
   hideCard();
   log.replaceChildren();
@@ -299,7 +319,7 @@ document.addEventListener('click', ({ target }) => {
   if (target.matches('.copies')) copy(target.closest('.code').querySelector('code').textContent, target);
   if (target.matches('.actions button') && !running) ACTION[target.name](answers.get(target.closest('article')), target);
 });
-addEventListener('pagehide', keep);
+addEventListener('pagehide', () => running && keep()); // else it is kept, perhaps by another tab
 
 document.addEventListener('pointerover', ({ target }) => {
   const span = target.closest('.token');
