@@ -26,7 +26,7 @@ from tiny_models import (
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
 from tgis.ipc.request import Request
 
-CONFIGS = {"Llama": make_wide_config("Llama", **LONG), "T5": WIDE_ENCODER_DECODERS["T5"]}
+CONFIGS = {"Llama": make_wide_config("Llama", **LONG), **WIDE_ENCODER_DECODERS}
 ISAS_OF = {"AVX2": ("avx2", "avx2_vnni"), "AVX512": ("avx512", "avx512_vnni", "avx512_bf16")}
 
 
@@ -49,8 +49,11 @@ def print_answers(isas: list[str], models: list[Path]) -> None:
         print(isa, model.name, quantize, hashlib.sha256(repr(answers).encode()).hexdigest())
 
 
-def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
-    models = [make_model_from_config(config, tmp_path / name) for name, config in CONFIGS.items()]
+@pytest.mark.parametrize(
+    "names", [("Llama", "T5"), pytest.param(("Bart", "Marian"), marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_every_instruction_set_gives_the_same_bits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    models = [make_model_from_config(CONFIGS[name], tmp_path / name) for name in names]
     lines: list[str] = []
     for name, isas in ISAS_OF.items():
         here = [isa for isa in isas if ISAS[isa] <= cpu_flags()]
