@@ -104,12 +104,12 @@ class Config:
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
-        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it",
+        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it, else float32 (CPU), float16 (GPU)",
         nearest_values={
             "float64": "float32", "double": "float32",
             **dict.fromkeys(("int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     quantize: str = option(
-        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading (CPU); or the format of a quantized model",
+        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading; or the format of a quantized model",
         "none", vllm_names=("quantization",), short="-q")
     quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: also quantize the logits layer to int8", False)
     quantize_activations: str = option(
@@ -421,7 +421,7 @@ def _warnings(config: Config, raw_values: _RawValues) -> Iterator[str]:
         yield f"LOG_LEVEL={config.log_level!r}: using info"
     if config.prefix_store_path is not None and not os.path.isdir(config.prefix_store_path):
         yield f"{config.sources['prefix_store_path']}={str(config.prefix_store_path)!r} is no directory yet"
-    if config.http_api_port is not None and not config.http_api:
+    if config.http_api_port is not None and not (config.http_api or config.debug_batch):
         yield f"HTTP_API_PORT={config.http_api_port} has no effect: HTTP_API is false"
     if config.otlp_endpoint is not None and not can_trace():
         yield f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"
