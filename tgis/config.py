@@ -352,15 +352,15 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     `as_adapter`: with the names, variables and defaults of vllm-tgis-adapter. TGIS's launcher has its defaults.
     """
     foreign = list(foreign_options(environ if as_adapter else None))
-    others = defaults.ADAPTER if as_adapter else defaults.launcher(environ) if prog == defaults.LAUNCHER else {}
-    options = [_with_default(opt, others) for opt in OPTIONS]
+    overrides = defaults.ADAPTER if as_adapter else defaults.launcher(environ) if prog == defaults.LAUNCHER else {}
+    options = [_with_default(opt, overrides) for opt in OPTIONS]
     if as_adapter:
         options = [replace(opt, aliases=(*opt.aliases, *opt.vllm_names)) for opt in options]
     known = [*options, *(foreign_option.option for foreign_option in foreign)]
     parser = make_parser(prog, known, {} if as_adapter else VLLM_FLAGS)
     flags = vars(parser.parse_args(list(map(plain_flag, argv)) if as_adapter else argv))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
-    values = others | _parse_options(raw_values)
+    values = overrides | _parse_options(raw_values)
     _apply_other_spellings(values, flags, environ)
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     config = Config(**values, sources=sources, check=flags["check"])
@@ -374,9 +374,9 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     return replace(config, warnings=tuple(warnings))
 
 
-def _with_default(opt: Option, others: Mapping[str, Any]) -> Option:
-    """The option with the default under another name of the server, if that has one."""
-    return replace(opt, shown_default=format_value(others[opt.name])) if opt.name in others else opt
+def _with_default(opt: Option, overrides: Mapping[str, Any]) -> Option:
+    """The option with its default in `overrides`, if it has one there."""
+    return replace(opt, shown_default=format_value(overrides[opt.name])) if opt.name in overrides else opt
 
 
 def _apply_other_spellings(values: dict[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:

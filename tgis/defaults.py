@@ -14,8 +14,8 @@ ADAPTER: dict[str, Any] = {"port": 8000, "default_max_new_tokens": 0}  # of vllm
 
 
 def launcher(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Those of TGIS: no generation on the port of the metrics, a drain that waits for all calls until SIGKILL, and a
-    rank for each visible GPU.
+    """The defaults of TGIS: no generation on the port of the metrics, a drain that waits for all calls until SIGKILL,
+    and a rank for each visible GPU.
     """
     devices = environ.get("CUDA_VISIBLE_DEVICES", environ.get("NVIDIA_VISIBLE_DEVICES", "all"))
     num_gpus = devices.count(",") + 1

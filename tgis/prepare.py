@@ -103,7 +103,7 @@ def prepare(config: Config) -> Preparation:
 
 
 def _tokenizer_files(config: Config, model: ModelFiles) -> ModelFiles:
-    """The model with the directory of TOKENIZER_NAME, which may be that of another model."""
+    """The model's files, in the directory of TOKENIZER_NAME if that is another one."""
     if config.tokenizer_name in (None, config.model_name):
         return model
     try:

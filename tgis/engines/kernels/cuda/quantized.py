@@ -43,7 +43,7 @@ class DeviceGemms(GemmSelector):
         weight = quantized_weight(linear, path, self._how, is_head=is_head)
         if weight is None:
             return None
-        self.counts["Triton" if has_kernels(self._device) else "PyTorch"] += 1
+        self.counts["Triton" if has_kernels(self._device) else "PyTorch, since Triton does not serve this GPU"] += 1
         sample = TritonGemm(weight.part(torch.arange(min(64, len(weight.codes))), 0), self._device)
         for rows in (16, 32, 64, 128):  # self-tests, which would take much memory in steps with whole layers
             x = torch.randn(rows, weight.codes.shape[1], dtype=self._how.dtype, device=self._device)
@@ -84,9 +84,10 @@ class TritonGemm:
         """The product by PyTorch, which widens one part of the weight after another to the dtype of x."""
         size = max(_PART // self._inputs, 1)
         rounded = torch.cat([self._weight.fake_quantized(rows).to(x.dtype) for rows in x.split(size, -2)], -2)
-        parts = [slice(start, start + size) for start in range(0, self.outputs, size)]
-        biases = [None if bias is None else bias[part] for part in parts]
-        outputs = [linear(rounded, self._widened(part).to(x.dtype), b) for part, b in zip(parts, biases, strict=True)]
+        outputs = []
+        for start in range(0, self.outputs, size):
+            part = slice(start, start + size)
+            outputs.append(linear(rounded, self._widened(part).to(x.dtype), None if bias is None else bias[part]))
         return torch.cat(outputs, -1)
 
     def _widened(self, part: slice) -> Tensor:  # float32 [outputs of the part, in]
