@@ -10,7 +10,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[1]
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _FRONT_HALF = (
-    "__main__ api apis bench cli config environment errors foreign_options frontend ipc limits models node "
+    "__main__ api apis bench cli config defaults environment errors foreign_options frontend ipc limits models node "
     "security server speculative_config startup_log prepare tracing utils"
 )
 _WITH_DOCSTRING = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef

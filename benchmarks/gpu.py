@@ -40,7 +40,6 @@ from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.bench.summary import summarize
 from tgis.engines.base import Engine
-from tgis.engines.quantization import config as quantization
 from tgis.utils import logs
 
 
@@ -142,7 +141,6 @@ def measure_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) 
 
 
 def _load_engine(shape: Shape, model: Path, quantize: str, *, compiled: bool) -> tuple[Engine, BatchLimits]:
-    quantization.ON_CUDA = True
     most = max(rows for rows, _, _ in shape.alone)
     options = engine_options("tgis_native", model, "bfloat16", most)
     return load_warm_engine(msgspec.structs.replace(options, compile=compiled, quantize=quantize))

@@ -44,6 +44,7 @@ SPECIAL: dict[str, tuple[Sample, Sample]] = {
     "api_key": (("a", Secret("a")), ("b c", Secret("b c"))),
     "cors_allow_origin": (("*", ("*",)), ("https://a, https://b", ("https://a", "https://b"))),
     "allowed_hosts": (("a.b", ("a.b",)), ("a, *", ("a", "*"))),
+    "http_api": (("true", True), ("0", False)),  # without it, HTTP_API_PORT has no effect
     "otlp_endpoint": (("c:4317", "c:4317"), ("http://c:1", "http://c:1")),
     "strict_options": (("true", True), ("false", False)),  # the others have warnings
     "log_level": (("debug", "debug"), ("info,h2=off", "info,h2=off")),
@@ -89,7 +90,8 @@ def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_override_variables_and_defaults() -> None:
     first, second = ({name: pair[at] for name, pair in SAMPLES.items()} for at in (0, 1))
     default, variables = read(), {name.upper(): text for name, (text, _) in first.items()}
-    assert {name for name, (_, value) in first.items() if getattr(default, name) == value} <= {"speculation"}
+    unchanged = {name for name, (_, value) in first.items() if getattr(default, name) == value}
+    assert unchanged <= {"http_api", "speculation"}
     flags = [(flag_name(name), text) for name, (text, _) in second.items()]
     for argv, wanted in (
         ([], first),
@@ -177,6 +179,7 @@ def test_what_options_mean(line: str, expected: dict[str, object]) -> None:
         ("--speculator-name a --speculation lookup", "SPECULATOR_NAME='a' has no effect: SPECULATION is lookup"),
         ("--speculator-revision a", "SPECULATOR_REVISION='a' has no effect"),
         ("KV_CACHE_DTYPE=fp8_e5m2", "KV_CACHE_DTYPE='fp8_e5m2': using int8"),
+        ("HTTP_API=false HTTP_API_PORT=1", "HTTP_API_PORT=1 has no effect: HTTP_API is false"),
     ],
 )
 def test_what_has_no_effect_is_a_warning_or_refused(line: str, warning: str) -> None:

@@ -94,6 +94,10 @@ def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> Non
     store = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
     modules = {"a": str(tmp_path / "here"), "b": str(cached)}
     assert store == AdapterStoreOptions(None, 512 << 20, 51, modules)
+    store = options(None, 101, LORA_ADAPTERS="org/sql@main", HF_HUB_CACHE=str(tmp_path))
+    assert store == AdapterStoreOptions(None, 512 << 20, 51, {"org/sql": str(cached)})
+    with pytest.raises(StartError, match=r"LORA_MODULES: org/sql: .* no revision 'v2' of it in the cache"):
+        options(None, 101, LORA_ADAPTERS="org/sql@v2", HF_HUB_CACHE=str(tmp_path))
     with pytest.raises(StartError, match=r"LORA_MODULES: a: .* has no adapter_config\.json"):
         options(None, 101, LORA_MODULES=f"a={tmp_path}")
     with pytest.raises(StartError, match="LORA_MODULES: a: model 'org/none' not found"):

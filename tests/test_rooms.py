@@ -20,7 +20,8 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "utils": "errors",
     "foreign_options": "errors utils",
     "speculative_config": "errors utils",
-    "config": "errors foreign_options speculative_config tracing utils",
+    "defaults": "utils",
+    "config": "defaults errors foreign_options speculative_config tracing utils",
     "environment": "config errors utils",
     "security": "errors utils",
     "models": "errors utils",
@@ -35,7 +36,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
     "node": "api/http config errors frontend ipc limits utils",
-    "prepare": "config frontend ipc limits models security",
+    "prepare": "config errors frontend ipc limits models security",
     "apis": "api/grpc api/http api/openai api/tgi frontend prepare prompts",
     "server": ("api/http api/openai apis config errors frontend ipc limits node prepare startup_log tracing utils"),
     # the engine process

@@ -43,6 +43,7 @@ def test_a_command_line_of_vllm() -> None:
         ("--dtype float", "dtype", "float32"),
         ("--dtype bf16", "dtype", "bfloat16"),
         ("--host localhost", "bind_address", "127.0.0.1"),
+        ("--tokenizer t", "tokenizer_name", "t"),
         ("--speculative-model [ngram]", "speculation", "lookup"),
         ("--speculative-model a/b", "speculator_name", "a/b"),
         ("--num-speculative-tokens 5", "speculation_max_tokens", 5),
@@ -75,9 +76,9 @@ def test_lora_modules() -> None:
         assert read(LORA_MODULES=text).lora_modules == {"one": "/a b", "two": "c"}
 
 
-@pytest.mark.parametrize("text", ["a", "a=", "=/x", "{", "[1]", '{"name": "a"}', '{"name": "", "path": "x"}', "a=b {}"])
+@pytest.mark.parametrize("text", ["a=", "=/x", "{", "[1]", '{"name": "a"}', '{"name": "", "path": "x"}', "a=b {}"])
 def test_lora_modules_without_name_or_path(text: str) -> None:
-    bound = "must be name=path ... or JSON objects with a name and a path"
+    bound = "must be name=path ..., names in the Hub cache or JSON objects with name and path"
     assert refusal(LORA_MODULES=text) == f"LORA_MODULES={text!r} {bound}"
     assert refusal(LORA_MODULES="a=x a=y") == "LORA_MODULES='a=x a=y' has the same name twice"
 
@@ -137,7 +138,6 @@ def test_every_foreign_option_gets_its_verdict() -> None:
     [
         ("--task", "generate", "embed"),
         ("--runner", "auto", "pooling"),
-        ("--tokenizer", "m", "other"),
         ("--hf-overrides", "{}", '{"a":1}'),
         ("--pipeline-parallel-size", "1", "2"),
         ("--data-parallel-size", "1", "2"),

@@ -91,7 +91,7 @@ def run(argv: list[str], prog: str = "tgis", commands: Commands = COMMANDS) -> i
         case ["-h" | "--help", *_]:
             print(_usage(prog, commands))
             return 0
-        case ["--version", *_]:
+        case ["-V" | "--version", *_]:
             print(f"tgis {tgis.__version__}")
             return 0
         case [command, *_]:

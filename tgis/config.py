@@ -1,4 +1,4 @@
-"""All options of the server in one table; the only module that reads the environment.
+"""All options of the server in one table; with defaults.py the only module that reads the environment.
 
 A flag overrides the environment variable of the same name, which overrides the default; an empty variable is unset.
 Invalid values are an OptionError of one line, before anything is loaded.
@@ -14,16 +14,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from tgis import defaults
 from tgis.errors import OptionError
 from tgis.foreign_options import foreign_options, foreign_warnings, plain_flag
 from tgis.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, implied_options
 from tgis.tracing import can_trace
-from tgis.utils.cpus import usable_cores, usable_cpus
 from tgis.utils.logs import LEVELS
 from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
-    DIRECTORY,
     ENDPOINT,
     FIRST_WORD,
     MODEL_OR_NONE,
@@ -41,6 +40,7 @@ from tgis.utils.options import (
     declared_options,
     find_raw_values,
     flag_name,
+    format_value,
     integer,
     is_negation,
     make_parser,
@@ -61,8 +61,8 @@ DTYPE = choice(
 FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
-# vLLM's names for KV caches in 8 bits
-FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"
+# vLLM's and TGI's names for KV caches in 8 bits
+FP8_KV_CACHE = "fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc"
 CPU_ISA = choice(
     *("auto", "none", "generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
     *("neon_dotprod", "neon_bf16"),
@@ -72,30 +72,8 @@ SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lo
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
-ADAPTER_DEFAULTS: dict[str, Any] = {"port": 8000, "default_max_new_tokens": 0}
 MASTER_PORT = 29500  # of torch.distributed
-MAX_THREADS = 4096
 MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
-
-
-def _num_threads() -> int:
-    """The number of threads that PyTorch would start, limited by the CPU quota of a container."""
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others are for nested parallel regions
-    return int(first) if first.isdecimal() and 0 < int(first) <= MAX_THREADS else usable_cores()
-
-
-def _tokenization_workers() -> int:
-    return min(max(usable_cpus() - 1, 2), 8)
-
-
-def _cache_dir() -> Path:
-    """A directory of this user in the temporary directory, which is writable everywhere."""
-    return Path(os.environ.get("TMPDIR") or "/tmp") / f"tgis-{os.getuid()}"  # noqa: S108 - prepare_cache_dir() checks it
-
-
-def _hf_home() -> Path:
-    """The default of huggingface_hub."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "huggingface"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +87,9 @@ class Config:
     served_model_name: str | None = option(
         MODEL, FIRST_WORD, "model name in metrics and logs; the first of several", None, shown_default="MODEL_NAME")
     revision: str | None = option(MODEL, TEXT, "revision of the model in the Hub cache", None, shown_default="main")
+    tokenizer_name: str | None = option(
+        MODEL, TEXT, "directory with tokenizer.json and the chat template, or its name in the Hub cache", None,
+        vllm_names=("tokenizer",), shown_default="MODEL_NAME")
     deployment_framework: str = option(
         MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
         nearest_values={
@@ -123,12 +104,12 @@ class Config:
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
-        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it",
+        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it, else float32 (CPU), float16 (GPU)",
         nearest_values={
             "float64": "float32", "double": "float32",
             **dict.fromkeys(("int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     quantize: str = option(
-        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading (CPU); or the format of a quantized model",
+        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading; or the format of a quantized model",
         "none", vllm_names=("quantization",), short="-q")
     quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: also quantize the logits layer to int8", False)
     quantize_activations: str = option(
@@ -138,7 +119,7 @@ class Config:
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
         shown_default="HF_HOME/hub")
     hf_home: Path = option(
-        MODEL, PATH, "directory of Hugging Face files", _hf_home, shown_default="~/.cache/huggingface")
+        MODEL, PATH, "directory of Hugging Face files", defaults.hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
         LIMITS, with_unit(integer(2)), "maximum number of input plus output tokens", None,
@@ -188,7 +169,7 @@ class Config:
         BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
-        vllm_names=("gpu_memory_utilization",), short="-c")
+        aliases=("cuda_memory_fraction",), vllm_names=("gpu_memory_utilization",), short="-c")
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
         shown_default="enough for a full batch, if free")
@@ -199,9 +180,10 @@ class Config:
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "reuse the KV cache of common prompt prefixes (tgis_native)", True,
+        aliases=("prefix_caching", "use_prefix_caching"),
         vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))
     num_threads: int = option(
-        BATCHES, integer(1, MAX_THREADS), "number of CPU threads of the engine", _num_threads,
+        BATCHES, integer(1, defaults.MAX_THREADS), "number of CPU threads of the engine", defaults.num_threads,
         shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
     cpu_isa: str = option(
         BATCHES, CPU_ISA, "CPU kernels: none, or those for an instruction set, as avx2 or avx512_vnni", "auto",
@@ -226,9 +208,10 @@ class Config:
         None)
 
     prefix_store_path: Path | None = option(
-        ADAPTERS, DIRECTORY, "directory of soft prompts and LoRA adapters", None, aliases=("adapter_cache",))
+        ADAPTERS, PATH, "directory of soft prompts and LoRA adapters", None, aliases=("adapter_cache",))
     lora_modules: Mapping[str, str] | None = option(
-        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at start: name=path ... or the JSON of vLLM", None)
+        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at start: name=path ... or the JSON of vLLM", None,
+        aliases=("lora_adapters",))
     prompt_cache_size_mb: int = option(
         ADAPTERS, integer(1), "size of the adapter cache in MiB; also the largest adapter file", 512)
     max_prompt_prefix_length: int | None = option(
@@ -237,12 +220,15 @@ class Config:
     default_include_stop_seqs: bool = option(
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in outputs", False)
+    structured_output: bool = option(
+        TEXTS, BOOLEAN, "accept grammars and schemas that outputs must follow", True,
+        aliases=("disable_grammar_support",))
     add_special_tokens: bool = option(TEXTS, BOOLEAN, "add special tokens such as BOS to inputs", True)
     random_seed: int | None = option(
         TEXTS, integer(0, 2**64 - 1), "seed of the generator of seeds for requests without one", None,
         vllm_names=("seed",), shown_default="different in every run")
     tokenization_workers: int = option(
-        TEXTS, integer(1, 256), "texts tokenized at the same time", _tokenization_workers,
+        TEXTS, integer(1, 256), "texts tokenized at the same time", defaults.tokenization_workers,
         aliases=("validation_workers",), shown_default="usable CPUs - 1, 2 to 8")
 
     bind_address: str = option(
@@ -307,9 +293,10 @@ class Config:
     strict_options: bool = option(
         PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
     shutdown_grace_seconds: float = option(
-        PROCESS, decimal(0, 86400), "seconds that calls in flight get to finish after SIGTERM", 30.0)
+        PROCESS, decimal(0, defaults.MAX_GRACE_SECONDS), "seconds that calls in flight get to finish after SIGTERM",
+        30.0, aliases=("graceful_termination_timeout",))
     cache_dir: Path = option(
-        PROCESS, PATH, "directory for all files that the server writes", _cache_dir,
+        PROCESS, PATH, "directory for all files that the server writes", defaults.cache_dir,
         shown_default="tgis-<uid> in /tmp")
     termination_log: Path = option(
         PROCESS, PATH, "existing file that receives the cause of a fatal error", Path("/dev/termination-log"),
@@ -362,15 +349,18 @@ _RawValues = list[tuple[Option, list[RawValue]]]
 def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter: bool = False) -> Config:
     """The configuration given by flags and environment; OptionError if it is invalid. --help exits.
 
-    `as_adapter`: with the names, variables and defaults of vllm-tgis-adapter.
+    `as_adapter`: with the names, variables and defaults of vllm-tgis-adapter. TGIS's launcher has its defaults.
     """
     foreign = list(foreign_options(environ if as_adapter else None))
-    options = [_as_in_adapter(opt) for opt in OPTIONS] if as_adapter else OPTIONS
+    overrides = defaults.ADAPTER if as_adapter else defaults.launcher(environ) if prog == defaults.LAUNCHER else {}
+    options = [_with_default(opt, overrides) for opt in OPTIONS]
+    if as_adapter:
+        options = [replace(opt, aliases=(*opt.aliases, *opt.vllm_names)) for opt in options]
     known = [*options, *(foreign_option.option for foreign_option in foreign)]
     parser = make_parser(prog, known, {} if as_adapter else VLLM_FLAGS)
     flags = vars(parser.parse_args(list(map(plain_flag, argv)) if as_adapter else argv))
     raw_values = [(opt, find_raw_values(opt, flags, environ)) for opt in options]
-    values = (ADAPTER_DEFAULTS if as_adapter else {}) | _parse_options(raw_values)
+    values = overrides | _parse_options(raw_values)
     _apply_other_spellings(values, flags, environ)
     sources = {opt.name: ", ".join(raw.source for raw in found) for opt, found in raw_values if found}
     config = Config(**values, sources=sources, check=flags["check"])
@@ -384,10 +374,9 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     return replace(config, warnings=tuple(warnings))
 
 
-def _as_in_adapter(opt: Option) -> Option:
-    """The option with the names of vLLM and the default of vllm-tgis-adapter."""
-    shown = str(ADAPTER_DEFAULTS.get(opt.name, opt.shown_default))
-    return replace(opt, aliases=(*opt.aliases, *opt.vllm_names), shown_default=shown)
+def _with_default(opt: Option, overrides: Mapping[str, Any]) -> Option:
+    """The option with its default in `overrides`, if it has one there."""
+    return replace(opt, shown_default=format_value(overrides[opt.name])) if opt.name in overrides else opt
 
 
 def _apply_other_spellings(values: dict[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
@@ -430,6 +419,10 @@ def _warnings(config: Config, raw_values: _RawValues) -> Iterator[str]:
         yield f"DEPLOYMENT_FRAMEWORK={config.deployment_framework!r}: using {config.engine}, which {cause} needs"
     if config.log_level.lower() not in LEVELS:  # TGIS accepts Rust's filter syntax
         yield f"LOG_LEVEL={config.log_level!r}: using info"
+    if config.prefix_store_path is not None and not os.path.isdir(config.prefix_store_path):
+        yield f"{config.sources['prefix_store_path']}={str(config.prefix_store_path)!r} is no directory yet"
+    if config.http_api_port is not None and not (config.http_api or config.debug_batch):
+        yield f"HTTP_API_PORT={config.http_api_port} has no effect: HTTP_API is false"
     if config.otlp_endpoint is not None and not can_trace():
         yield f"OTLP_ENDPOINT={config.otlp_endpoint!r} has no effect: traces need the packages of the extra otel"
     if not config.speculator_name or config.speculation != "auto":

@@ -69,9 +69,12 @@ def adapter_store_options(config: Config, limits: RequestLimits) -> AdapterStore
 def _lora_modules(config: Config) -> dict[str, str]:
     """The directories of the adapters that are loaded at start, by name."""
     found = {}
-    for name, path in (config.lora_modules or {}).items():
+    for name, given in (config.lora_modules or {}).items():
+        path, revision = os.path.expanduser(given), None
+        if not os.path.isdir(path):  # REPOSITORY@REVISION, as in TGI
+            path, _, revision = path.partition("@")
         try:
-            directory = find_directory(os.path.expanduser(path), None, str(config.hub_cache), "adapter_config.json")
+            directory = find_directory(path, revision or None, str(config.hub_cache), "adapter_config.json")
         except StartError as error:
             raise StartError(f"LORA_MODULES: {name}: {error}") from error
         found[name] = str(directory.absolute())

@@ -2,9 +2,11 @@
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tgis import __version__
 from tgis.config import Config
+from tgis.errors import StartError
 from tgis.frontend import request_log
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
@@ -12,10 +14,17 @@ from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
-from tgis.models.convert.fast_tokenizer import ensure_tokenizer
+from tgis.models.convert.fast_tokenizer import TOKENIZER, ensure_tokenizer
 from tgis.models.convert.gguf import ensure_directory
 from tgis.models.convert.weights import ensure_weights, needs_conversion
-from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights, is_encoder_decoder
+from tgis.models.files import (
+    ModelFiles,
+    eos_token_ids,
+    find_directory,
+    find_model,
+    find_weights,
+    is_encoder_decoder,
+)
 from tgis.security.bearer import TokenFile
 from tgis.security.tls import Certificates, TlsFiles
 
@@ -31,6 +40,7 @@ class Preparation:
     config: Config
     model: ModelFiles
     tokenizer: Tokenizer
+    template_path: Path  # the directory of the chat template
     eos_ids: tuple[int, ...]
     limits: RequestLimits
     adapter_store: AdapterStoreOptions | None
@@ -83,12 +93,24 @@ def prepare(config: Config) -> Preparation:
     model = find_model(name, revision, hub_cache)
     if config.engine not in _ENGINES_WITHOUT_SAFETENSORS and not needs_conversion(model.path):
         find_weights(model.path)
-    directory = ensure_tokenizer(model, config.cache_dir)
+    source = _tokenizer_files(config, model)
+    directory = ensure_tokenizer(source, config.cache_dir)
     tokenizer = Tokenizer.load(directory, config.tokenization_workers, add_special_tokens=config.add_special_tokens)
     limits = request_limits(config, model)
     eos_ids = tuple(dict.fromkeys([*eos_token_ids(model), *tokenizer.eos_ids]))
     store = adapter_store_options(config, limits)
-    return Preparation(config, model, tokenizer, eos_ids, limits, store, certificates, tokens)
+    return Preparation(config, model, tokenizer, source.path, eos_ids, limits, store, certificates, tokens)
+
+
+def _tokenizer_files(config: Config, model: ModelFiles) -> ModelFiles:
+    """The model's files, in the directory of TOKENIZER_NAME if that is another one."""
+    if config.tokenizer_name in (None, config.model_name):
+        return model
+    try:
+        path = find_directory(config.tokenizer_name, None, str(config.hub_cache), TOKENIZER)
+    except StartError as error:
+        raise StartError(f"TOKENIZER_NAME: {error}") from error
+    return replace(model, path=path)
 
 
 def load_credentials(config: Config) -> tuple[Certificates | None, TokenFile | None]:

@@ -121,7 +121,7 @@ class Server:
         config, decoder = self._preparation.config, self._preparation.token_decoder()
         vocabulary = await asyncio.to_thread(decoder.vocabulary)
         self._process.send(vocabulary)
-        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, self._preparation.model.path))
+        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, self._preparation.template_path))
         info = await asyncio.shield(self._process.ready)
         metrics = Metrics(self._preparation.limits, info)
         client = EngineClient(self._process, metrics)
@@ -236,6 +236,8 @@ class Server:
         return None
 
     def _why_no_grammars(self, info: EngineInfo, *, has_vocabulary: bool) -> str | None:
+        if not self._preparation.config.structured_output:
+            return "structured output is turned off (STRUCTURED_OUTPUT)"
         if not has_vocabulary:
             return "structured output is not supported with this tokenizer"
         no_end = "structured output is not supported with this model: it has no token that ends an output"

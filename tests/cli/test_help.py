@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tgis import __main__, config
+from tgis import __main__, __version__, config
 from tgis.__main__ import COMMANDS
 from tgis.config import Config
 from tgis.utils.options import declared_options, flag_name
@@ -63,3 +63,8 @@ def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, caps
     )
     assert __main__.launcher() == 2
     assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --dtype-str='int4': using auto")
+    for flag in ("--version", "-V"):
+        monkeypatch.setattr(sys, "argv", ["text-generation-launcher", flag])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            __main__.launcher()
+        assert capsys.readouterr().out == f"tgis {__version__}\n"

@@ -84,15 +84,15 @@ def inputs_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, torch.randn(case.outputs, generator=draw).to(dtype)
 
 
-def error(case: Case, device: str, dtype: torch.dtype) -> float:
-    """How far the kernel's product is from that in float64, relative to the largest number."""
+def error(case: Case, device: str, dtype: torch.dtype, product: str = "quantized_product") -> float:
+    """How far the product by the kernel, or another, is from that in float64, relative to the largest number."""
     from tgis.engines.kernels.cuda.quantized import TritonGemm
 
     weight, (x, bias) = case.weight, inputs_of(case, dtype)
     expected = weight.fake_quantized(x.double()) @ weight.dequantized().double().T
     gemm, worst = TritonGemm(weight, torch.device(device)), 0.0
     for added in (None, bias):
-        found = gemm.quantized_product(x.to(device), None if added is None else added.to(device)).cpu().double()
+        found = getattr(gemm, product)(x.to(device), None if added is None else added.to(device)).cpu().double()
         wanted = expected if added is None else expected + added.double()
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst

@@ -17,8 +17,7 @@ class AdapterCatalog:
 
     def __init__(self, options: AdapterStoreOptions | None) -> None:
         """`options` are None where there are no adapters."""
-        path = options.path if options else None
-        self._path = None if path is None else os.path.realpath(path)
+        self._path = options.path if options else None
         self._lora_modules = options.lora_modules if options else {}
 
     def has(self, adapter_id: str) -> bool:

@@ -66,6 +66,7 @@ def find_directory(store: str | None, lora_modules: Mapping[str, str], adapter_i
     if not _ID.fullmatch(adapter_id):
         text = "the id must contain only letters, digits, _ and - and /, 512 characters at most"
         raise AdapterError(text, AdapterProblem.BAD_ID)
+    store = os.path.realpath(store)  # it may have been mounted since the start
     path = os.path.realpath(os.path.join(store, adapter_id))
     if not _is_inside(path, store):
         raise AdapterError("the id leads out of the store", AdapterProblem.BAD_ID)

@@ -1,7 +1,6 @@
 """The adapter store: a directory of adapters for one model, loaded on demand, cached, reloaded when changed."""
 
 import itertools
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class AdapterStore:
     def __init__(
         self, path: str | None, cache_bytes: int, target: TargetModel, lora_modules: Mapping[str, str] | None = None
     ) -> None:
-        self._path = None if path is None else os.path.realpath(path)
+        self._path = path
         self._lora_modules = lora_modules or {}
         self._target = target
         self._cache = AdapterCache(cache_bytes)

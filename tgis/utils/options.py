@@ -11,7 +11,6 @@ import functools
 import ipaddress
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
+from tgis import __version__
 from tgis.errors import OptionError
 
 T = TypeVar("T")
@@ -137,17 +137,18 @@ class _NamedPath(msgspec.Struct):
 def _named_paths(text: str) -> dict[str, str]:
     rest, entries = _text(" ".join(text.split())), []
     try:
-        while rest := rest.strip():
+        while rest := rest.strip(" ,"):
             if rest[0] in "[{":
                 value, end = json.JSONDecoder().raw_decode(rest)
                 entries += value if isinstance(value, list) else [value]
                 rest = rest[end:]
             else:
-                word, _, rest = rest.partition(" ")
-                entries.append(dict(zip(("name", "path"), word.split("=", 1), strict=False)))
+                word, rest = re.split("[ ,]|$", rest, maxsplit=1)
+                name, equals, path = word.partition("=")
+                entries.append({"name": name, "path": path} if equals else {"name": word.split("@")[0], "path": word})
         named = msgspec.convert(entries, list[_NamedPath])
     except (ValueError, RecursionError):
-        raise ValueError("must be name=path ... or JSON objects with a name and a path") from None
+        raise ValueError("must be name=path ..., names in the Hub cache or JSON objects with name and path") from None
     if len({each.name for each in named}) < len(named):
         raise ValueError("has the same name twice")
     return {each.name: each.path for each in named}
@@ -167,11 +168,10 @@ TEXT = ValueType("TEXT", _text)
 SECRET = ValueType("TEXT", Secret)
 WORDS = ValueType("WORD", lambda text: tuple(_text(text).replace(",", " ").split()), many=True)
 FIRST_WORD = ValueType("NAME", lambda text: _text(text).split()[0], many=True)
-NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # or JSON, as vLLM takes LoRA modules
+NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # of LoRA adapters, as vLLM and TGI take them
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
 PATH = ValueType("PATH", lambda text: Path(_text(text)))
-DIRECTORY = ValueType("PATH", _parser(Path, os.path.isdir, "a directory"))
 ADDRESS = ValueType("IP", _address)
 _is_endpoint = re.compile(r"(https?://)?(\[[\da-fA-F:.]+\]|[^\s/:@\[\]]+):\d{1,5}(/\S*)?").fullmatch
 ENDPOINT = ValueType(
@@ -263,6 +263,7 @@ def make_parser(prog: str, options: Sequence[Option], renamed_flags: Mapping[str
     parser.renamed_flags = renamed_flags
     help_text = "show every option and what would be refused; start nothing"
     parser.add_argument("--check", action="store_true", help=help_text)
+    parser.add_argument("-V", "--version", action="version", version=f"tgis {__version__}")
     groups = {opt.group: parser.add_argument_group(opt.group) for opt in options if opt.group}
     for opt in options:
         for name in opt.names:

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import write_template
 from local_server import LocalServer, local_server
 from repository import REPOSITORY
+from tokenizers import Tokenizer
+
+from demo.fake_model import make_fake_model
 
 MAX_LENGTH, MAX_NEW = 200, 150
 
@@ -151,3 +155,21 @@ def test_calls_beyond_the_grace_period_are_told(tmp_path: Path) -> None:
         text = stream.read()
         assert events(text)[-1]["error"]["message"] == "the server is shutting down"
         assert text.endswith(b"data: [DONE]\n\n")
+
+
+def test_options_that_only_tgi_has(tmp_path: Path) -> None:
+    """The tokenizer, with one token more, and the chat template are those of another directory."""
+    other = make_fake_model(tmp_path / "other")
+    write_template(other, "{{ messages[0].content }}!")
+    tokenizer = Tokenizer.from_file(f"{other}/tokenizer.json")
+    tokenizer.add_tokens(["abc"])
+    tokenizer.save(f"{other}/tokenizer.json")
+    options = {"TOKENIZER_NAME": other, "DISABLE_GRAMMAR_SUPPORT": True, "MAX_STOP_SEQUENCES": 1}
+    with local_server(tmp_path, **options) as running:
+        assert [token["text"] for token in running.post("/tokenize", {"inputs": "xabc"})[1]] == ["x", "abc"]
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        assert running.post("/v1/chat/completions", chat)[1]["choices"][0]["message"]["content"] == "x!x!"
+        status, answer = post(running, "/generate", "a", grammar=GRAMMAR)
+        assert (status, "is turned off" in answer["error"]) == (422, True)
+        assert post(running, "/generate", "a", stop=["b"])[0] == 200
+        assert post(running, "/generate", "a", stop=["b", "c"])[0] == 422

@@ -34,7 +34,7 @@ pytestmark = [
 if find_spec("triton") is not None:
     from triton.runtime import interpreter
 
-    from tgis.engines.kernels.cuda import kv_cache, sampling
+    from tgis.engines.kernels.cuda import kv_cache, quantized, sampling
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -139,6 +139,17 @@ def test_filtered_draws_are_those_of_pytorch(case: filtered_cases.Case) -> None:
 @pytest.mark.parametrize("case", cases(quantized_cases.CASES))
 def test_products_with_quantized_weights_are_their_definition(case: quantized_cases.Case, dtype: torch.dtype) -> None:
     assert quantized_cases.error(case, DEVICE.type, dtype) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", quantized_cases.CASES.values(), ids=quantized_cases.CASES)
+def test_products_by_pytorch_are_their_definition(
+    case: quantized_cases.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a card has no kernel; the weight is widened in several parts."""
+    monkeypatch.setattr(quantized, "_PART", 10 * case.inputs)
+    monkeypatch.setattr(quantized, "has_kernels", lambda _: False)
+    assert quantized_cases.error(case, DEVICE.type, dtype, "__call__") < TOLERANCE[dtype]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 refused where it cannot be.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from batches import engine_options
 from quantized_cases import CASES
-from quantized_formats import layer_calls
+from quantized_formats import FORMATS, layer_calls, quantized_copy
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading import loader
 from tgis.engines.lora.layers import LoraLayers
+from tgis.engines.memory import model_size
 from tgis.engines.quantization.weight import ActivationCodes, quantize
 from tgis.errors import StartError
 
@@ -117,16 +119,44 @@ def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path
     assert str(refusal.value) == error
 
 
-def test_gpus_and_corrupt_weights_are_refused(tmp_path: Path) -> None:
+def test_corrupt_weights_are_refused(tmp_path: Path) -> None:
     path = make_model("Llama", tmp_path)
-    with pytest.raises(StartError, match=r"^QUANTIZE=int8 works on CPUs only, not on cuda$"):
-        loader.look_at_model(engine_options(path, quantize="int8"), CUDA)
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name][3, 5] = torch.inf
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite"):
         loader.load_model(engine_options(path, quantize="int4"), CPU)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("name", ["int8", "gptq, act-order", "bitsandbytes, int8"])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_a_start_on_a_gpu_without_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed as for a GPU, on the CPU, whose kernels are right by the tests above and of checkpoints."""
+    from tgis.engines.kernels.cuda.quantized import DeviceGemms
+
+    path = make_model("Llama", tmp_path)
+    if name in FORMATS:
+        config, codes = FORMATS[name]
+        quantized_copy(path, codes, config)
+    options = engine_options(path, quantize="none" if name in FORMATS else name)
+    monkeypatch.setattr(model_size, "rank_memory", lambda *_: 1 << 40)
+    assert loader.look_at_model(options, CUDA)[3] is not None
+    expected = loader.load_model(options, CPU)(IDS).logits
+    monkeypatch.setattr(loader, "GemmSelector", lambda _, how: DeviceGemms(how, CPU))
+    model = loader.load_model(options, CPU)
+    assert all(type(module.gemm).__name__ == "TritonGemm" for module in model.modules() if hasattr(module, "gemm"))
+    assert (model(IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), None)])
+def test_auto_is_float16_on_a_gpu_without_bfloat16(
+    capability: tuple[int, int], dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    options = engine_options(make_model("Llama", tmp_path), dtype=None)
+    assert loader.default_dtype(options, loader.load_config(options), CUDA) == (dtype or torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -27,7 +27,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.quantization import config as quantization
 from tgis.engines.quantization.weight import quantize
 
 pytestmark = [
@@ -71,10 +70,9 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize(("name", "dtype"), QUANTIZED)
 def test_quantized_weights_give_the_logits_of_what_they_stand_for(
-    name: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Compiled and captured, with merged layers; activations stay as they are, but for those of compressed-tensors."""
-    monkeypatch.setattr(quantization, "ON_CUDA", True)
     draw = random.Random(1)
     tokens = [draw.randrange(3, VOCAB_SIZE) for _ in range(sum(CHUNKS))]
     model = make_model_from_config(CONFIGS["Llama"], tmp_path)

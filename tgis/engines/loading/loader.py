@@ -128,7 +128,7 @@ def look_at_model(
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
         dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(options, config, device)
-        quantization = resolve_quantization(options, config, dtype, device)
+        quantization = resolve_quantization(options, config, dtype)
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         size = check_model_fits(auto_class, options, config, dtype, device, quantization)
@@ -300,6 +300,8 @@ def _has_other_state(model: PreTrainedModel) -> bool:
 
 def default_dtype(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """Half precision if the hardware computes in it."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):  # such as V100 and T4
+        return torch.float16
     if device.type == "cuda":
         saved = config.get_text_config(decoder=True).dtype
         return saved if saved in (torch.float16, torch.bfloat16) else torch.bfloat16

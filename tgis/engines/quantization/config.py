@@ -20,7 +20,6 @@ from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.models.files import read_json
 
-ON_CUDA = False  # until `make test-gpu`, whose tests set it, has passed on a GPU
 _BITS = {"int8": 8, "bitsandbytes": 8, "int4": 4}
 _NAMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM's of kernels for a format
 # Files that old AutoGPTQ, old AutoAWQ and ModelOpt write beside config.json.
@@ -89,9 +88,7 @@ class Quantization:
         return weight.activations
 
 
-def resolve_quantization(
-    options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> Quantization | None:
+def resolve_quantization(options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype) -> Quantization | None:
     """How the model is quantized; StartError if that is not supported. Removes the description from `config`, or
     transformers would quantize the model, unless weights are widened while they are loaded.
     """
@@ -117,9 +114,6 @@ def resolve_quantization(
     if method is None and asked not in _BITS:
         instead = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
         raise StartError(f"QUANTIZE={asked}, but the weights are plain: {instead}")
-    if device.type != "cpu" and not ON_CUDA:
-        weights = f"QUANTIZE={asked} works" if method is None else f"weights quantized by {method!r:.40} work"
-        raise StartError(f"{weights} on CPUs only, not on {device.type}")
     logits, activations = options.quantize_logits, options.quantize_activations
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)

@@ -13,18 +13,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear, quantized_weight
-from tgis.engines.kernels.cpu.quantized import PlainGemm
 from tgis.engines.kernels.cuda.attention_tile import MIN_DOT
-from tgis.engines.kernels.cuda.self_test import KernelSelfTest
+from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, QuantizedWeight
 
 _WIDTH = 256  # bytes: rows of codes have a multiple of them
 _ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): None}  # the code of 0; None: codes are E4M3
 _ALL = 1 << 30  # columns
+_PART = 1 << 24  # elements that PyTorch widens or rounds at a time, which takes some 256 to 768 MiB
 _TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added to a small number, it leaves no place for a fraction
 
@@ -43,7 +43,7 @@ class DeviceGemms(GemmSelector):
         weight = quantized_weight(linear, path, self._how, is_head=is_head)
         if weight is None:
             return None
-        self.counts["Triton"] += 1
+        self.counts["Triton" if has_kernels(self._device) else "PyTorch, since Triton does not serve this GPU"] += 1
         sample = TritonGemm(weight.part(torch.arange(min(64, len(weight.codes))), 0), self._device)
         for rows in (16, 32, 64, 128):  # self-tests, which would take much memory in steps with whole layers
             x = torch.randn(rows, weight.codes.shape[1], dtype=self._how.dtype, device=self._device)
@@ -52,7 +52,7 @@ class DeviceGemms(GemmSelector):
 
 
 class TritonGemm:
-    """A GEMM with a quantized weight on a CUDA device; by PyTorch where the kernel is not right."""
+    """A GEMM with a quantized weight on a CUDA device; by PyTorch where there is no kernel, or it is not right."""
 
     runs_cpu_kernel = False
 
@@ -73,15 +73,28 @@ class TritonGemm:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():  # layers share a graph, which does not know of weights
             return _product_of(self._id, x, bias, self.outputs)
+        if not has_kernels(x.device):
+            return self.plain_product(x, bias)
         weight = self._weight
         codes = self._zero, weight.bits, self._group, weight.scale.dtype, weight.offset is None
         kind = x.dtype, _tiles(x), codes, weight.order is None, weight.activations
         return _self_test.run(kind, TritonGemm.quantized_product, TritonGemm.plain_product, lambda y: y, self, x, bias)
 
     def plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        codes = self._weight.codes
-        codes = torch.cat([codes & 15, codes >> 4], 1) if self._weight.bits == 4 else codes
-        return PlainGemm(replace(self._weight, codes=codes[:, : self._inputs]))(x, bias)
+        """The product by PyTorch, which widens one part of the weight after another to the dtype of x."""
+        size = max(_PART // self._inputs, 1)
+        rounded = torch.cat([self._weight.fake_quantized(rows).to(x.dtype) for rows in x.split(size, -2)], -2)
+        outputs = []
+        for start in range(0, self.outputs, size):
+            part = slice(start, start + size)
+            outputs.append(linear(rounded, self._widened(part).to(x.dtype), None if bias is None else bias[part]))
+        return torch.cat(outputs, -1)
+
+    def _widened(self, part: slice) -> Tensor:  # float32 [outputs of the part, in]
+        weight, codes = self._weight, self._weight.codes[part]
+        codes = (torch.cat([codes & 15, codes >> 4], 1) if weight.bits == 4 else codes)[:, : self._inputs]
+        offset = None if weight.offset is None else weight.offset[part]
+        return replace(weight, codes=codes, scale=weight.scale[part], offset=offset).dequantized()
 
     def quantized_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight, rows = self._weight, x.numel() // self._inputs
