@@ -24,13 +24,18 @@ def problems(instances: Sequence[Sequence[Object]]) -> list[str]:
 
 def _shared_names(manifests: Sequence[Object]) -> Iterator[str]:
     names = collections.Counter(name for manifest in manifests for name in _names(manifest))
-    yield from (f"{name}: {count} objects have this name" for name, count in names.items() if count > 1)
+    yield from (f"{name}: in {count} objects" for name, count in names.items() if count > 1)
 
 
 def _names(manifest: Object) -> Iterator[str]:
+    """What only one object may have: name, dashboard, requests that a Gateway routes there."""
     yield object_name(manifest)
     if dashboard := manifest.get("data", {}).get("dashboard.json"):
         yield f"dashboard {json.loads(dashboard)['uid']}"
+    if manifest["kind"].endswith("Route"):
+        matches = [match for rule in manifest["spec"]["rules"] for match in rule["matches"]]
+        for host in manifest["spec"].get("hostnames", ["any host"]):
+            yield from (f"{manifest['kind']} of {host} for {json.dumps(match)}" for match in matches)
 
 
 def _selector_problems(manifests: Sequence[Object]) -> Iterator[str]:

@@ -141,8 +141,11 @@ def components_of_models() -> set[str]:
 
 
 def copied_model(name: str, components: set[str]) -> Object:
+    """An operator's copy of a model with more components, and a host name for the routes."""
     model = model_kustomizations()[name]
-    return model | {"components": [*model["components"], *sorted(components)]}
+    host = {"op": "add", "path": "/spec/hostnames", "value": [f"{name}.example"]}
+    patches = [*model.get("patches", ()), {"target": {"kind": "(GRPC|HTTP)Route"}, "patch": json.dumps([host])}]
+    return model | {"components": [*model["components"], *sorted(components)], "patches": patches}
 
 
 def tgis_overlays() -> dict[str, Object]:
@@ -211,9 +214,9 @@ def check_planted_faults(objects: list[Object]) -> None:
         raise SystemExit("a planted fault in the dashboard or the endpoint picker's configuration was not found")
 
 
-def check_planted_faults_of_instances(found: list[list[Object]]) -> None:
+def check_planted_faults_of_instances(rendered: list[list[Object]]) -> None:
     for kind, plant, expected in FAULTS_OF_INSTANCES:
-        faulty = copy.deepcopy(found)
+        faulty = copy.deepcopy(rendered)
         plant(next(one for one in faulty[1] if one["kind"] == kind))
         if not any(expected in problem for problem in instances.problems(faulty)):
             raise SystemExit(f"planted {expected!r} in {kind}, found {instances.problems(faulty)}")
@@ -262,9 +265,10 @@ FAULTS: list[tuple[str, Callable[[Any], None], str]] = [
 ]
 BOTH = "selects Deployment bloom-inference-server, Deployment flan-t5-inference-server"
 FAULTS_OF_INSTANCES: list[tuple[str, Callable[[Any], None], str]] = [  # in flan-t5
-    ("Service", setter("bloom-inference-server", "metadata", "name"), "bloom-inference-server: 2 objects"),
+    ("Service", setter("bloom-inference-server", "metadata", "name"), "bloom-inference-server: in 2 objects"),
     ("Service", setter({"component": "text-gen-inference-server"}, "spec", "selector"), BOTH),
     ("Service", setter("text-gen-bloom", "spec", "selector", "app"), "selects Deployment bloom-inference-server"),
+    ("GRPCRoute", setter(["bloom.example"], "spec", "hostnames"), "GRPCRoute of bloom.example for"),
     ("PodDisruptionBudget", setter("bloom", "spec", "selector", "matchLabels", "app"), "selects nothing"),
     ("ServiceMonitor", setter("bloom", "spec", "selector", "matchLabels", "app"), "selects nothing"),
     ("ScaledObject", setter("inference-server", "spec", "scaleTargetRef", "name"), "refers to inference-server"),
