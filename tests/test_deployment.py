@@ -25,7 +25,7 @@ POD = load("base/deployment.yaml")["spec"]["template"]["spec"]
 OBJECTS = [
     one
     for path in sorted(DEPLOYMENTS.rglob("*.yaml"))
-    if "overlays" not in path.parts and "checks" not in path.parts
+    if not {"overlays", "models", "instance", "checks", "kustomizeconfig.yaml"} & set(path.parts)
     for one in yaml.safe_load_all(path.read_text())
     if one["kind"] not in ("Kustomization", "Component", "EndpointPickerConfig")
     and ("components" not in path.parts or one["kind"] not in ("Deployment", "Service"))

@@ -22,21 +22,31 @@ _TAGGED = re.compile(r".+[:@][\w.:-]+")
 
 def problems(objects: Sequence[Object]) -> list[str]:
     """One line for each problem."""
-    found = [f"{_name(one)}: {problem}" for one in objects if (pod := _pod(one)) for problem in _pod_problems(pod)]
-    return found + [f"{_name(one)}: {problem}" for one in objects for problem in _link_problems(one, objects)]
+    pods = [(object_name(one), pod) for one in objects if (pod := _pod(one))]
+    found = [f"{name}: {problem}" for name, pod in pods for problem in _pod_problems(pod)]
+    return found + [f"{object_name(one)}: {problem}" for one in objects for problem in _link_problems(one, objects)]
 
 
-def _name(one: Object) -> str:
+def object_name(one: Object) -> str:
     return f"{one['kind']} {one['metadata']['name']}"
 
 
+def pod_template(one: Object) -> Object | None:
+    """Metadata and spec of the pods that an object makes, or None."""
+    template: Object | None = None
+    match one["kind"]:
+        case "Deployment":
+            template = one["spec"]["template"]
+        case "LeaderWorkerSet":
+            template = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        case "ServingRuntime":
+            template = {"metadata": {}, "spec": one["spec"]}
+    return template
+
+
 def _pod(one: Object) -> Object | None:
-    pod: Object | None = {
-        "Deployment": lambda: one["spec"]["template"]["spec"],
-        "LeaderWorkerSet": lambda: one["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"],
-        "ServingRuntime": lambda: one["spec"],
-    }.get(one["kind"], lambda: None)()
-    return pod
+    template = pod_template(one)
+    return template and template["spec"]
 
 
 def _pod_problems(pod: Object) -> Iterator[str]:
@@ -88,7 +98,7 @@ def _link_problems(one: Object, objects: Sequence[Object]) -> Iterator[str]:
             wanted = [(port["port"], names | {"https"}) for rule in spec["ingress"] for port in rule.get("ports", ())]
         case "GRPCRoute" | "HTTPRoute":
             backends = [each for rule in spec["rules"] for each in rule["backendRefs"] if "kind" not in each]
-            wanted = [(each["port"], {port["port"] for port in services[each["name"]]}) for each in backends]
+            wanted = [(each["port"], {port["port"] for port in services.get(each["name"], ())}) for each in backends]
         case _:
             wanted = []
     yield from (f"there is no port {port}" for port, known in wanted if port not in known)

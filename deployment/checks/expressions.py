@@ -30,7 +30,7 @@ ADAPTERS = {"tgi_lora_requests_info"}  # only of an engine that takes LoRA adapt
 _COMPARISON = re.compile(r"(.*\S) [<>] [\d.]+", re.DOTALL)
 _NO_METRICS = re.compile(r'"[^"]*"|\{[^}]*\}|\[[^\]]*\]|\b(?:by|without|on|ignoring)\s*\([^)]*\)')
 _WORD = re.compile(r"(?<![\w.])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])")
-_OPERATORS = {"and", "or", "unless", "by", "bool", "offset"}
+_OPERATORS = {"and", "or", "unless", "by", "bool", "offset", "group_left"}
 
 
 @dataclass(frozen=True)

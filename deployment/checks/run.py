@@ -6,6 +6,7 @@ The tools are in .cache/manifests; fetch.sh fetches them. Nothing here needs a n
 import contextlib
 import copy
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -15,27 +16,41 @@ from pathlib import Path
 from typing import Any
 
 import consistency
+import instances
 import live
 import schemas
 import yaml
 from consistency import Object
 from schemas import TOOLS
 
+from tgis.config import parse
+
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "deployment"
 RULES_TEST = Path(__file__).parent / "alerts-test.yaml"
 GRAFANA = ("@grafana/schema", "Dashboard")
-ALTERNATIVES = {"http-route": "inference-pool"}  # components that kustomize refuses together
+TGIS_OVERLAYS = ROOT / "tests/support/tgis_overlays.yaml"
+ALTERNATIVES = {"components/http-route": "components/inference-pool"}  # components that kustomize refuses together
+# Options that an overlay here sets as TGIS's overlay does, if that sets them.
+SAME_OPTIONS = (
+    *("model_name", "dtype", "num_shard", "pt2_compile"),
+    *("max_sequence_length", "max_new_tokens", "max_batch_size", "max_concurrent_requests"),
+)
 
 
 def main() -> None:
     with timed("render"):
-        renderings = {name: render(DEPLOYMENT / name) for name in ("", *folders("overlays"), "kserve")}
-        components = [name for name in folders("components") if Path(name).name not in ALTERNATIVES]
+        folders_alone = ("", *folders("overlays"), *folders("models"), "kserve")
+        renderings = {name: render(DEPLOYMENT / name) for name in folders_alone}
+        components = folders("components") - ALTERNATIVES.keys() - components_of_models()
         renderings["cuda-n and components"] = render_with("overlays/cuda-n", components)
         for name in ALTERNATIVES:
-            renderings[f"base and {name}"] = render_with("base", [f"components/{name}"])
+            renderings[f"base and {name}"] = render_with("base", {name})
         report({"cuda-n and components": image_problems(renderings["cuda-n and components"])})
+        report({name: model_problems(name, renderings[f"models/{name}"]) for name in tgis_overlays()})
+        in_one_namespace = {f"instance {name}": objects for name, objects in render_instances(components).items()}
+        report({"in one namespace": instances.problems(list(in_one_namespace.values()))})
+        renderings |= in_one_namespace
     with timed("schemas, types and consistency"):
         report({name: check(objects) for name, objects in renderings.items()})
     with timed("endpoint picker and dashboard"):
@@ -47,6 +62,7 @@ def main() -> None:
     with timed("planted faults"):
         names = "cuda-n and components", "kserve", "overlays/leader-worker-set"
         check_planted_faults([one for name in names for one in renderings[name]])
+        check_planted_faults_of_instances(list(in_one_namespace.values()))
     with timed("Prometheus and a server under load"):
         report({"live": live.problems()})
 
@@ -72,24 +88,82 @@ def run(tool: str, *arguments: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def folders(name: str) -> list[str]:
-    return sorted(f"{name}/{folder.name}" for folder in (DEPLOYMENT / name).iterdir())
+def folders(name: str) -> set[str]:
+    return {f"{name}/{folder.name}" for folder in (DEPLOYMENT / name).iterdir()}
 
 
 def render(folder: Path) -> list[Object]:
     return [one for one in yaml.safe_load_all(run("bin/kubectl", "kustomize", folder)) if one is not None]
 
 
-def render_with(resource: str, components: list[str]) -> list[Object]:
-    """What somebody's own overlay gives."""
-    with tempfile.TemporaryDirectory(dir=TOOLS) as directory:
-        own = {
-            "resources": [f"../../../deployment/{resource}"],
-            "components": [f"../../../deployment/{name}" for name in components],
-            "images": [{"name": "tgis", "newName": "registry.example/tgis", "newTag": "1.0"}],
-        }
-        (Path(directory) / "kustomization.yaml").write_text(json.dumps(own))
-        return render(Path(directory))
+def render_with(resource: str, components: set[str]) -> list[Object]:
+    """Render an operator's kustomization with one resource."""
+    image = {"name": "tgis", "newName": "registry.example/tgis", "newTag": "1.0"}
+    return render_kustomization({"resources": [resource], "components": sorted(components), "images": [image]})
+
+
+def render_kustomization(kustomization: Object) -> list[Object]:
+    """Render an operator's kustomization; its folders are relative to deployment/."""
+    with tempfile.TemporaryDirectory(dir=TOOLS) as name:
+        directory = Path(name).resolve()
+        to_deployment = os.path.relpath(DEPLOYMENT, directory)
+        for field in {"resources", "components", "transformers"} & kustomization.keys():
+            kustomization = kustomization | {field: [f"{to_deployment}/{folder}" for folder in kustomization[field]]}
+        (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+        return render(directory)
+
+
+def render_instances(components: set[str]) -> dict[str, list[Object]]:
+    """Models for one namespace: two with every component, one of a user of TGIS, and one of each other kind of pod."""
+    # Grafana needs one dashboard
+    second = {ALTERNATIVES.get(name, name) for name in components} - {"components/dashboard"}
+    prefixed = {"namePrefix": "granite-", "nameSuffix": "-8b"}
+    return {
+        "bloom": render_kustomization(copied_model("bloom", components)),
+        "flan-t5": render_kustomization(copied_model("flan-t5", second)),
+        "as in TGIS": render_kustomization(AS_IN_TGIS),
+        "kserve": render_kustomization(prefixed | {"resources": ["kserve"]}),
+        "leader-worker-set": render_kustomization(prefixed | {"resources": ["overlays/leader-worker-set"]}),
+        "tls": render_kustomization(
+            {"namePrefix": "tls-", "resources": ["overlays/tls-cert-manager"], "transformers": ["instance"]}
+        ),
+    }
+
+
+def model_kustomizations() -> dict[str, Object]:
+    """The kustomizations of models, with folders relative to deployment/."""
+    texts = {folder.name: (folder / "kustomization.yaml").read_text() for folder in (DEPLOYMENT / "models").iterdir()}
+    return {name: yaml.safe_load(text.replace("../../", "")) for name, text in texts.items()}
+
+
+def components_of_models() -> set[str]:
+    return {component for model in model_kustomizations().values() for component in model["components"]}
+
+
+def copied_model(name: str, components: set[str]) -> Object:
+    """An operator's copy of a model with more components, and a host name for the routes."""
+    model = model_kustomizations()[name]
+    host = {"op": "add", "path": "/spec/hostnames", "value": [f"{name}.example"]}
+    patches = [*model.get("patches", ()), {"target": {"kind": "(GRPC|HTTP)Route"}, "patch": json.dumps([host])}]
+    return model | {"components": [*model["components"], *sorted(components)], "patches": patches}
+
+
+def tgis_overlays() -> dict[str, Object]:
+    overlays: dict[str, Object] = yaml.safe_load(TGIS_OVERLAYS.read_text())["overlays"]
+    return overlays
+
+
+def model_problems(name: str, objects: list[Object]) -> list[str]:
+    """Options and GPUs that differ from those of TGIS's overlay of this name."""
+    overlay = {key: str(value) for key, value in tgis_overlays()[name]["env"].items()}
+    (server,) = next(one for one in objects if one["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"]
+    wanted, config = (
+        parse([], consistency.IMAGE_ENVIRONMENT | environ, "tgis serve")
+        for environ in (overlay, {entry["name"]: entry["value"] for entry in server["env"]})
+    )
+    pairs = {option: (getattr(config, option), getattr(wanted, option)) for option in SAME_OPTIONS}
+    pairs["GPUs"] = server["resources"]["limits"]["nvidia.com/gpu"], overlay["NUM_GPUS"]
+    return [f"{what}: {value}, in TGIS {tgis}" for what, (value, tgis) in pairs.items() if value != tgis]
 
 
 def check(objects: list[Object]) -> list[str]:
@@ -140,6 +214,14 @@ def check_planted_faults(objects: list[Object]) -> None:
         raise SystemExit("a planted fault in the dashboard or the endpoint picker's configuration was not found")
 
 
+def check_planted_faults_of_instances(rendered: list[list[Object]]) -> None:
+    for kind, plant, expected in FAULTS_OF_INSTANCES:
+        faulty = copy.deepcopy(rendered)
+        plant(next(one for one in faulty[1] if one["kind"] == kind))
+        if not any(expected in problem for problem in instances.problems(faulty)):
+            raise SystemExit(f"planted {expected!r} in {kind}, found {instances.problems(faulty)}")
+
+
 def setter(value: Any, *path: str | int | slice) -> Callable[[Any], None]:
     def plant(one: Any) -> None:
         for name in path[:-1]:
@@ -181,6 +263,39 @@ FAULTS: list[tuple[str, Callable[[Any], None], str]] = [
     ("GRPCRoute", setter(8034, "spec", "rules", 0, "backendRefs", 0, "port"), "there is no port 8034"),
     ("ServingRuntime", setter("tgis", "spec", "containers", 0, "image"), "untagged image tgis"),
 ]
+BOTH = "selects Deployment bloom-inference-server, Deployment flan-t5-inference-server"
+FAULTS_OF_INSTANCES: list[tuple[str, Callable[[Any], None], str]] = [  # in flan-t5
+    ("Service", setter("bloom-inference-server", "metadata", "name"), "bloom-inference-server: in 2 objects"),
+    ("Service", setter({"component": "text-gen-inference-server"}, "spec", "selector"), BOTH),
+    ("Service", setter("text-gen-bloom", "spec", "selector", "app"), "selects Deployment bloom-inference-server"),
+    ("GRPCRoute", setter(["bloom.example"], "spec", "hostnames"), "GRPCRoute of bloom.example for"),
+    ("PodDisruptionBudget", setter("bloom", "spec", "selector", "matchLabels", "app"), "selects nothing"),
+    ("ServiceMonitor", setter("bloom", "spec", "selector", "matchLabels", "app"), "selects nothing"),
+    ("ScaledObject", setter("inference-server", "spec", "scaleTargetRef", "name"), "refers to inference-server"),
+    ("PrometheusRule", setter('up{job="bloom"}', "spec", "groups", 0, "rules", 1, "expr"), "refers to bloom"),
+]
+# The form of TGIS's own overlays.
+AS_IN_TGIS = {
+    "namePrefix": "mpt-7b-",
+    "commonLabels": {"app": "text-gen-mpt-7b"},
+    "resources": ["base"],
+    "patchesStrategicMerge": [
+        """
+        apiVersion: apps/v1
+        kind: Deployment
+        metadata:
+          name: inference-server
+        spec:
+          template:
+            spec:
+              containers:
+                - name: server
+                  env:
+                    - name: NUM_GPUS
+                      value: "1"
+        """
+    ],
+}
 
 if __name__ == "__main__":
     main()

@@ -251,7 +251,7 @@ class BatchFamilies:
         self.queue_size = add.gauge("tgi_queue_size", "Requests in the queue.")
         self.current_size = add.gauge("tgi_batch_current_size", "Sequences in the running batch.")
         self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the batch, with padding.")
-        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens still to be generated.")
+        self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens that the batch may still generate.")
         self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
         self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
 
