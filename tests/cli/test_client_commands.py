@@ -203,13 +203,16 @@ def test_tokenize(tgis: Tgis) -> None:
     assert (code, err) == (0, "5 tokens\n")
     assert [line.split("  ")[-1] for line in out.splitlines()] == ["<s>", "hello", " w\ufffdrld", "\\n\\té", "é"]
     assert out.splitlines()[2] == "     6     11   w\ufffdrld"
-    assert json.loads(tgis("tokenize", "--json", "a b")[1])["tokenCount"] == 3
+    (line,) = tgis("tokenize", "--json", "a b")[1].splitlines()
+    assert json.loads(line)["tokenCount"] == 3
 
 
 def test_model_info(tgis: Tgis) -> None:
     expected = "model_kind ENCODER_DECODER max_sequence_length 512 max_new_tokens 0"
     code, out, _ = tgis("model-info")
     assert (code, " ".join(out.split())) == (0, expected)
+    (line,) = tgis("model-info", "--json")[1].splitlines()
+    assert json.loads(line)["maxSequenceLength"] == 512
 
 
 def test_health(served: Served, tgis: Tgis) -> None:

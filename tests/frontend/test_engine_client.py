@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 from batches import EOS, limits, request
-from engine_clients import connected_client, engine_outputs
+from engine_clients import INFO, connected_client, engine_outputs
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
@@ -17,7 +17,7 @@ from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.lookups import Acquire, Acquired
-from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState, Step, StepStats
+from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Step, StepStats
 from tgis.ipc.request import StopReason
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
@@ -34,11 +34,13 @@ async def ask(client: EngineClient) -> asyncio.Task[BatchState]:
 @run_async
 async def test_the_state_of_the_batch_is_asked_for_once_and_needs_an_engine_that_is_alive() -> None:
     client, transport = connected_client()
-    for state in (BUSY, EMPTY):
+    for resident, state in enumerate((BUSY, EMPTY)):
+        client.process.handle(Heartbeat(0, resident_cache_bytes=resident))
         transport.sent.clear()
         questions = [await ask(client) for _ in range(100)]
         assert transport.sent == [GetBatchState()]
         client.handle(*FrameReader(FromEngine).feed(encode_frame(state)))
+        state = msgspec.structs.replace(state, kv_cache_bytes=INFO.kv_cache_bytes, resident_cache_bytes=resident)
         assert await asyncio.gather(*questions) == [state] * 100
     client.process.handle(Fatal("the device is lost"))
     client.process.connection_lost(None)

@@ -110,6 +110,12 @@ def is_date(text: str) -> bool:
         return False
 
 
+def test_a_format_leaves_the_rest_of_its_schema_in_force() -> None:
+    dates = ["2024-02-29", "2023-12-24", "2024-12-24"]
+    schema = {"type": "string", "format": "date", "allOf": [{"pattern": "^2024"}], "pattern": "24$"}
+    assert allows(schema, dates) == ["2024-12-24"]
+
+
 def test_times_have_no_leap_seconds() -> None:
     valid = ["00:00:00Z", "23:59:59.123+23:59", "08:30:06z", "08:30:06-00:00"]
     invalid = ["24:00:00Z", "23:60:00Z", "23:59:60Z", "08:30:06", "08:30:06+24:00", "08:30:06.Z", "8:30:06Z"]

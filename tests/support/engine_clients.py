@@ -18,7 +18,7 @@ from tgis.ipc.request import Request
 
 _DECODER: Any = SimpleNamespace(tokenizer=None, splits_graphemes=False, replaces_each_byte=False)
 _PARAMS = Params(max_new_tokens=20, include_stop_sequence=True)
-INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64)
+INFO = EngineInfo("fake", "Fake", "none", "none", 257, False, False, 4, 1000, 64, kv_cache_bytes=1 << 20)
 
 
 class FakeTransport:

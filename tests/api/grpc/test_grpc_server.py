@@ -15,9 +15,9 @@ from grpc_calls import connected, echo, make_calls, service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from harness import run_async
-from raw_http2 import HELLO, call_frames, next_frame, raw_client
+from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, next_frame, next_frame_of, raw_client
 
-from benchmarks.chaos.http2 import ACK, PING, SETTINGS, frame
+from benchmarks.chaos.http2 import ACK, DATA, HEADERS, PING, SETTINGS, frame, grpc_message, window_setting
 from tgis.api.grpc import server as grpc_server
 from tgis.api.grpc.server import GrpcServer
 from tgis.config import Config
@@ -191,6 +191,18 @@ async def test_watch_reports_every_change_and_ends_with_the_server() -> None:
         await server.stop()
         await stopping
         assert grpc.StatusCode.OK not in (await known.code(), await unknown.code())
+
+
+@run_async
+async def test_a_watcher_that_reads_late_gets_the_last_change() -> None:
+    watch = call_frames("/grpc.health.v1.Health/Watch")
+    async with serving() as (server, port), raw_client(port, HELLO_WITHOUT_WINDOW, watch) as (reader, writer):
+        await next_frame_of(reader, HEADERS)  # the first state waits for the client
+        server.set_serving(False)
+        writer.write(frame(SETTINGS, 0, 0, window_setting(100)))
+        for state in (SERVING, NOT_SERVING):
+            expected = health_pb2.HealthCheckResponse(status=state).SerializeToString()
+            assert await next_frame_of(reader, DATA) == (DATA, grpc_message(expected))
 
 
 # --- reflection ---

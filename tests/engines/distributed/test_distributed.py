@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import socket
 import sys
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 import transformers
@@ -289,3 +291,11 @@ def test_collectives_use_the_interface_of_an_address(
         monkeypatch.delenv(variable, raising=False)
     ranks.use_interface(None, address)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == interface
+
+
+def test_collectives_use_the_interface_that_has_an_address_of_this_machine() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family is socket.AF_INET:
+                ranks.use_interface(None, address.address)
+                assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == name

@@ -2,6 +2,7 @@
 refused where it cannot be.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading import loader
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory import model_size
-from tgis.engines.quantization.weight import ActivationCodes, quantize
+from tgis.engines.quantization.weight import INT4, ActivationCodes, QuantizedWeight, concatenate, quantize
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
@@ -172,3 +173,27 @@ def test_parts_are_those_of_the_numbers(name: str) -> None:
         if step > 1:
             with pytest.raises(StartError, match=rf"^the inputs from {first + 1} on begin within a group of {step}$"):
                 weight.part(columns + 1, 1)
+
+
+ORDER, PLAIN = torch.tensor([2, 0, 1, 3]), QuantizedWeight(torch.zeros(3, 4).byte(), INT4, torch.ones(3, 2), None, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"order": ORDER.flip(0)},
+        {"order": None},
+        {"table": INT4.clone()},
+        {"scale": torch.ones(3, 2).bfloat16()},
+        {"offset": torch.ones(3, 2)},
+        {"codes": torch.zeros(3, 3).byte()},
+        {"group_size": 3},
+        {"activations": ActivationCodes()},
+    ],
+)
+def test_only_weights_of_one_kind_are_concatenated(other: dict[str, Any]) -> None:
+    weight = replace(PLAIN, order=ORDER)
+    together = concatenate([weight, replace(weight, order=ORDER.clone())])
+    assert together is not None
+    assert len(together.codes) == 6
+    assert concatenate([weight, replace(weight, **other)]) is None
