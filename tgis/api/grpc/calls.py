@@ -19,7 +19,8 @@ from tgis.config import Config
 from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
 from tgis.frontend.admission import Admission
 from tgis.frontend.metrics import CountCall
-from tgis.security.bearer import TokenFile, caller_identity, token_of
+from tgis.security.bearer import TokenFile, token_of
+from tgis.security.identity import caller_identity
 from tgis.utils import logs
 
 CORRELATION_ID_KEY = "x-correlation-id"
