@@ -37,7 +37,7 @@ def _certificate_names(pem: bytes) -> bytes:
         values = [extension.value for extension in certificate.extensions]
         alternatives = [name for value in values if isinstance(value, x509.SubjectAlternativeName) for name in value]
         usual = [name for name in alternatives if isinstance(name, kinds)]
-        names = usual or [certificate.subject.public_bytes(), *alternatives]
+        names: list[object] = [*usual] or [certificate.subject.public_bytes(), *alternatives]
     except (ValueError, x509.UnsupportedGeneralNameType, x509.DuplicateExtension):  # OpenSSL has accepted it
         return b"".join(pem.split())
     return repr(sorted(map(repr, names))).encode()
