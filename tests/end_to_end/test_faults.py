@@ -189,6 +189,9 @@ def test_calls_that_wait_for_their_clients_delay_the_end_by_their_timeout_at_mos
         never_read = call_frames("/fmaas.GenerationService/Generate", unary_request("abc", 2).SerializeToString(), 3)
         raw = stack.enter_context(socket.create_connection(("localhost", server.grpc_port)))
         raw.sendall(HELLO_WITHOUT_WINDOW + half + never_read)
+        half_a_body = stack.enter_context(socket.create_connection(("localhost", server.http_port)))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half_a_body.sendall(head + b"Content-Length: 9\r\n\r\n{")
         server.wait_for_metric("tgi_batch_generated_tokens_total 2.0")
         real = stub.GenerateStream(as_stream_request(unary_request("abc", 1000)))
         first = next(real)
