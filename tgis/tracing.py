@@ -44,9 +44,8 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        logging.getLogger("opentelemetry.trace.span").setLevel(
-            logging.ERROR
-        )  # its warnings quote a client's tracestate
+        # Its warnings quote a client's tracestate.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         named = OTELResourceDetector().detect().attributes  # by OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create({"service.name": service_name or named.get("service.name") or _SERVICE})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which could take 10 s
