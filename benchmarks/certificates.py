@@ -34,8 +34,8 @@ class Pair:
         )
 
 
-def make_pair(issuer: Pair | None = None, days: int = 1) -> Pair:
-    """A leaf certificate for localhost, or a CA certificate if there is no issuer."""
+def make_pair(issuer: Pair | None = None, days: int = 1, alternatives: x509.ExtensionType | None = None) -> Pair:
+    """A leaf certificate for localhost, or for other `alternatives`; a CA certificate if there is no issuer."""
     private = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "leaf" if issuer else "authority")])
     now = datetime.datetime.now(datetime.UTC)
@@ -48,6 +48,6 @@ def make_pair(issuer: Pair | None = None, days: int = 1) -> Pair:
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(alternatives or x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
     )
     return Pair(builder.sign(issuer.private if issuer else private, hashes.SHA256()), private)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from chat_templates import PROCESS
 from repository import REPOSITORY, TEST_CACHE
 from tokenizer_families import Families, description, write
 from tokenizers import Tokenizer as Backend
@@ -48,6 +49,12 @@ gc.disable()  # until everything is imported: nearly all that torch and transfor
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _template_process() -> Iterator[None]:
+    yield
+    PROCESS.close()
 
 
 @pytest.fixture(autouse=True)

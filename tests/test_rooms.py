@@ -26,8 +26,9 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "security": "errors utils",
     "models": "errors utils",
     "prompts": "errors ipc utils",
+    "structured_output": "errors ipc utils",
     # the front-end process
-    "frontend": "errors ipc models tracing utils",
+    "frontend": "errors ipc models structured_output tracing utils",
     "api": "errors",
     "api/grpc": "api config errors frontend ipc pb security tracing utils",
     "api/http": "api config errors frontend ipc security utils",
@@ -42,7 +43,6 @@ ALLOWED_IMPORTS: dict[str, str] = {
     # the engine process
     "speculation": "",
     "batcher": "errors ipc speculation",
-    "structured_output": "errors ipc utils",
     "engines": "batcher errors ipc",
     "engines/quantization": "errors ipc models",
     "engines/kernels": "engines engines/quantization errors utils",

@@ -131,6 +131,15 @@ def test_the_last_spans_are_sent_at_the_end_and_a_dead_collector_delays_nothing(
     assert len(collector[0].spans(count)) == count
 
 
+def test_a_malformed_tracestate_is_not_logged(collector: tuple[Collector, int], caplog: Any) -> None:
+    tracer = tracing.Tracer(f"127.0.0.1:{collector[1]}", None, "m")
+    for state in ("A=sesame", "sesame=1,sesame=2", "=sesame", "sesame" * 50 + "=1"):
+        tracer.record([("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", state)], time.monotonic())
+    tracer.close()
+    assert len(collector[0].spans(4)) == 4
+    assert "sesame" not in caplog.text
+
+
 def test_parent_headers_are_bounded() -> None:
     assert tracing.parent_headers([*CONTEXT, ("other", "x")]) == dict(CONTEXT)
     others: list[tuple[str, str | bytes]] = [

@@ -17,6 +17,7 @@ import uvloop
 from tgis import __version__
 from tgis.api.http.probes import Probes
 from tgis.api.openai.chat_template import ChatTemplate
+from tgis.api.openai.template_process import TemplateProcess
 from tgis.apis import Apis
 from tgis.config import Config
 from tgis.errors import LOADING, SHUTTING_DOWN, StartError, Unavailable
@@ -74,6 +75,7 @@ class Server:
         self._client: asyncio.Future[EngineClient] = loop.create_future()
         self._generator: asyncio.Future[Generator] = loop.create_future()
         self._template: asyncio.Future[ChatTemplate | None] = loop.create_future()
+        self._template_process = TemplateProcess()
         apis = Apis(preparation, self._admission, self._service_metrics, self._generator, self._template)
         probes = Probes(lambda: self._unhealthy_reason, self._scrape)
         self._grpc, self._http = apis.grpc_server(), apis.http_ports(probes, self._batch_state)
@@ -103,6 +105,7 @@ class Server:
             for task in background:
                 task.cancel()
             self._preparation.tokenizer.close()
+            self._template_process.close()
             if self._generator.done():
                 self._generator.result().close()
             stop_signals.ignore()
@@ -121,7 +124,8 @@ class Server:
         config, decoder = self._preparation.config, self._preparation.token_decoder()
         vocabulary = await asyncio.to_thread(decoder.vocabulary)
         self._process.send(vocabulary)
-        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, self._preparation.template_path))
+        path, process = self._preparation.template_path, self._template_process
+        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, path, process))
         info = await asyncio.shield(self._process.ready)
         metrics = Metrics(self._preparation.limits, info)
         client = EngineClient(self._process, metrics)

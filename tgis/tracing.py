@@ -3,6 +3,7 @@
 The packages are in the extra `otel`. Spans never have text of requests.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,8 @@ class Tracer:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
+        # Its warnings quote a client's tracestate.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         named = OTELResourceDetector().detect().attributes  # by OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create({"service.name": service_name or named.get("service.name") or _SERVICE})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which could take 10 s

@@ -1,6 +1,7 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -9,8 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,38 @@ def test_the_grace_ends_with_a_second_signal(tmp_path: Path) -> None:
         assert "s: 2 of 2 inputs were cancelled" in server.log.read_text()
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def chat(server: Server) -> None:
+    server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+
+
+def tokenize(server: Server) -> None:
+    inputs = [pb.TokenizeRequest(text="xq" * ((2 << 20) - 100))]
+    with server.stub() as stub:
+        stub.Tokenize(pb.BatchedTokenizeRequest(requests=inputs, return_offsets=True))
+
+
+def check_schemas(server: Server) -> None:
+    """One after the other: each takes less than a second."""
+    for first in itertools.count():
+        members = {f"property {n}": {"oneOf": [{"const": first + i} for i in range(n)]} for n in range(1, 80)}
+        request = unary_request("a", 1)
+        request.params.decoding.json_schema = json.dumps({"type": "object", "properties": members})
+        text_of(server, request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [chat, tokenize, check_schemas])
+def test_no_work_delays_the_end_beyond_the_grace(work: Callable[[Server], None], tmp_path: Path) -> None:
+    with running_fake(tmp_path, {}, LOOP, SHUTDOWN_GRACE_SECONDS=2) as server, ThreadPoolExecutor(1) as threads:
+        call = threads.submit(work, server)
+        wait([call], timeout=1)  # it has begun
+        assert not call.done()
+        assert server.stop(timeout=3) == 0
+
+
 def test_calls_that_wait_for_their_clients_delay_the_end_by_their_timeout_at_most(tmp_path: Path) -> None:
     end = threading.Event()
     with (
@@ -189,6 +222,9 @@ def test_calls_that_wait_for_their_clients_delay_the_end_by_their_timeout_at_mos
         never_read = call_frames("/fmaas.GenerationService/Generate", unary_request("abc", 2).SerializeToString(), 3)
         raw = stack.enter_context(socket.create_connection(("localhost", server.grpc_port)))
         raw.sendall(HELLO_WITHOUT_WINDOW + half + never_read)
+        half_a_body = stack.enter_context(socket.create_connection(("localhost", server.http_port)))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half_a_body.sendall(head + b"Content-Length: 9\r\n\r\n{")
         server.wait_for_metric("tgi_batch_generated_tokens_total 2.0")
         real = stub.GenerateStream(as_stream_request(unary_request("abc", 1000)))
         first = next(real)

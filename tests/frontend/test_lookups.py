@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 from harness import run_async
 from scraped_metrics import make_metrics, value
@@ -10,6 +11,7 @@ from scraped_metrics import make_metrics, value
 from tgis.errors import InvalidRequest, Overloaded, RequestError
 from tgis.frontend.lookups import Lookups
 from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarKind, GrammarSpec
+from tgis.structured_output.lark import to_lark
 
 REF, SCHEMA = AdapterRef("a/b", 5, 2, 7, 3, 16), GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")
 
@@ -39,7 +41,8 @@ async def test_what_is_found_is_kept_until_the_call_ends() -> None:
         with ExitStack() as resources:
             assert await engine.lookups.adapter(("adapter_id", "a/b"), resources) == REF
             assert await engine.lookups.grammar(SCHEMA, resources) == 7
-            assert engine.open == ["a/b", SCHEMA]
+            adapter, schema = engine.open
+            assert (adapter, schema) == ("a/b", msgspec.structs.replace(SCHEMA, lark=to_lark(SCHEMA)))
         assert (engine.open, engine.failures_and_loads) == ([], [0, loaded])
 
 
@@ -83,4 +86,12 @@ async def test_a_grammar_that_cannot_be_used(reason: str | None, answer: Any, ex
     with pytest.raises(type(expected)) as caught, ExitStack() as resources:
         await engine.lookups.grammar(SCHEMA, resources)
     assert (caught.value.detail, vars(caught.value).get("field")) == (expected.detail, vars(expected).get("field"))
+    assert engine.open == []
+
+
+@run_async
+async def test_a_schema_that_is_refused_does_not_reach_the_engine() -> None:
+    engine = Engine(Acquired(7))
+    with pytest.raises(InvalidRequest, match="json_schema: not JSON"), ExitStack() as resources:
+        await engine.lookups.grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, "{"), resources)
     assert engine.open == []

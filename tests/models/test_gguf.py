@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import load_template
 from gguf import GGUFWriter
 from gguf_files import permuted, write_gguf
 from tiny_models import make_config
@@ -14,7 +15,6 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tgis.api.openai.chat_template import ChatTemplate
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import gguf
@@ -107,8 +107,7 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert Tokenizer.from_file(f"{name}/tokenizer.json").encode("hell o<|eot|>").ids == [
         *(0, TOKENS.index("hell"), TOKENS.index("Ġ"), TOKENS.index("o"), 2)
     ]
-    template = ChatTemplate.load(model.path)
-    assert template is not None
+    template = load_template(model.path)
     assert template.mentions(TEMPLATE)
     config = AutoConfig.from_pretrained(name)
     assert (config.rope_parameters["rope_theta"], config.head_dim) == (5000.0, 8)

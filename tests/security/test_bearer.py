@@ -14,8 +14,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import as_stream_request, unary_request, wait_until
 from local_server import LocalServer, local_server
 
+from benchmarks.certificates import make_pair
 from tgis.errors import OptionError
-from tgis.security.bearer import TokenFile, caller_identity
+from tgis.security.bearer import TokenFile
+from tgis.security.identity import caller_identity
 from tgis.utils.file_watch import CHECK_INTERVAL_SECONDS
 
 
@@ -121,13 +123,13 @@ class Context:
     """The parts of a gRPC context that prove who the caller is."""
 
     token: str = ""
-    certificate: tuple[bytes, ...] = ()
+    certificate: bytes = b""
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [("authorization", f"Bearer {self.token}")] if self.token else []
 
-    def peer_identities(self) -> tuple[bytes, ...] | None:
-        return self.certificate or None
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self.certificate]} if self.certificate else {}
 
 
 def test_callers_without_credentials_have_the_same_identity() -> None:
@@ -136,7 +138,7 @@ def test_callers_without_credentials_have_the_same_identity() -> None:
 
 
 def test_tokens_and_certificates_make_identities() -> None:
-    callers = [Context("a"), Context("b"), Context("", (b"a",)), Context("", (b"a", b"b")), Context("a", (b"b",))]
+    callers = [Context("a"), Context("b"), Context("", make_pair().cert), Context("a", make_pair().cert)]
     found = [caller_identity(caller, bearer_auth=True) for caller in callers]
     assert len(set(found)) == len(callers)
     assert b"" not in found

@@ -157,6 +157,8 @@ EXCLUSIVE: list[dict[str, Any]] = [
     {"oneOf": [closed(pet=CAT), closed(pet=DOG)]},
     {"oneOf": [closed(and_=INTEGER), closed(or_=INTEGER)]},
     {"oneOf": [UNTYPED_CAT, {"required": ["kind"], "properties": {"kind": {"const": "dog"}}}]},
+    {"oneOf": [tagged(f"kind {number}", name=STRING) for number in range(300)]},
+    {"oneOf": [{"const": number} for number in range(2000)]},
 ]
 OVERLAPPING: list[dict[str, Any]] = [
     {"oneOf": [CAT, CAT]},
@@ -168,6 +170,7 @@ OVERLAPPING: list[dict[str, Any]] = [
     {"oneOf": [{"$ref": "#/$defs/Any"}, {"type": "null"}], "$defs": {"Any": {"properties": {}}}},
     {"oneOf": [CAT, DOG], "$defs": {"x": {"$id": "urn:x", **DEFS}, **DEFS["$defs"]}},
     {"oneOf": [True, CAT]},
+    {"oneOf": [tagged(f"kind {number % 299}") for number in range(300)]},
     {
         "oneOf": [
             {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False},
@@ -316,6 +319,7 @@ NO_SCHEMA: list[tuple[str, str]] = [
     ('{"minimum": 1e-9999999999999999999}', "a number has too large an exponent"),
     ('{"const": "\\ud800"}', "not JSON: unexpected end of hex escape at line 1 column 19"),
     ('{"minimum": -1e400}', "a number has too large an exponent"),
+    ('{"exclusiveMinimum": 1%s}' % ("0" * 400), "a number has too large an exponent"),
 ]
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from repository import REPOSITORY
 
+from tgis.api.openai.chat_template import ChatTemplate
+from tgis.api.openai.template_process import TemplateProcess
+
 FOLDER = REPOSITORY / "tests/golden/chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 HERMES, MISTRAL = TEMPLATES["hermes"], TEMPLATES["mistral"]
@@ -24,3 +27,13 @@ def write_template(directory: Path, template: str | list[dict[str, str]]) -> Non
     """Give a model a template, and names for its special tokens."""
     config = {"chat_template": template, "bos_token": "</s>", "eos_token": _TOKEN}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+PROCESS = TemplateProcess()  # of all tests
+
+
+def load_template(directory: Path) -> ChatTemplate:
+    """The template of a model that has one."""
+    template = ChatTemplate.load(directory, PROCESS)
+    assert template is not None
+    return template

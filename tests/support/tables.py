@@ -9,7 +9,7 @@ from repository import REPOSITORY
 
 from tgis import errors
 from tgis.api.http.errors import HttpError
-from tgis.api.openai.chat_template import TemplateError
+from tgis.api.openai.template_process import TemplateError
 
 
 def table(file: str, name: str) -> pytest.MarkDecorator:

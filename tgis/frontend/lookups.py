@@ -3,13 +3,17 @@
 Nothing is cached here: the engine process checks an adapter's files for each call. Error texts are those of TGIS.
 """
 
+import asyncio
 import time
 from contextlib import ExitStack
 
-from tgis.errors import InvalidRequest, Overloaded
+import msgspec
+
+from tgis.errors import GrammarError, InvalidRequest, Overloaded
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarSpec
+from tgis.structured_output.lark import to_lark
 
 ADAPTER_TIMEOUT, GRAMMAR_TIMEOUT = 5.0, 10.0  # seconds
 _SHOWN_ID_CHARACTERS = 100  # in an error message
@@ -43,12 +47,17 @@ class Lookups:
         """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        compiled = await self._client.acquire(spec, GRAMMAR_TIMEOUT, resources)
-        if compiled is None:
-            raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
-        if compiled.reason:
-            text = f"{spec.kind}: {compiled.reason}"
-            raise InvalidRequest(spec.kind, text, logged=f"{spec.kind} cannot be compiled")
+        try:  # in Python, which would delay steps in the engine process
+            lark = await asyncio.to_thread(to_lark, spec)
+            target = msgspec.structs.replace(spec, lark=lark)
+            compiled = await self._client.acquire(target, GRAMMAR_TIMEOUT, resources)
+            if compiled is None:
+                raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
+            if compiled.reason:
+                raise GrammarError(compiled.reason)
+        except GrammarError as error:
+            logged = f"{spec.kind} cannot be compiled"
+            raise InvalidRequest(spec.kind, f"{spec.kind}: {error}", logged=logged) from None
         return compiled.lookup_id
 
     def _adapter_error(self, field: str, text: str) -> InvalidRequest:

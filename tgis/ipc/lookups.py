@@ -56,6 +56,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
     choices: tuple[str, ...] = ()
     exact: bool = True  # else oneOf in JSON schemas means anyOf
+    lark: str = ""  # the grammar as it is compiled; empty: the engine process converts it
 
     @property
     def num_bytes(self) -> int:

@@ -1,9 +1,9 @@
-"""Bearer tokens: checked against a file that may change, and part of who a caller is."""
+"""Bearer tokens, checked against a file that may change."""
 
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,6 @@ class TokenFile:
         """Return true if the file has the token, in constant time with regard to the token."""
         given = digest(token)
         return sum(hmac.compare_digest(given, known) for known in self._digests.value()) > 0  # no early exit
-
-
-def caller_identity(context: Any, *, bearer_auth: bool) -> bytes:
-    """A digest of what a caller has proven: its token if `bearer_auth` is on, and its client certificate.
-
-    Empty for an anonymous caller. KV blocks are shared only between calls of the same identity.
-    """
-    token = token_of(context) if bearer_auth else ""  # an unchecked token proves nothing
-    names = context.peer_identities()
-    return identity_of(token, names or ()) if token or names else b""
-
-
-def identity_of(token: str, certificate_names: Iterable[bytes]) -> bytes:
-    """A digest of a checked token and of the names in a client certificate; empty if there are none."""
-    proofs = [token.encode(), *certificate_names]
-    if not any(proofs):
-        return b""
-    digests = b"".join(hashlib.sha256(proof).digest() for proof in proofs)
-    return hashlib.sha256(digests).digest()
 
 
 def token_of(context: Any) -> str:

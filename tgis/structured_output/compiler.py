@@ -28,7 +28,7 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         verbose_errors=False,  # they would quote the grammar
     )
-    matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec), log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(table.tokenizer, spec.lark or to_lark(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), spec))
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)

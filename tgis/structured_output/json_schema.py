@@ -114,7 +114,7 @@ def _rewritten_member(name: str, value: Any, check: _Check, place: str) -> Any:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text, parse_float=_number, parse_constant=_no_number)
+        return json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_no_number)
     except RecursionError:
         raise GrammarError(f"nested more than {MAX_GRAMMAR_DEPTH} levels deep") from None
     except ValueError as error:

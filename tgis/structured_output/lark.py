@@ -3,6 +3,7 @@
 Forced bytes are off: a mask has every token that the grammar allows, not only the canonical tokenization.
 """
 
+import functools
 import json
 import re
 from typing import Any, assert_never
@@ -44,6 +45,7 @@ _QUOTED = re.compile(
 _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 
 
+@functools.lru_cache(maxsize=64)
 def to_lark(spec: GrammarSpec) -> str:
     """The grammar in Lark; GrammarError if it is invalid or above a limit."""
     return _HEAD + _rules(spec)

@@ -13,9 +13,18 @@ from grpc_calls import CONFIG, connected
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import run_async
-from raw_http2 import HELLO, HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message, next_frame_of, raw_client
+from raw_http2 import (
+    HELLO,
+    HELLO_WITHOUT_WINDOW,
+    call_frames,
+    call_headers,
+    half_a_message,
+    message_frames,
+    next_frame_of,
+    raw_client,
+)
 
-from benchmarks.chaos.http2 import HEADERS, RST_STREAM
+from benchmarks.chaos.http2 import END_HEADERS, HEADERS, RST_STREAM, frame, header_block
 from tgis import limits
 from tgis.api.grpc import health as health_module
 from tgis.api.grpc import server as server_module
@@ -129,6 +138,31 @@ async def test_the_status_of_a_late_and_of_an_absent_message() -> None:
         late, absent = call(), call(iter([]))  # type: ignore[call-arg]  # stubs
         assert (await absent.code(), await absent.details()) == (INVALID, "the call has no message")
         assert (await late.code(), await late.details()) == (grpc.StatusCode.DEADLINE_EXCEEDED, MESSAGE_TIMEOUT)
+
+
+# --- metadata ---
+
+
+def headers(name: str, value: bytes) -> bytes:
+    """The start of a call with a header that no library would send."""
+    block = header_block("/test.Service/Unary", (name, "x" * len(value))).replace(b"x" * len(value), value)
+    return frame(HEADERS, END_HEADERS, 1, block)
+
+
+@run_async
+async def test_metadata_that_is_not_utf8_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sent = headers("authorization", b"Bearer sesame\xff") + message_frames(b"")
+    async with serving() as (service, port), raw_client(port, HELLO, sent):
+        await until(lambda: service.num_calls)
+    assert "sesame" not in caplog.text
+
+
+@run_async
+async def test_an_id_that_cannot_be_returned_is_refused_before_the_call_runs() -> None:
+    sent = headers("x-correlation-id", b"one\ntwo\x01") + message_frames(b"")
+    async with serving() as (service, port), raw_client(port, HELLO, sent) as (reader, _):
+        kind, trailers = await next_frame_of(reader, HEADERS, RST_STREAM)
+        assert (kind, b"must be printable ASCII" in trailers, service.num_calls) == (HEADERS, True, 0)
 
 
 # --- services that anybody may call ---

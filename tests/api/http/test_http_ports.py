@@ -1,5 +1,6 @@
 """Which HTTP port serves what, with and without TLS."""
 
+import ipaddress
 import logging
 import ssl
 from collections.abc import AsyncIterator
@@ -12,11 +13,12 @@ import grpc
 import grpc_calls
 import pytest
 from aiohttp import web
+from cryptography import x509
 from harness import run_async
 from http_port import NO_AUTH, no_metrics
 from mounted_secret import Clock, Secret
 
-from benchmarks.certificates import make_pair
+from benchmarks.certificates import Pair, make_pair
 from tgis.api.http.app import HttpPorts
 from tgis.api.http.debug import debug_route
 from tgis.api.http.probes import Probes
@@ -24,7 +26,7 @@ from tgis.config import Config
 from tgis.errors import Unavailable
 from tgis.ipc.messages import BatchState
 from tgis.limits import admission
-from tgis.security.bearer import caller_identity
+from tgis.security.identity import caller_identity
 from tgis.security.tls import Certificates
 
 
@@ -131,25 +133,53 @@ async def test_a_token_that_nobody_checks_makes_no_other_client() -> None:
         assert len({await answer.text() for answer in answers}) == 1
 
 
+NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "one")])
+POLICY = x509.ObjectIdentifier("1.2.3")
+CLIENTS: list[list[x509.GeneralName] | bytes] = [
+    [x509.DNSName("one")],
+    [x509.UniformResourceIdentifier("one")],
+    [x509.DNSName("one"), x509.IPAddress(ipaddress.ip_address("::1"))],
+    [x509.DirectoryName(NAME)],
+    [x509.RegisteredID(POLICY)],
+    [x509.OtherName(POLICY, b"\x0c\x03one")],
+    [],
+    b"\x30\x05\x87\x03\1\2\3",  # an IP address of three bytes, which gRPC refuses
+]
+
+
+def client_of(secret: Secret, names: list[x509.GeneralName] | bytes) -> Pair:
+    if isinstance(names, bytes):
+        oid = x509.ExtensionOID.SUBJECT_ALTERNATIVE_NAME
+        return make_pair(secret.authority, alternatives=x509.UnrecognizedExtension(oid, names))
+    return make_pair(secret.authority, alternatives=x509.SubjectAlternativeName(names))
+
+
 @run_async
-async def test_a_client_certificate_is_the_same_client_over_grpc(secret: Secret, tmp_path: Path) -> None:
+async def test_a_client_certificate_is_the_same_client_over_grpc_and_no_other(secret: Secret, tmp_path: Path) -> None:
     certificates = Certificates(secret.files(mutual=True))
-    identities: list[bytes] = []
+    over_grpc: list[str] = []
+    over_http: list[str] = []
 
     async def handle(_request: bytes, context: Any) -> bytes:
-        identities.append(caller_identity(context, bearer_auth=True))
+        over_grpc.append(caller_identity(context, bearer_auth=True).hex())
         return b""
 
     async with (
         grpc_calls.serving(grpc_calls.service(Call=handle), certificates=certificates) as (_, port),
         serving(certificates, http_api_port=0) as (_, api),
-        aiohttp.ClientSession() as client,
     ):
-        context = client_context(tmp_path, secret, mutual=True)
-        async with client.get(f"https://127.0.0.1:{api}/identity", ssl=context) as answer:
-            over_http = await answer.text()
-        credentials = grpc.ssl_channel_credentials(secret.authority.cert, secret.pair.key, secret.pair.cert)
-        async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
-            await channel.unary_unary("/test.Service/Call", bytes, bytes)(b"")
-    assert [identity.hex() for identity in identities] == [over_http]
-    assert over_http
+        for names in CLIENTS:
+            secret.pair = pair = client_of(secret, names)
+            context = client_context(tmp_path, secret, mutual=True)
+            async with (
+                aiohttp.ClientSession() as client,
+                client.get(f"https://127.0.0.1:{api}/identity", ssl=context) as answer,
+            ):
+                over_http.append(await answer.text())
+            if isinstance(names, bytes):
+                continue
+            credentials = grpc.ssl_channel_credentials(secret.authority.cert, pair.key, pair.cert)
+            async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
+                await channel.unary_unary("/test.Service/Call", bytes, bytes)(b"")
+    assert over_grpc == over_http[:-1]
+    assert len({*over_http, ""}) == len(CLIENTS) + 1

@@ -4,12 +4,15 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 
 import aiohttp
 import pytest
 from harness import run_async
 from http_port import no_metrics, serving, serving_while_loading
 
+from tgis.api.http.pages.routes import _DIRECTORY as DIRECTORY
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.probes import Probes
 
@@ -83,3 +86,17 @@ async def test_the_document_describes_every_route() -> None:
         event, *ends = content["schema"]["properties"]["data"]["anyOf"]
         assert [schema["$ref"].rpartition("/")[2] for schema in event["contentSchema"]["anyOf"]] == names
         assert ends == last
+
+
+ELEMENT = "globalThis.element = (tagName) => ({ tagName, childNodes: [], append() {} });"
+RENDER = "blocks(require('fs').readFileSync(0, 'utf8').split('\\n'), 0);"
+BLANKS = " " * 200_000
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize("line", [f"# {BLANKS}\u2028", f"- {BLANKS}\u2028", " " * 990 + "-" + " " * 990 + "x"])
+def test_no_output_keeps_a_browser_busy(line: str) -> None:
+    """It does for minutes if a pattern tries every way to share the blanks."""
+    script = (DIRECTORY / "ui/markdown.js").read_text()
+    text = f"a | b\n{line}\n\n" * 100
+    subprocess.run(["node", "-e", ELEMENT + script + RENDER], input=text.encode(), check=True, timeout=50)

@@ -1,14 +1,16 @@
 """tgis.api.openai.chat_template: against apply_chat_template of transformers' tokenizers."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, write_template
+from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, load_template, write_template
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
-from tgis.api.openai.chat_template import ChatTemplate, TemplateError
+from tgis.api.openai.chat_template import ChatTemplate
+from tgis.api.openai.template_process import TemplateError, TemplateProcess
 from tgis.errors import InvalidRequest, StartError
 
 USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
@@ -32,9 +34,7 @@ def model(directory: Path, template: str | list[dict[str, str]]) -> Path:
 
 
 def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
-    template = ChatTemplate.load(directory)
-    assert template is not None
-    return template.render(messages, tools, variables)
+    return load_template(directory).render(messages, tools, variables)
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -67,8 +67,7 @@ def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp
     ],
 )
 def test_an_answer_begins_or_continues(role: str, add: Any, continues: Any, expected: str, tmp_path: Path) -> None:
-    template, messages = ChatTemplate.load(model(tmp_path, LAST_MESSAGE)), [{"role": role, "content": "x"}]
-    assert template is not None
+    template, messages = load_template(model(tmp_path, LAST_MESSAGE)), [{"role": role, "content": "x"}]
     flags = {"add_generation_prompt": add, "continue_final_message": continues}
     assert template.render(messages, None, {"marks": expected != "x"}, **flags) == expected
     for variables, given in (({}, {"add_generation_prompt": True, "continue_final_message": True}), ({"tools": 1}, {})):
@@ -119,7 +118,7 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 
 def test_most_models_have_none(tmp_path: Path) -> None:
-    assert ChatTemplate.load(make_fake_model(tmp_path)) is None
+    assert ChatTemplate.load(make_fake_model(tmp_path), TemplateProcess()) is None
 
 
 @pytest.mark.parametrize("template", ["{% if x %}", "{{ x | zork }}", "a\n{{ x", "{% for x in x %}" * 99])
@@ -127,16 +126,27 @@ def test_one_that_does_not_compile_is_a_warning(
     template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The model serves everything but chats."""
-    loaded = ChatTemplate.load(
-        model(tmp_path, [{"name": "default", "template": "x"}, {"name": "t", "template": template}])
-    )
-    assert loaded is not None
+    load_template(model(tmp_path, [{"name": "default", "template": "x"}, {"name": "t", "template": template}]))
     (said,) = caplog.messages
     assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: ")
     assert "\n" not in said
 
 
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOP, "{{ 'a' * 2000000000 }}", "{{ messages[0].content * 3000000 }}"])
+def test_one_that_does_not_end_or_takes_too_much_memory_fails_alone(template: str, tmp_path: Path) -> None:
+    either = f"{{% if messages[0].content == 'ok' %}}ok{{% else %}}{template}{{% endif %}}"
+    with contextlib.closing(TemplateProcess(seconds=1)) as process:
+        loaded = ChatTemplate.load(model(tmp_path, either), process)
+        assert loaded is not None
+        with pytest.raises(TemplateError, match=r"takes too long or too much memory|MemoryError"):
+            loaded.render([USER])
+        assert loaded.render([{"role": "user", "content": "ok"}]) == "ok"
+
+
 @pytest.mark.parametrize("template", [7, [{"name": "default"}], [{"name": "rag", "template": "x"}]])
 def test_broken_templates_are_refused_at_the_start(template: Any, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="template"):
-        ChatTemplate.load(model(tmp_path, template))
+        load_template(model(tmp_path, template))

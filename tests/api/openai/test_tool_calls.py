@@ -1,7 +1,9 @@
 """tgis.api.openai.tool_calls: outputs as the models' templates and cards show them, however they are cut."""
 
 import json
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from tables import table
 
 from demo.fake_model import make_fake_model
+from tgis.api.openai import tool_calls
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.chat import Choice
 from tgis.api.openai.logprobs import TokenTexts
@@ -126,6 +129,50 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
     assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
     assert parser.add('ris"}}</tool_call>') == [ToolCallPiece(0, 'ris"}')]
+
+
+# Repeated n times: marks without a call, calls that are none, in each other, and what may stand before a call.
+HOSTILE = [
+    "{mark}",
+    "{mark}x",
+    "{mark}{{",
+    "{mark}{{}}",
+    "{mark}{{{{x}} ",
+    "{mark} [ ",
+    " ",
+    "[",
+    "x",
+    '{{"name": "rm"',
+]
+
+
+def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
+    """The lines that the parser executes, one or more for each character that Python code visits."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == tool_calls.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        text, _ = complete_calls(parse(tool_format, [output[at : at + size] for at in range(0, len(output), size)]))
+    finally:
+        sys.settrace(before)
+    assert text == output
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+@pytest.mark.parametrize("part", HOSTILE)
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
+def test_twice_the_output_takes_twice_the_work(tool_format: ToolFormat, part: str, size: int) -> None:
+    part = part.format(mark=tool_format.start)
+    outputs = (tool_format.start + part * n + "}" * n for n in (100, 200))
+    once, twice = (num_lines(tool_format, output, size) for output in outputs)
+    assert twice <= 2.2 * once
 
 
 @pytest.mark.parametrize("parts", [1, 100])

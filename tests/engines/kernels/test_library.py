@@ -174,6 +174,18 @@ def test_a_machine_without_a_compiler_says_so_once(
     assert [path.name for path in (tmp_path / "cache" / "kernels").iterdir()] == ["lock"]
 
 
+def test_a_compiler_that_fails_once_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = f"""#!/bin/sh
+    while [ "$1" != -o ]; do shift; done
+    [ -e "$2.tried" ] || {{ touch "$2.tried"; exit 1; }}
+    cp {finished_library()} "$2"
+    """
+    (tmp_path / "cc").write_text(compiler)
+    (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert load_kernels("generic", str(tmp_path / "cache")) is not None
+
+
 def test_a_prebuilt_library_needs_no_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,7 @@ def test_layers_that_our_gemm_cannot_multiply_are_replayed(
 def test_replayed_steps_call_no_operators_of_pytorch(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG", "tgis"):
         paged_engine(make_model_from_config(make_wide_config(name), tmp_path), ROWS, dtype="bfloat16")
     assert "operators of PyTorch in a recorded pass: none" in caplog.messages
 

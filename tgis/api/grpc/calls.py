@@ -19,12 +19,15 @@ from tgis.config import Config
 from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
 from tgis.frontend.admission import Admission
 from tgis.frontend.metrics import CountCall
-from tgis.security.bearer import TokenFile, caller_identity, token_of
+from tgis.security.bearer import TokenFile, token_of
+from tgis.security.identity import caller_identity
 from tgis.utils import logs
 
 CORRELATION_ID_KEY = "x-correlation-id"
 
 log = logging.getLogger(__name__)
+# grpc.aio quotes metadata that is not UTF-8, tokens included, before any call is seen here.
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith("Invalid encoding"))
 
 _creator: ContextVar["weakref.ref[asyncio.Task[Any]] | None"] = ContextVar("creator", default=None)
 
@@ -133,10 +136,13 @@ class GrpcCalls:
 
         async def handle(_requests: object, context: Context) -> None:
             status = grpc.StatusCode.CANCELLED.name
-            correlation_id = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY)
+            given = dict(context.invocation_metadata() or ()).get(CORRELATION_ID_KEY, "")
+            correlation_id = given if given.isascii() and given.isprintable() else ""
             context.set_trailing_metadata(((CORRELATION_ID_KEY, correlation_id),) if correlation_id else ())
             try:
                 with logs.correlation_scope(correlation_id):
+                    if given != correlation_id:
+                        await abort(context, InvalidRequest("", f"{CORRELATION_ID_KEY} must be printable ASCII"))
                     if (error := await self._outcome(run, context, public=public)) is not None:
                         await abort(context, error)
                 status = grpc.StatusCode.OK.name

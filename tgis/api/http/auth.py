@@ -1,16 +1,14 @@
 """Authentication and identity of HTTP clients: bearer tokens, API_KEY and client certificates."""
 
 import hmac
-import ipaddress
-from collections.abc import Callable, Iterator
-from typing import Any
+import ssl
+from collections.abc import Callable
 
 from aiohttp import web
 
 from tgis.api.http.errors import HttpError
-from tgis.security.bearer import TokenFile, bearer_token, digest, identity_of
-
-_NAME_KINDS = ("DNS", "URI", "email")
+from tgis.security.bearer import TokenFile, bearer_token, digest
+from tgis.security.identity import identity_of
 
 
 class HttpAuth:
@@ -29,10 +27,11 @@ class HttpAuth:
             raise HttpError(401, "a valid bearer token is required")
 
     def identity(self, request: web.Request) -> bytes:
-        """A digest of who the caller is, as gRPC's `caller_identity`: a client has one identity everywhere."""
-        token = _token(request) if self.needed else ""
-        certificate = request.transport.get_extra_info("peercert") if request.transport else None
-        return identity_of(token, _certificate_names(certificate or {}))
+        """The identity of the caller, the same as over gRPC."""
+        connection = request.transport.get_extra_info("ssl_object") if request.transport else None
+        certificate = connection.getpeercert(binary_form=True) if connection else None
+        pem = ssl.DER_cert_to_PEM_cert(certificate).encode() if certificate else b""
+        return identity_of(_token(request) if self.needed else "", pem)
 
     def _accepts(self, token: str) -> bool:
         is_key = self._api_key is not None and hmac.compare_digest(digest(token), self._api_key)
@@ -42,17 +41,3 @@ class HttpAuth:
 def _token(request: web.Request) -> str:
     value = request.headers.get("Authorization", "")
     return bearer_token(value) if value.isascii() else ""
-
-
-def _certificate_names(certificate: dict[str, Any]) -> Iterator[bytes]:
-    """The names that gRPC takes from a certificate: the subject's alternative names, else its common name."""
-    names = certificate.get("subjectAltName", ())
-    for kind, value in names:
-        if kind in _NAME_KINDS:
-            yield value.encode()
-        elif kind == "IP Address":
-            yield str(ipaddress.ip_address(value)).encode()
-    if not names:
-        for (kind, value), *_ in certificate.get("subject", ()):
-            if kind == "commonName":
-                yield value.encode()

@@ -17,9 +17,10 @@ from tgis.api.openai.bodies import (
     ChunkChoice,
     Delta,
 )
-from tgis.api.openai.chat_template import ChatTemplate, TemplateError
+from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.messages import template_messages, template_tools
+from tgis.api.openai.template_process import TemplateError
 from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice
 from tgis.errors import InvalidRequest

@@ -1,15 +1,10 @@
-"""The model's chat template: from messages to the text of a prompt, by transformers' own renderer, in a sandbox.
-
-transformers is imported when a template is loaded: it takes a second, and most models have no template.
-"""
+"""The model's chat template: from messages to the text of a prompt, by transformers' own renderer, in a sandbox."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from jinja2 import TemplateError as JinjaError
-
+from tgis.api.openai.template_process import TemplateError, TemplateProcess
 from tgis.errors import InvalidRequest, StartError
 from tgis.models.files import read_if_any, read_text, special_tokens
 
@@ -19,41 +14,32 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _OUR_VARIABLES = frozenset(
     {"messages", "tools", "conversations", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
-_MAX_ERROR_LENGTH = 200
-# What a template raises on purpose, and what it runs into with messages that it does not expect.
-_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError)
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
 
-class TemplateError(InvalidRequest):
-    """The model has no chat template, or it refuses these messages."""
-
-
 class ChatTemplate:
     """The templates of one model."""
 
-    def __init__(self, templates: dict[str, str], special_tokens: dict[str, str], render: Callable[..., Any]) -> None:
+    def __init__(self, templates: dict[str, str], special_tokens: dict[str, str], process: TemplateProcess) -> None:
         self._templates = templates
         self._special_tokens = special_tokens
-        self._render_jinja = render
+        self._process = process
 
     @classmethod
-    def load(cls, directory: Path) -> Self | None:
+    def load(cls, directory: Path, process: TemplateProcess) -> Self | None:
         """Read it from a model's files; None if the model has none, StartError if it is broken."""
         templates = _read_templates(directory)
         if not templates:
             return None
-        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - see above
-
         for name, template in templates.items():
             try:
-                render_jinja_template(conversations=[], chat_template=template)
-            except _ERRORS as error:
+                process.render(conversations=[], chat_template=template)
+            except TemplateError as error:
                 text = "%s: the chat template %.80r does not compile: %.200s"
-                log.warning(text, directory, name, " ".join(f"{type(error).__name__}: {error}".split()))
-        return cls(templates, special_tokens(directory), render_jinja_template)
+                log.warning(text, directory, name, " ".join(error.detail.split()))
+        return cls(templates, special_tokens(directory), process)
 
     def mentions(self, text: str) -> bool:
         """True if any of the templates contains the text."""
@@ -82,20 +68,15 @@ class ChatTemplate:
         if continue_final_message is None:
             continue_final_message = add_generation_prompt is None and _ends_with_answer(messages)
         template = self._templates[_TOOL_USE if tools and _TOOL_USE in self._templates else _DEFAULT]
-        try:
-            (text,), _ = self._render_jinja(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
-                continue_final_message=continue_final_message,
-                **self._special_tokens | variables,
-            )
-        except _ERRORS as error:
-            may_quote_messages = isinstance(error, ValueError | LookupError)
-            problem = type(error).__name__ if may_quote_messages else str(error)[:_MAX_ERROR_LENGTH]
-            raise TemplateError("messages", f"the chat template cannot be applied: {problem}") from None
-        return _without_lone_surrogates(str(text))
+        text = self._process.render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
+            continue_final_message=continue_final_message,
+            **self._special_tokens | variables,
+        )
+        return _without_lone_surrogates(text)
 
 
 def _ends_with_answer(messages: list[Message]) -> bool:

@@ -61,6 +61,8 @@ _HEADER = regex.compile(
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MAX_HEADER = 1024  # characters
+_MAX_GAP = 1024  # characters before a mark, between calls, or of a name
+_MAX_STEP = 4096  # characters that are parsed at once: what is held is copied when a part of it has been parsed
 
 
 def tool_format(template: ChatTemplate | None, *, required: bool) -> ToolFormat | None:
@@ -107,10 +109,11 @@ class ToolCallParser:
 
     def add(self, text: str) -> list[Piece]:
         """Parse more text."""
-        self._held += text
         parsed: list[Piece] = []
-        while (pieces := self._state()) is not None:
-            parsed += pieces
+        for start in range(0, len(text), _MAX_STEP):
+            self._held += text[start : start + _MAX_STEP]
+            while (pieces := self._state()) is not None:
+                parsed += pieces
         return parsed
 
     def finish(self) -> list[Piece]:
@@ -127,7 +130,7 @@ class ToolCallParser:
         mark = self._format.start
         at = self._held.find(mark, self._mark_end)
         end = at if at >= 0 else len(self._held) - _partial_length(self._held[self._mark_end :], mark)
-        text = self._held[:end].rstrip()
+        text = self._held[: max(len(self._held[:end].rstrip()), end - _MAX_GAP)]
         self._held = self._held[len(text) :]
         self._mark_end = 0
         if at >= 0:
@@ -137,7 +140,9 @@ class ToolCallParser:
         return [text] if text else None
 
     def _next_part(self) -> list[Piece] | None:
-        if (part := _next_part_pattern(self._format).match(self._held, self._at, partial=True)) is None:
+        limit = self._at + _MAX_GAP
+        part = _next_part_pattern(self._format).match(self._held, self._at, limit, partial=True)
+        if part is None or (part.partial and len(self._held) >= limit):
             return self._no_call()
         if part.partial:
             return None
@@ -148,7 +153,7 @@ class ToolCallParser:
         elif kind == "name" and part["name"] in self._names:
             return self._start_call(part["name"], part.end(), wrapped=False)
         elif kind == "start":
-            self._at = part.end()
+            self._at = self._mark_end = part.end()
         elif kind == "end" and self._called:
             self._end_part(part.end())
             self._state = self._content
@@ -164,6 +169,7 @@ class ToolCallParser:
             self._num_read = len(self._held)
             return None
         if (call := _parse_call(self._held[self._at : end], self._names)) is None:
+            self._mark_end = end  # objects inside are not read again
             return self._no_call()
         self._end_part(end)
         self._state = self._next_part

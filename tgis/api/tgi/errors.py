@@ -1,7 +1,7 @@
 """Errors in the format of TGI."""
 
 from tgis.api.http.errors import ErrorFormat, http_status
-from tgis.api.openai.chat_template import TemplateError
+from tgis.api.openai.template_process import TemplateError
 from tgis.api.tgi.schema import ErrorResponse
 from tgis.errors import OutOfMemory, Overloaded, RequestError
 

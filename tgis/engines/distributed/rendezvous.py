@@ -7,8 +7,11 @@ Nothing here keeps strangers out, which is up to the network. The digest of the 
 import hashlib
 import hmac
 import logging
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 2.0
 _MAX_HANDSHAKE_BYTES = 1 << 20
 _RETRY_SECONDS = 0.5
+_POLL_SECONDS = 0.05
 
 
 class Joining(msgspec.Struct, frozen=True):
@@ -42,14 +46,18 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     store: str
 
 
+Arrival = tuple[socket.socket, str, Joining]  # of a rank, with its address
+
+
 def gather(options: EngineOptions) -> dict[int, socket.socket]:
     """Wait for the ranks of all other nodes. StartError, here and there, if a node differs from this one."""
     digest, facts = _secret_digest(options), facts_of(options)
     missing, links = set(range(options.ranks_per_node, options.num_shards)), dict[int, socket.socket]()
     with _listen(options.master_port) as listener:
+        arrivals = _arrivals(listener, digest)
         while missing:
             log.info("waiting on port %d for rank %s", options.master_port, ", ".join(map(str, sorted(missing))))
-            link, address, joining = _accept(listener, digest)
+            link, address, joining = next(arrivals)
             notice_cut_links(link, options.cluster_timeout_seconds)
             # A node has restarted, or two nodes have the same NODE_RANK.
             if previous := links.pop(joining.rank, None):
@@ -75,21 +83,31 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
-def _accept(listener: socket.socket, digest: bytes) -> tuple[socket.socket, str, Joining]:
-    """The next rank of this cluster that connects, and its address; other connections are closed and logged."""
+def _arrivals(listener: socket.socket, digest: bytes) -> Iterator[Arrival]:
+    """The ranks of this cluster as they connect; a thread for each connection, so that silent ones delay no rank."""
+    arrived = queue.SimpleQueue[Arrival]()
+    listener.settimeout(_POLL_SECONDS)
     while True:
-        sock, peer = listener.accept()
-        try:
-            sock.settimeout(_HANDSHAKE_SECONDS)
-            joining = _receive(sock, Joining)
-            if hmac.compare_digest(joining.secret_digest, digest):
-                return sock, address_of(peer), joining
-            _refuse(sock, "CLUSTER_SECRET_PATH is another on node 0 than on this node")
-            reason = "with another CLUSTER_SECRET_PATH"
-        except (OSError, ValueError) as error:
-            reason = f"but {error}"
-        sock.close()
-        log.warning("%s has connected, %s", address_of(peer), reason)
+        with suppress(TimeoutError):
+            threading.Thread(target=_handshake, args=(*listener.accept(), digest, arrived.put), daemon=True).start()
+        while not arrived.empty():
+            yield arrived.get()
+
+
+def _handshake(sock: socket.socket, peer: Any, digest: bytes, arrive: Callable[[Arrival], None]) -> None:
+    """Pass on a rank of this cluster; other connections are closed and logged."""
+    try:
+        sock.settimeout(_HANDSHAKE_SECONDS)
+        joining = _receive(sock, Joining)
+        if hmac.compare_digest(joining.secret_digest, digest):
+            arrive((sock, address_of(peer), joining))
+            return
+        _refuse(sock, "CLUSTER_SECRET_PATH is another on node 0 than on this node")
+        reason = "with another CLUSTER_SECRET_PATH"
+    except (OSError, ValueError) as error:
+        reason = f"but {error}"
+    sock.close()
+    log.warning("%s has connected, %s", address_of(peer), reason)
 
 
 def _receive(sock: socket.socket, message_type: Any) -> Any:

@@ -141,6 +141,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
     auto_class, config, dtype, quantization, (sized, _) = look_at_model(options, device)
+    select_kernels(options, device)  # may compile them first, which says so
     progress = log_progress(
         lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
     )
@@ -191,7 +192,7 @@ def _optimize(
             module.__class__ = torch.nn.Linear
     longest = options.max_sequence_length
     if fixed := freeze_frequencies(model, longest):
-        log.info("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
+        log.debug("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     kernels = select_kernels(options, device)
     gemms = GemmSelector(kernels, quantization) if device.type == "cpu" else None
     if quantization and device.type != "cpu":
@@ -201,7 +202,7 @@ def _optimize(
     called_classes: set[type] = set()
     with register_module_forward_pre_hook(lambda module, _: called_classes.add(type(module))):
         merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
-    log.info("merged %d linear layers into wider ones", merged)
+    log.debug("merged %d linear layers into wider ones", merged)
     if gemms:
         embeddings = TokenEmbeddings(model)
         pack_linears(model, gemms)
@@ -211,7 +212,7 @@ def _optimize(
         fused = fuse(model, kernels, called_classes)
         if kernels:
             embeddings.pack(model, kernels)
-        log.info(
+        log.debug(
             "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
         )
 

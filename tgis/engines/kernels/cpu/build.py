@@ -96,9 +96,12 @@ def compile_library(isa: str, compiler: str, directory: Path, more_flags: tuple[
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
-    )
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-        raise OSError(f"{command[0]}: {errors[0]}")
+    """Run a compiler, and once more if it fails: others may have taken the memory or the disk for a while."""
+    for _ in range(2):
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+        if not done.returncode:
+            return
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+    raise OSError(f"{command[0]}: {errors[0]}")

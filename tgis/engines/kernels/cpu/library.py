@@ -24,6 +24,7 @@ import torch
 from tgis.engines.kernels.cpu import build
 from tgis.errors import StartError
 from tgis.utils.file_lock import locked
+from tgis.utils.logs import log_progress
 from tgis.utils.private_directory import refusal_of
 
 log = logging.getLogger(__name__)
@@ -154,9 +155,15 @@ def _compile(isa: str, path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")
-    log.info("compiling CPU kernels for %s", isa)
-    with tempfile.TemporaryDirectory() as scratch:  # of a server, in CACHE_DIR
-        shutil.copy(build.compile_library(isa, compiler, Path(scratch)), made := path.with_suffix(".part"))
+    log.info("compiling CPU kernels for %s, about a minute, once for all starts with %s", isa, path.parent)
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as scratch,  # of a server, in CACHE_DIR
+        log_progress(lambda: f"compiling since {time.monotonic() - started:.0f} s"),
+    ):
+        # The name is that of no other process: not every file system has locks.
+        made = path.with_suffix(f".{Path(scratch).name}")
+        shutil.copy(build.compile_library(isa, compiler, Path(scratch)), made)
     made.chmod(0o500)
     made.replace(path)
 

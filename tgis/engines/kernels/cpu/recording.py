@@ -70,7 +70,7 @@ class Recorder:
         recorded = recording.finish()
         if self._is_first:
             names = ", ".join(f"{count} {name}" for name, count in recorded.operators.most_common())
-            log.info("operators of PyTorch in a recorded pass: %s", names or "none")
+            log.debug("operators of PyTorch in a recorded pass: %s", names or "none")
         self._is_first = False
         return recorded, self._memory.borrowed(output)
 

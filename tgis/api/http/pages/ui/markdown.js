@@ -4,10 +4,10 @@
 const MAX_DEPTH = 6; // of lists and quotes in each other
 const MAX_ROW = 2000; // characters
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]{0,30})/;
-const HEADING = /^(#{1,6})[ \t]+(.*)$/;
+const HEADING = /^(#{1,6})[ \t]+(.*)$/s; // . is any character here, so that $ never fails and nothing is tried again
 const RULE = /^ {0,3}([-*_])([ \t]*\1){2,}[ \t]*$/;
-const ITEM = /^( {0,40})([-*+]|\d{1,9}[.)])([ \t]+|$)(.*)$/;
-const DASHES = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
+const ITEM = /^( {0,40})([-*+]|\d{1,9}[.)])([ \t]+|$)(.*)$/s;
+const DASHES = /^:?-+:?$/; // a cell below a table's head
 const INLINE = new RegExp([
   /\\([\\`*_{}[\]()#+.!|>~-])/, // 1: a character as it is
   /``([^\n]{1,500}?)``|`([^`\n]{1,1000})`/, // 2, 3: code
@@ -123,15 +123,14 @@ const begins = (line) => [FENCE, HEADING, ITEM, RULE].some((pattern) => pattern.
 
 function beginsTable(lines, at) {
   const next = lines[at + 1] ?? '';
-  return lines[at].includes('|') && next.includes('-') && next.length < MAX_ROW && DASHES.test(next);
+  return lines[at].includes('|') && next.includes('-') && next.length < MAX_ROW && cells(next).every((cell) => DASHES.test(cell));
 }
+
+const cells = (line) => line.trim().replace(/^\||\|$/g, '').split('|').map((cell) => cell.trim());
 
 function table(lines, at) {
   const end = endOf(lines, at + 2, (line) => line.includes('|') && line.length < MAX_ROW);
-  const row = (line, tag) => {
-    const cells = line.trim().replace(/^\||\|$/g, '').split('|');
-    return element('tr', {}, ...cells.map((cell) => element(tag, {}, ...inline(cell.trim()))));
-  };
+  const row = (line, tag) => element('tr', {}, ...cells(line).map((cell) => element(tag, {}, ...inline(cell))));
   const rows = [row(lines[at], 'th'), ...lines.slice(at + 2, end).map((line) => row(line, 'td'))];
   return [element('div', { className: 'wide', tabIndex: 0 }, element('table', {}, ...rows)), end];
 }
