@@ -55,7 +55,9 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
-    exact: bool = True  # else oneOf in JSON schemas means anyOf
+    exact: bool = True  # else JSON schemas are enforced as far as possible, and oneOf means anyOf
+    inexact_lines: tuple[int, ...] = ()  # of a grammar of tools: those whose schema is not exact
+    rough: bool = False  # schemas that are not exact without the keywords that describe texts and numbers
 
     @property
     def num_bytes(self) -> int:

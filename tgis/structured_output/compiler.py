@@ -1,10 +1,12 @@
 """Compiles grammars within limits on the work that llguidance counts, so that no compilation and no mask takes long."""
 
 import functools
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 import llguidance
+import msgspec
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
@@ -17,9 +19,30 @@ _STEP_MAX_ITEMS = 20_000  # per mask; 10,000 are too few for some objects with 3
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
 _MAX_STATES = 20_000  # per compiled grammar: about 2 KiB each
 
+log = logging.getLogger(__name__)
+
 
 def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
-    """Compile a grammar; GrammarError if it cannot be used."""
+    """Compile a grammar; GrammarError if it cannot be used.
+
+    Schemas that need not be exact are enforced as far as possible, with a warning in the log.
+    """
+    inexact = not spec.exact or bool(spec.inexact_lines)
+    try:
+        matcher = _matcher(spec, table)
+    except GrammarError:
+        if not inexact:
+            raise
+        spec = msgspec.structs.replace(spec, rough=True)
+        matcher = _matcher(spec, table)
+    if spec.rough or (inexact and matcher.get_grammar_warnings()):
+        log.warning("a JSON schema without strict is enforced in part: it has keywords that are not supported")
+    compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
+    compiled.mask(table.forced_ids)  # GrammarError if there is no first token
+    return compiled
+
+
+def _matcher(spec: GrammarSpec, table: TokenTable) -> llguidance.LLMatcher:
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
@@ -31,9 +54,7 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
     matcher = llguidance.LLMatcher(table.tokenizer, to_lark(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), spec))
-    compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
-    compiled.mask(table.forced_ids)  # GrammarError if there is no first token
-    return compiled
+    return matcher
 
 
 def compilers(table: TokenTable) -> tuple[Executor, Callable[[GrammarSpec], GrammarMatcher]]:

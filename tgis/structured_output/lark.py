@@ -54,7 +54,7 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_bounded(parse_schema(spec.text, exact=spec.exact))}\n"
+            return f"start: %json {_schema(spec, spec.text, exact=spec.exact)}\n"
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
@@ -96,9 +96,17 @@ def _in_tool(problem: str, line: int) -> str:
     return f"{problem} in tools[{line - FIRST_TOOL_LINE}].function.parameters"
 
 
-def _bounded(schema: dict[str, Any]) -> str:
-    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`."""
-    return json.dumps({**schema, OPTIONS_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
+def _schema(spec: GrammarSpec, text: str, *, exact: bool) -> str:
+    """The JSON of a schema that is safe to compile."""
+    return _bounded(parse_schema(text, exact=exact, rough=spec.rough and not exact), lenient=not exact)
+
+
+def _bounded(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`, `lenient` without what
+    llguidance does not implement.
+    """
+    options = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": lenient}
+    return json.dumps({**schema, OPTIONS_KEYWORD: options})
 
 
 def _string(text: str) -> str:
@@ -126,10 +134,10 @@ def _with_checked_schemas(spec: GrammarSpec) -> str:
 
 def _checked_schema(spec: GrammarSpec, start: int, end: int) -> str:
     """The schema at these places of the grammar, over as many lines."""
+    line = 1 + spec.text.count("\n", 0, start)
     try:
-        schema = _bounded(parse_schema(spec.text[start:end], exact=spec.exact))
+        schema = _schema(spec, spec.text[start:end], exact=line not in spec.inexact_lines)
     except GrammarError as error:
-        line = 1 + spec.text.count("\n", 0, start)
         in_tool = spec.kind is GrammarKind.TOOLS
         raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
     return "{" + "\n" * spec.text.count("\n", start, end) + schema[1:]

@@ -1,5 +1,6 @@
 """The messages of a chat become a prompt, and its outputs become choices."""
 
+import functools
 import random
 import string
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tgis.api.openai.bodies import (
 )
 from tgis.api.openai.chat_template import ChatTemplate, TemplateError
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.messages import template_messages, template_tools
+from tgis.api.openai.messages import template_messages, template_tools, with_one_system_message
 from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice
 from tgis.errors import InvalidRequest
@@ -36,13 +37,20 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
         raise TemplateError("messages", "the model has no chat template")
     if tools and not template.mentions("tools"):
         raise InvalidRequest("tools", "the model's chat template takes no tools")
-    return template.render(
-        template_messages(body.messages),
-        template_tools(tools) or None,
-        body.chat_template_kwargs,
+    apply = functools.partial(
+        template.render,
+        tools=template_tools(tools) or None,
+        variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
+    messages = template_messages(body.messages)
+    try:
+        return apply(messages)
+    except TemplateError:
+        if (merged := with_one_system_message(messages)) == messages:
+            raise
+        return apply(merged)
 
 
 @dataclass(slots=True)
