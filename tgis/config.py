@@ -284,7 +284,7 @@ class Config:
         shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
     max_best_of: int = option(HTTP, integer(1), "largest best_of of a TGI request", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
-    max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
+    max_client_batch_size: int = option(HTTP, integer(1), "value in the /info of TGI; limits nothing", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of a request body in bytes", 2_000_000)
 
     nnodes: int = option(

@@ -20,7 +20,7 @@ from tgis.api.openai.bodies import (
 )
 from tgis.api.openai.chat_template import ChatTemplate, TemplateError
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.messages import template_messages, template_tools, with_one_system_message
+from tgis.api.openai.messages import plain_messages, template_messages, template_tools
 from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice
 from tgis.errors import InvalidRequest
@@ -48,7 +48,7 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
     try:
         return apply(messages)
     except TemplateError:
-        if (merged := with_one_system_message(messages)) == messages:
+        if (merged := plain_messages(messages)) == messages:
             raise
         return apply(merged)
 

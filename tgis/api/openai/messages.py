@@ -23,15 +23,16 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages as a single one at the beginning, and likewise user messages that follow one another."""
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that refuses them: with a content, a single system message, which is the first, and
+    user messages that follow one another as one.
+    """
     merged: list[dict[str, Any]] = []
     for message in sorted(messages, key=lambda message: message["role"] != "system"):
         role, last = message["role"], merged[-1] if merged else {}
+        merged.append({"content": ""} | message)
         if role in ("system", "user") and last.get("role") == role:
-            merged[-1] = last | {"content": "\n\n".join(part.get("content", "") for part in (last, message))}
-        else:
-            merged.append(message)
+            merged[-2:] = [last | {"content": f"{last['content']}\n\n{merged[-1]['content']}"}]
     return merged
 
 
