@@ -87,13 +87,15 @@ def problem_of(message: str, spec: GrammarSpec | None = None) -> str:
             return f"{problem} in line {int(line) - 1}"
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
-        case GrammarKind.TOOLS if line:
-            return _in_tool(problem, int(line) - 1)
+        case GrammarKind.TOOLS if line and spec:
+            return _in_tool(problem, spec, int(line) - 1)
     return problem
 
 
-def _in_tool(problem: str, line: int) -> str:
-    return f"{problem} in tools[{line - FIRST_TOOL_LINE}].function.parameters"
+def _in_tool(problem: str, spec: GrammarSpec, line: int) -> str:
+    """The problem with the place of the schema: a tool, or the answer that may be given instead of a call."""
+    is_tool = spec.text.split("\n")[line - 1].startswith("call_")
+    return f"{problem} in {f'tools[{line - FIRST_TOOL_LINE}].function.parameters' if is_tool else 'response_format'}"
 
 
 def _schema(spec: GrammarSpec, text: str, *, exact: bool) -> str:
@@ -139,7 +141,7 @@ def _checked_schema(spec: GrammarSpec, start: int, end: int) -> str:
         schema = _schema(spec, spec.text[start:end], exact=line not in spec.inexact_lines)
     except GrammarError as error:
         in_tool = spec.kind is GrammarKind.TOOLS
-        raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
+        raise GrammarError(_in_tool(str(error), spec, line) if in_tool else f"%json in line {line}: {error}") from None
     return "{" + "\n" * spec.text.count("\n", start, end) + schema[1:]
 
 

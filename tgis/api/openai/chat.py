@@ -47,10 +47,8 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
     messages = template_messages(body.messages)
     try:
         return apply(messages)
-    except TemplateError:
-        if (merged := plain_messages(messages)) == messages:
-            raise
-        return apply(merged)
+    except TemplateError:  # if it has another reason, it comes again
+        return apply(plain_messages(messages))
 
 
 @dataclass(slots=True)

@@ -130,7 +130,6 @@ class OpenAIApi:
     async def tokenize(self, call: HttpCall) -> web.StreamResponse:
         """Tokenize a prompt or a chat, as vLLM does."""
         body, generator = call.body(PromptTokenizeRequest, strict=False), call.generator
-        await self._models.adapter(body.model)
         text = await self.prompt(body) if body.prompt is None else body.prompt
         special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
         most = call.config.payload_limit // 2

@@ -113,8 +113,7 @@ class ToolGrammar:
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
         text = [f"answer: %json {_answer_schema(answer)}"] if answer else self._text()
         lines = [*head, *calls, f"call: {call}", self._calls(choice), *text]
-        strict = [bool(tool.function.strict) for tool in choice.tools]
-        inexact = [line for line, exact in enumerate(strict, FIRST_TOOL_LINE) if not exact]
+        inexact = [line for line, tool in enumerate(choice.tools, FIRST_TOOL_LINE) if not tool.function.strict]
         if answer and not answer.exact:
             inexact.append(len(lines))
         return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), inexact_lines=tuple(inexact))
@@ -123,9 +122,7 @@ class ToolGrammar:
         mark = "" if self._format.bare else self._lark(self._format.start)
         if choice.required:
             return f"start: {mark} calls"
-        if answer:
-            return f"start: {mark} calls | answer"
-        return f"start: {mark and 'text_and_mark'} calls | TEXT"
+        return f"start: {mark} calls | answer" if answer else f"start: {mark and 'text_and_mark'} calls | TEXT"
 
     def _calls(self, choice: ToolChoice) -> str:
         form = self._format
