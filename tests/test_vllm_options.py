@@ -26,7 +26,7 @@ def test_a_command_line_of_vllm() -> None:
         --tensor-parallel-size 2 --gpu-memory-utilization 0.9 --max-num-seqs 16 --max-num-batched-tokens 2048 --seed 7
         --host 127.0.0.1 --port 8001 --grpc-port 8034 --max-logprobs 20 --no-enable-prefix-caching --enable-lora
         --disable-log-requests --ssl-certfile c --ssl-keyfile k --ssl-ca-certs a --enable-chunked-prefill"""
-    ours = """--model-name /m --served-model-name one --revision v1 --hf-hub-cache /hub --dtype float16
+    ours = """--model-name /m --served-model-name one two --revision v1 --hf-hub-cache /hub --dtype float16
         --max-sequence-length 4000 --num-shard 2 --cuda-process-memory-fraction 0.9 --max-batch-size 16
         --max-batch-prefill-tokens 2048 --random-seed 7 --bind-address 127.0.0.1 --port 8001 --grpc-port 8034
         --max-top-n-tokens 20 --prefix-cache false --log-requests false --tls-cert-path c --tls-key-path k

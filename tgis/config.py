@@ -24,7 +24,6 @@ from tgis.utils.options import (
     ADDRESS,
     BOOLEAN,
     ENDPOINT,
-    FIRST_WORD,
     MODEL_OR_NONE,
     NAMED_PATHS,
     PATH,
@@ -84,8 +83,9 @@ class Config:
     model_name: str = option(
         MODEL, TEXT, "model directory, or name of a model in the local Hub cache", "", required=True,
         aliases=("model_id",), vllm_names=("model",))
-    served_model_name: str | None = option(
-        MODEL, FIRST_WORD, "model name in metrics and logs; the first of several", None, shown_default="MODEL_NAME")
+    served_model_name: tuple[str, ...] = option(
+        MODEL, WORDS, "names of the model in the OpenAI API; the first is shown in answers, metrics and logs", (),
+        shown_default="MODEL_NAME, of a directory its last part")
     revision: str | None = option(MODEL, TEXT, "revision of the model in the Hub cache", None, shown_default="main")
     tokenizer_name: str | None = option(
         MODEL, TEXT, "directory with tokenizer.json and the chat template, or its name in the Hub cache", None,
@@ -256,6 +256,8 @@ class Config:
     http_api: bool = option(HTTP, BOOLEAN, "serve the TGI and OpenAI HTTP APIs", True)
     http_api_port: int | None = option(
         HTTP, PORT, "separate port for the HTTP APIs (required with TLS)", None, shown_default="PORT, without TLS")
+    http_keep_alive_seconds: float = option(
+        HTTP, SECONDS, "seconds a connection may be idle between HTTP requests; best above those of proxies", 620.0)
     generation_config: str = option(
         HTTP, choice("auto", "none", aliases={"vllm": "none"}),
         "sampling defaults of the OpenAI API: auto reads the generation_config.json of the model", "auto")
@@ -268,7 +270,7 @@ class Config:
         shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
     max_best_of: int = option(HTTP, integer(1), "largest best_of of a TGI request", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
-    max_client_batch_size: int = option(HTTP, integer(1), "maximum number of prompts of a request", 4)
+    max_client_batch_size: int = option(HTTP, integer(1), "value in the /info of TGI; limits nothing", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of a request body in bytes", 2_000_000)
 
     nnodes: int = option(
@@ -330,7 +332,8 @@ class Config:
     @property
     def shown_model(self) -> str:
         """The model's name for people."""
-        return self.served_model_name or self.model_name
+        name = os.path.basename(os.path.abspath(self.model_name)) if os.path.isdir(self.model_name) else self.model_name
+        return self.served_model_name[0] if self.served_model_name else name
 
     @property
     def hub_cache(self) -> Path:

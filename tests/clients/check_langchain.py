@@ -9,7 +9,7 @@ import pytest
 from langchain_core.exceptions import ContextOverflowError  # type: ignore[import-not-found]
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage  # type: ignore[import-not-found]
 from langchain_core.tools import tool  # type: ignore[import-not-found]
-from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
+from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
 from openai import BadRequestError
 
 URL = f"{os.environ['SERVER_URL']}/v1"
@@ -40,6 +40,13 @@ def test_invoke_and_stream() -> None:
     assert (whole.content, whole.usage_metadata["total_tokens"]) == ("hello he", 14)
     many = chat(max_tokens=2, n=5, temperature=1).generate([[HumanMessage("ab")]])
     assert [each.text for each in many.generations[0]] == ["ab"] * 5
+
+
+def test_batches() -> None:
+    texts = [f"hello {number}</s>" for number in range(20)]
+    assert [answer.content for answer in chat().batch(texts)] == [text.removesuffix("</s>") for text in texts]
+    completions = OpenAI(base_url=URL, api_key="x", model="any", max_tokens=2, batch_size=20, max_retries=0)
+    assert [found[0].text for found in completions.generate(["ab"] * 20).generations] == ["ab"] * 20
 
 
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"tool_choice": "any"}, {"tool_choice": "multiply"}])

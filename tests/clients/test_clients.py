@@ -18,16 +18,19 @@ from harness import running_fake
 from local_server import LocalServer, local_server
 from repository import REPOSITORY
 
-BIN = REPOSITORY / ".cache" / "clients" / "bin"
+FOLDER = REPOSITORY / ".cache" / "clients"
+BIN = FOLDER / "bin"
 FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.environ.get("FUZZ_SEED", "1"))
 
+CLIENTS = ["huggingface_hub", "text_generation", "openai", "openai_browser", "openai_agents", "pydantic_ai", "ai_sdk"]
+CLIENTS += ["langchain", "litellm", "lm_eval"]
 slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test-clients makes the environment"))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     steps = {"step_seconds": 0.005, "poison_token": 0}
-    options = {"MAX_CONCURRENT_REQUESTS": 5, "MAX_BEST_OF": 5, "MAX_NEW_TOKENS": 1600}
+    options = {"MAX_BEST_OF": 5, "MAX_NEW_TOKENS": 1600, "SERVED_MODEL_NAME": "any", "CORS_ALLOW_ORIGIN": "*"}
     with local_server(tmp_path_factory.mktemp("clients"), steps, LAST_MESSAGE, **options) as running:
         yield running
 
@@ -36,17 +39,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     ("python", "name"),
     [
         (Path(sys.executable), "huggingface_hub"),
-        *(
-            pytest.param(BIN / "python", name, marks=slow)
-            for name in ("huggingface_hub", "text_generation", "openai", "langchain", "litellm")
-        ),
+        *(pytest.param(BIN / "python", name, marks=slow) for name in CLIENTS),
     ],
 )
 def test_client(server: LocalServer, python: Path, name: str) -> None:
-    script = Path(__file__).parent / f"check_{name}.py"
+    (script,) = Path(__file__).parent.glob(f"check_{name}.*")
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     environment = os.environ | {"SERVER_URL": f"http://localhost:{server.http_port}"}
-    subprocess.run([*command, str(script)], check=True, env=environment)
+    command = ["node"] if script.suffix == ".mjs" else command
+    subprocess.run([*command, str(script)], check=True, env=environment, cwd=FOLDER if FOLDER.is_dir() else None)
 
 
 @slow[0]

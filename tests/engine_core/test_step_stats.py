@@ -99,7 +99,7 @@ def test_sequences_that_fail_in_a_step_count_as_part_of_it(tmp_path: Path) -> No
 def test_queue_time_starts_at_arrival_even_during_a_long_step(tmp_path: Path) -> None:
     now = time.monotonic()
     stats = run(tmp_path, [[Submit([request(1)], now - 500)], [], [Submit([request(2)], now - 200)]])
-    assert [int(seconds) // 100 for step in stats for seconds in step.first_scheduled.values()] == [5, 2]
+    assert [int(seconds) // 100 for step in stats for seconds, _ in step.first_scheduled.values()] == [5, 2]
 
 
 def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def step_of(
     tokens: dict[int, list[int]], end: StopReason = StopReason.NOT_FINISHED, *scheduled: int, back: int = 0
 ) -> Step:
     """A step that schedules some requests for the first time, and sends others back into the queue."""
-    stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, back, dict.fromkeys(scheduled, 0.1))
+    stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, back, dict.fromkeys(scheduled, (0.1, 0)))
     return Step([*tokens], [*tokens.values()], [end] * len(tokens), [], stats)
 
 

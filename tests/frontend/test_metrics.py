@@ -117,7 +117,7 @@ def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: 
     assert value(metrics, "tgi_request_time_per_output_token_duration_count") == 0
 
 
-PREFILL = StepStats(True, 2, 0, 70, 0.5, 0.25, 5, 250, 40, True, 1, {1: 1.0, 2: 2.0}, prompt_tokens=60)
+PREFILL = StepStats(True, 2, 0, 70, 0.5, 0.25, 5, 250, 40, True, 1, {1: (1.0, 0), 2: (2.0, 0)}, prompt_tokens=60)
 DECODE = msgspec.structs.replace(
     PREFILL, prefill=False, num_prefills=0, num_decodes=3, num_running=3, remaining_tokens=27, num_requeued=0
 )

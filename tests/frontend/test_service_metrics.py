@@ -96,7 +96,7 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
     requests = [msgspec.structs.replace(request(n), adapter=adapter) for n, adapter in enumerate([*adapters, None])]
     with client.submit(engine_outputs(requests)):
         assert client.lora_adapters() == (set(), {"a", "b"})
-        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], 0.1))
+        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], (0.1, 0)))
         client.handle(Step([], [], [], [], stats))
         assert client.lora_adapters() == ({"a"}, {"b"})
     assert client.lora_adapters() == (set(), set())

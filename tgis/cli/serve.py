@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str], prog: str, *, as_adapter: bool = False) -> int:
-    """Serve until a signal, or only check the options."""
+    """Serve until a signal, or only check the options; the first argument may be a model."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model-name", *argv]
     try:
         config = from_command_line(argv, prog, as_adapter=as_adapter)
     except OptionError as error:

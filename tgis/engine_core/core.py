@@ -173,7 +173,7 @@ def _observe(plan: StepPlan, batcher: Batcher, *, padded: bool) -> Callable[[flo
         if seq.num_counted_tokens < seq.prompt_length  # also where the last token of a prompt looks like a decode
     )
     started_seqs = [seq for seq in plan.seqs if not seq.num_computed_tokens]
-    first_scheduled = [seq for seq in batcher.running if not seq.was_scheduled]
+    first_scheduled = [(seq, seq.num_computed_tokens) for seq in batcher.running if not seq.was_scheduled]
     had_running = any(seq.num_computed_tokens for seq in batcher.running)
 
     def make_stats(started_at: float, computed_at: float) -> StepStats:
@@ -189,7 +189,7 @@ def _observe(plan: StepPlan, batcher: Batcher, *, padded: bool) -> Callable[[flo
             remaining_tokens=sum(seq.num_remaining_tokens for seq in batcher.running),
             concatenated=had_running and not all(seq.finished for seq in started_seqs),
             num_requeued=batcher.waiting.num_requeued,
-            first_scheduled={seq.id: started_at - seq.arrival_time for seq in first_scheduled},
+            first_scheduled={seq.id: (started_at - seq.arrival_time, cached) for seq, cached in first_scheduled},
             prompt_tokens=prompt_tokens,
             counters=batcher.take_counters(),
             token_capacity=batcher.context_limit,

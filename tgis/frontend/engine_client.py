@@ -141,9 +141,10 @@ class EngineClient:
 
     def _deliver(self, step: messages.Step) -> None:
         now = time.monotonic()
-        for request_id, seconds in step.stats.first_scheduled.items() if step.stats else ():
+        for request_id, (seconds, cached) in step.stats.first_scheduled.items() if step.stats else ():
             if output := self._open.get(request_id):
                 output.timings.scheduled = output.timings.submitted + seconds
+                output.num_cached_tokens = max(cached - output.request.soft_prompt_length, 0)
         num_discarded = 0
         all_logprobs = step.logprobs or [[]] * len(step.ids)
         latencies = defaultdict[float, int](int)  # few keys: most requests got their last tokens from the same step

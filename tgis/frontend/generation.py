@@ -57,7 +57,7 @@ class Generator:
         tracer: Tracer | None = None,
     ) -> None:
         self.server_info = server_info
-        self._admission = admission
+        self.admission = admission
         self._tracer = tracer
         self._client = client
         self._decoders = {  # by `skip_special_tokens` of a request
@@ -138,7 +138,7 @@ class Generator:
         """The outputs of a call that has passed its checks; those that have not ended after the block are cancelled."""
         recorder = CallRecorder(call, self.metrics, self._tracer, log_text=self.server_info.log_text)
         with recorder, ExitStack() as resources:
-            inputs = self._admission.inputs
+            inputs = self.admission.inputs
             _check_num_inputs(call.num_outputs, inputs.most(call.client))
             resources.enter_context(inputs.hold(call.client, call.num_outputs))
             if len(call.texts) < len(call.fields):

@@ -5,7 +5,7 @@ Nothing is cached here: the engine process checks an adapter's files for each ca
 
 import asyncio
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -44,20 +44,29 @@ class Lookups:
         return found.adapter
 
     async def grammar(self, spec: GrammarSpec, resources: ExitStack) -> int:
-        """Compile a grammar and give its id; InvalidRequest if it cannot be used."""
+        """Compile a grammar and give its id; InvalidRequest if it cannot be used. Schemas that need not be exact are
+        enforced as far as possible.
+        """
         if self._why_no_grammars is not None:
             raise InvalidRequest(spec.kind, f"{spec.kind}: {self._why_no_grammars}")
-        try:  # in Python, which would delay steps in the engine process
-            lark = await asyncio.to_thread(to_lark, spec)
-            target = msgspec.structs.replace(spec, lark=lark)
-            compiled = await self._client.acquire(target, GRAMMAR_TIMEOUT, resources)
-            if compiled is None:
-                raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
-            if compiled.reason:
-                raise GrammarError(compiled.reason)
+        try:
+            return await self._compiled(spec, resources)
         except GrammarError as error:
-            logged = f"{spec.kind} cannot be compiled"
-            raise InvalidRequest(spec.kind, f"{spec.kind}: {error}", logged=logged) from None
+            problem = error
+        if not spec.is_exact:
+            with suppress(GrammarError):
+                return await self._compiled(msgspec.structs.replace(spec, rough=True), resources)
+        logged = f"{spec.kind} cannot be compiled"
+        raise InvalidRequest(spec.kind, f"{spec.kind}: {problem}", logged=logged)
+
+    async def _compiled(self, spec: GrammarSpec, resources: ExitStack) -> int:
+        lark = await asyncio.to_thread(to_lark, spec)  # in Python, which would delay steps in the engine process
+        target = msgspec.structs.replace(spec, lark=lark)
+        compiled = await self._client.acquire(target, GRAMMAR_TIMEOUT, resources)
+        if compiled is None:
+            raise Overloaded(f"no grammar was compiled within {GRAMMAR_TIMEOUT:g} s")
+        if compiled.reason:
+            raise GrammarError(compiled.reason)
         return compiled.lookup_id
 
     def _adapter_error(self, field: str, text: str) -> InvalidRequest:

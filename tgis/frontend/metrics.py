@@ -97,7 +97,7 @@ class Metrics:
         if stats.num_decodes:  # in a prefill too, where the engine mixes them
             batches.size.labels("next_token").observe(stats.num_decodes)
         batches.concatenation.inc(stats.concatenated)
-        for seconds in stats.first_scheduled.values():
+        for seconds, _ in stats.first_scheduled.values():
             self.requests.queue.observe(seconds)
         for seconds, count in latencies.items():
             self.requests.inter_token_latency.observe(seconds, count)

@@ -42,6 +42,7 @@ class RequestOutput:
     tokens: Sequence[TokenInfo] = ()
     input_tokens: Iterable[TokenInfo] = ()  # to be read once
     num_details: int = 0  # tokens and candidates for them
+    num_cached_tokens: int = 0  # of the input, in the last chunk or a whole output
     timings: RequestTimings | None = None  # of a whole output
 
 
@@ -135,6 +136,7 @@ class Output:
         if self.stop_reason:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
             chunk.seed = 0 if self.expired_in_queue else self.request.sampling_params.seed
+            chunk.num_cached_tokens = self.engine_output.num_cached_tokens
         return chunk
 
     def _take_tokens(self) -> Iterator[int]:

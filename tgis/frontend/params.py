@@ -18,7 +18,7 @@ class Constraints:
     max_stop_sequences: int = 6
     max_stop_sequence_bytes: int = 240
     max_top_n_tokens: int | None = None  # None: the server's
-    min_room: int = 1  # tokens of the output that must fit behind the input, if it asks for so many
+    min_room: int = 1  # new tokens that must fit behind the input, if so many are asked for; 0: lower those that do not
 
 
 class Params(msgspec.Struct, kw_only=True):

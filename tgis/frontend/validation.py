@@ -123,11 +123,11 @@ def make_request(
     if (largest := max(tokens)) >= limits.input_vocab_size:
         text = f"{field} gives token id {largest}, the model has only those below {limits.input_vocab_size}"
         raise InvalidRequest(field, text)
+    max_new_tokens = _max_new_tokens(length + prefix_length, adapter, params, limits)
     request = Request(
         tokens=[limits.placeholder_id] * prefix_length + tokens,
-        max_new_tokens=_max_new_tokens(length + prefix_length, adapter, params, limits),
-        limited_by_context=params.fill_context
-        or params.max_new_tokens > limits.max_sequence_length - length - prefix_length,
+        max_new_tokens=max_new_tokens,
+        limited_by_context=params.fill_context or max_new_tokens < params.max_new_tokens,
         logprob_options=params.logprob_options,
         cache_salt=identity + (adapter.version.to_bytes(8) if adapter else b""),
         adapter=adapter,
@@ -159,9 +159,11 @@ def _check_lengths(length: int, prefix_length: int, params: Params, limits: Requ
 
 
 def _max_new_tokens(length: int, adapter: AdapterRef | None, params: Params, limits: RequestLimits) -> int:
-    """The new tokens asked for, as far as they fit; with `fill_context` also limited to what can run, if enough."""
+    """The new tokens asked for, as far as they fit; with `fill_context`, or a `min_room` of 0, also limited to what can
+    run, if enough.
+    """
     max_new_tokens = min(params.max_new_tokens, limits.max_sequence_length - length)
-    if not params.fill_context:
+    if not params.fill_context and params.constraints.min_room:
         return max_new_tokens
     decoder_length = adapter.decoder_length if adapter else 0
     fits = min(limits.max_request_tokens - length, limits.max_positions - decoder_length)

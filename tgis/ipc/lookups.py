@@ -55,8 +55,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
-    exact: bool = True  # else oneOf in JSON schemas means anyOf
+    exact: bool = True  # else JSON schemas are enforced as far as possible, and oneOf means anyOf
+    inexact_lines: tuple[int, ...] = ()  # of a grammar of tools: those whose schema is not exact
+    rough: bool = False  # schemas that are not exact without the keywords that describe texts and numbers
     lark: str = ""  # the grammar as it is compiled; empty: the engine process converts it
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every schema is enforced whole or refused."""
+        return self.exact and not self.inexact_lines
 
     @property
     def num_bytes(self) -> int:

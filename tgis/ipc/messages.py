@@ -166,7 +166,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     remaining_tokens: int  # that the running sequences may still generate
     concatenated: bool  # sequences joined a running batch, and stayed
     num_requeued: int  # requests that wait again after a failed step
-    first_scheduled: dict[int, float]  # sequences scheduled for the first time -> seconds in the queue
+    first_scheduled: dict[int, tuple[float, int]]  # new sequences: seconds in the queue, tokens found in the cache
     prompt_tokens: int = 0  # of inputs, computed in this step or found in the prefix cache for it; each counts once
     counters: BatcherCounters = msgspec.field(default_factory=BatcherCounters)
     token_capacity: int = 0  # less than at the start after running out of memory

@@ -1,6 +1,7 @@
 """Compiles grammars within limits on the work that llguidance counts, so that no compilation and no mask takes long."""
 
 import functools
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -17,9 +18,11 @@ _STEP_MAX_ITEMS = 20_000  # per mask; 10,000 are too few for some objects with 3
 _MAX_GRAMMAR_SIZE = 200_000  # symbols
 _MAX_STATES = 20_000  # per compiled grammar: about 2 KiB each
 
+log = logging.getLogger(__name__)
+
 
 def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
-    """Compile a grammar; GrammarError if it cannot be used."""
+    """Compile a grammar; GrammarError if it cannot be used. The log says if a schema is enforced in part only."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
@@ -31,6 +34,8 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
     matcher = llguidance.LLMatcher(table.tokenizer, spec.lark or to_lark(spec), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(problem_of(matcher.get_error(), spec))
+    if spec.rough or (not spec.is_exact and matcher.get_grammar_warnings()):
+        log.warning("a JSON schema without strict is enforced in part: it has keywords that are not supported")
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
     compiled.mask(table.forced_ids)  # GrammarError if there is no first token
     return compiled

@@ -21,6 +21,7 @@ _Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))
+_OF_VALUES = (*_COUNTS, "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_BOUND = 2**63 - 1024  # the largest of int64 that is a float
 _MAX_MULTIPLE = 20_000  # the automaton has a state for each remainder
 OPTIONS_KEYWORD = "x-guidance"  # options of llguidance's compiler, not for clients
@@ -50,18 +51,20 @@ _EXACT = {
 }
 
 
-def parse_schema(text: str, *, exact: bool = True) -> dict[str, Any]:
+def parse_schema(text: str, *, exact: bool = True, rough: bool = False) -> dict[str, Any]:
     """A JSON schema that is safe to compile; GrammarError. If it is not `exact`, a `oneOf` allows what validates with
-    several of its schemas.
+    several of its schemas; if it is `rough`, texts and numbers may be any.
     """
     schema = _parse(text)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object or a boolean")
-    members = _keywords(schema)
+    members = [member for member in _keywords(schema) if not rough or member[0] not in _OF_VALUES]
     _check_values(members)
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
     plain = json.loads(text)
+    if rough:
+        _rewritten(plain, lambda part, _: [part.pop(name, None) for name in _OF_VALUES], "#")
     num_ids = sum(name == "$id" for name, _ in members)
     # An inner $id changes the meaning of references.
     checker = OneOfChecker(plain, resolve=num_ids == ("$id" in plain))

@@ -56,7 +56,7 @@ def _rules(spec: GrammarSpec) -> str:
         case GrammarKind.JSON_OBJECT:
             return f"start: %json {_bounded({'type': 'object'})}\n"
         case GrammarKind.JSON_SCHEMA:
-            return f"start: %json {_bounded(parse_schema(spec.text, exact=spec.exact))}\n"
+            return f"start: %json {_schema(spec, spec.text, exact=spec.exact)}\n"
         case GrammarKind.REGEX:
             return f"start: /{_regex(spec.text)}/\n"
         case GrammarKind.CHOICE:
@@ -89,18 +89,28 @@ def problem_of(message: str, spec: GrammarSpec | None = None) -> str:
             return f"{problem} in line {int(line) - 1}"
         case GrammarKind.GRAMMAR if line:
             return f"{problem} in line {int(line) - 1}, column {column}"  # below our first line
-        case GrammarKind.TOOLS if line:
-            return _in_tool(problem, int(line) - 1)
+        case GrammarKind.TOOLS if line and spec:
+            return _in_tool(problem, spec, int(line) - 1)
     return problem
 
 
-def _in_tool(problem: str, line: int) -> str:
-    return f"{problem} in tools[{line - FIRST_TOOL_LINE}].function.parameters"
+def _in_tool(problem: str, spec: GrammarSpec, line: int) -> str:
+    """The problem with the place of the schema: a tool, or the answer that may be given instead of a call."""
+    is_tool = spec.text.split("\n")[line - 1].startswith("call_")
+    return f"{problem} in {f'tools[{line - FIRST_TOOL_LINE}].function.parameters' if is_tool else 'response_format'}"
 
 
-def _bounded(schema: dict[str, Any]) -> str:
-    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`."""
-    return json.dumps({**schema, OPTIONS_KEYWORD: {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}})
+def _schema(spec: GrammarSpec, text: str, *, exact: bool) -> str:
+    """The JSON of a schema that is safe to compile."""
+    return _bounded(parse_schema(text, exact=exact, rough=spec.rough and not exact), lenient=not exact)
+
+
+def _bounded(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    """The JSON of a schema with bounded blanks, whose `oneOf` are compiled as `anyOf`, `lenient` without what
+    llguidance does not implement.
+    """
+    options = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True, "lenient": lenient}
+    return json.dumps({**schema, OPTIONS_KEYWORD: options})
 
 
 def _string(text: str) -> str:
@@ -128,12 +138,12 @@ def _with_checked_schemas(spec: GrammarSpec) -> str:
 
 def _checked_schema(spec: GrammarSpec, start: int, end: int) -> str:
     """The schema at these places of the grammar, over as many lines."""
+    line = 1 + spec.text.count("\n", 0, start)
     try:
-        schema = _bounded(parse_schema(spec.text[start:end], exact=spec.exact))
+        schema = _schema(spec, spec.text[start:end], exact=line not in spec.inexact_lines)
     except GrammarError as error:
-        line = 1 + spec.text.count("\n", 0, start)
         in_tool = spec.kind is GrammarKind.TOOLS
-        raise GrammarError(_in_tool(str(error), line) if in_tool else f"%json in line {line}: {error}") from None
+        raise GrammarError(_in_tool(str(error), spec, line) if in_tool else f"%json in line {line}: {error}") from None
     return "{" + "\n" * spec.text.count("\n", start, end) + schema[1:]
 
 

@@ -167,7 +167,6 @@ class Secret:
 TEXT = ValueType("TEXT", _text)
 SECRET = ValueType("TEXT", Secret)
 WORDS = ValueType("WORD", lambda text: tuple(_text(text).replace(",", " ").split()), many=True)
-FIRST_WORD = ValueType("NAME", lambda text: _text(text).split()[0], many=True)
 NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # of LoRA adapters, as vLLM and TGI take them
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
@@ -255,7 +254,7 @@ def make_parser(prog: str, options: Sequence[Option], renamed_flags: Mapping[str
     """
     parser = Parser(
         prog=prog,
-        usage=f"{prog} --model-name TEXT [options]",
+        usage=f"{prog} MODEL [options]",
         description="Serve a model over gRPC. A flag overrides the environment variable of its name.",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=6),
         allow_abbrev=False,

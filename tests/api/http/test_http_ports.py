@@ -1,5 +1,6 @@
 """Which HTTP port serves what, with and without TLS."""
 
+import asyncio
 import ipaddress
 import logging
 import ssl
@@ -36,7 +37,7 @@ async def identity(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def serving(certificates: Certificates | None = None, **options: Any) -> AsyncIterator[tuple[int, int | None]]:
-    config = Config(model_name="m", bind_address="127.0.0.1", port=0, **options)
+    config = Config(**{"model_name": "m", "port": 0, "bind_address": "127.0.0.1", **options})
 
     async def batch_state() -> BatchState:
         raise Unavailable("no engine")
@@ -80,6 +81,15 @@ async def test_ports(options: dict[str, Any], on_probes: dict[str, int], on_api:
         assert await statuses(probes) == on_probes
         assert (None if api is None else await statuses(api)) == on_api
         assert (probes == api) == (on_probes == on_api)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@run_async
+async def test_the_unspecified_address_of_ipv6_is_both_families() -> None:
+    async with serving(bind_address="::") as (port, _):
+        for address in ("127.0.0.1", "::1"):
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
 
 
 @pytest.fixture

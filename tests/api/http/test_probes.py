@@ -94,6 +94,7 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
         ("POST", "/generate", 404),
         ("POST", "/health", 405),
         ("HEAD", "/health", 200),
+        ("POST", "/ping", 200),
         ("HEAD", "/nothing", 404),
         ("POST", "/v1/responses", 404),
         ("GET", "/health?verbose=1", 200),
@@ -109,6 +110,7 @@ async def test_other_paths_and_methods_are_rejected(method: str, path: str, stat
         answer, kind = json.loads(body), {404: "not_found", 405: "method_not_allowed"}[status]
         assert answer["error_type"] == kind
         assert path.startswith("/v1/") == isinstance(answer["error"], dict)
+        assert (f"no {path}: this server generates text" in str(answer["error"])) == (status == 404)
     assert ("GET" in headers.get("Allow", "")) == (status == 405)
 
 

@@ -4,11 +4,14 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, load_template, write_template
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
+from tgis.api.openai.bodies import ChatCompletionRequest
+from tgis.api.openai.chat import render
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.template_process import TemplateError, TemplateProcess
 from tgis.errors import InvalidRequest, StartError
@@ -101,6 +104,29 @@ def test_what_a_template_says_is_an_error_of_the_request(template: str, said: st
     with pytest.raises(TemplateError, match=said) as caught:
         rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
     assert caught.value.field == "messages"
+
+
+ONCE = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+ALTERNATING = ONCE + (
+    "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["system", "user"], "s:0;u:1;"),
+        (["system", "developer", "user"], "s:0\n\n1;u:2;"),
+        (["user", "system"], "s:1;u:0;"),
+        (["system", "user", "assistant", "system", "user"], "s:0\n\n3;u:1;a:2;u:4;"),
+        (["user", "system", "user"], "s:1;u:0\n\n2;"),
+    ],
+)
+def test_later_system_messages_where_a_template_forbids_them(roles: list[str], expected: str, tmp_path: Path) -> None:
+    messages = [{"role": role, "content": f"{index}"} for index, role in enumerate(roles)]
+    body = msgspec.convert({"messages": messages}, ChatCompletionRequest)
+    assert render(ChatTemplate.load(model(tmp_path, ALTERNATING)), body) == expected
 
 
 def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ def without_ids(value: Any) -> Any:
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 @table("answers", "chat")
@@ -40,7 +41,7 @@ async def test_chat(row: dict[str, Any]) -> None:
     answer, used = await ask(CHAT, USER | row["body"], *(output(**fields) for fields in row["outputs"])), row["usage"]
     assert (answer.body["id"].startswith("chatcmpl-"), answer.body["model"]) == (True, "m")
     assert without_ids(answer.body) == {"object": "chat.completion", "usage": usage(*used), "choices": row["choices"]}
-    assert [answer.headers[name] for name in ("x-prompt-tokens", "x-generated-tokens")] == [*map(str, used)]
+    assert [answer.headers[name] for name in ("x-prompt-tokens", "x-generated-tokens")] == [*map(str, used[:2])]
     assert [answer.headers[f"x-compute-{name}"] for name in ("type", "characters")] == ["1-cpu", "5"]
 
 
@@ -105,7 +106,7 @@ def test_errors(row: dict[str, Any]) -> None:
         ([[]], ([""], [[]])),
         ([], "prompt cannot be empty"),
         ([1, "a"], "prompt must be a text, token ids, or several of one of them"),
-        ([*["a"] * 5], "prompt must have at most 4 prompts (MAX_CLIENT_BATCH_SIZE), got 5"),
+        ([*["a"] * 5], "prompt must have at most 4 prompts, the inputs that a client may have in flight, got 5"),
         ([1, "a", *[1] * 10], ([""], [[1, "a", *[1] * 10]])),  # too long, which is found later
     ],
 )

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.soak.reconcile import parse_metrics
 from demo.fake_model import make_fake_model
+from tgis import __version__
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.tgi.schema import GenerateParameters, GenerateRequest
 from tgis.pb import generation_pb2 as pb
@@ -28,7 +29,7 @@ IM_END = "<|im_end|>"  # a special token, 257, that the model's configuration do
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("openai")
-    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0)
+    model = make_fake_model(directory / "model", MAX_LENGTH, step_seconds=0.002, poison_token=0, block_size=16)
     write_template(model, LAST_MESSAGE)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.add_special_tokens([IM_END])
@@ -137,7 +138,7 @@ def test_models(client: openai.OpenAI) -> None:
     first, second = client.models.list().data
     assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
     assert client.models.retrieve("tuned/one") == second
-    with pytest.raises(openai.NotFoundError, match=r"'two\\nlines' does not exist"):
+    with pytest.raises(openai.NotFoundError, match="`two\nlines` does not exist"):
         client.models.retrieve("two\nlines")
     with pytest.raises(openai.BadRequestError, match="takes no adapters"):
         chat(client, "ab", model="tuned/one")
@@ -145,7 +146,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 NO_NOT = {"function": {"name": "x", "strict": True, "parameters": {"not": {}}}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [{"role": "user", "content": "x" * 190}]}, "messages", "plus max_tokens (20) must be"),
+    ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "must be < 200"),
     ({"tools": [NO_NOT]}, "tools", 'tools: unsupported keywords: ["not"] in tools[0].function.parameters'),
     ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 258, got 999"),
 ]
@@ -162,6 +163,30 @@ def test_requests_that_the_generator_refuses(client: openai.OpenAI, stream: bool
         client.completions.create(model=NAME, prompt=[[1], [258]], stream=stream)
     with pytest.raises(openai.InternalServerError, match="failed during generation"):
         chat(client, "!", stream=stream)  # a poisoned token
+
+
+def test_an_answer_is_shortened_to_what_fits(client: openai.OpenAI) -> None:
+    answer = chat(client, "x" * 190, max_tokens=2048)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (10, "length")
+
+
+def test_cached_tokens_are_counted(client: openai.OpenAI) -> None:
+    usages = [chat(client, "cached " * 20, max_tokens=2).usage for _ in range(2)]
+    usages += [streamed(client, "cached " * 20, stream_options={"include_usage": True})[-1].usage]
+    first, second, third = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert (first, second, third) == (0, 128, 128)  # full blocks
+
+
+def test_routes_of_vllm(server: LocalServer) -> None:
+    ids, chats = [71, 127, 102], {"messages": [{"role": "user", "content": "hé"}]}
+    for body, strings in (({"prompt": "hé", "return_token_strs": True}, ["h", "Ã", "©"]), (chats, None)):
+        expected = {"count": 3, "max_model_len": MAX_LENGTH, "tokens": ids, "token_strs": strings}
+        assert server.post("/tokenize", body) == (200, expected)
+    assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "hé"})
+    assert server.post("/chat/completions", chats | {"max_tokens": 1})[0] == 200
+    assert json.loads(server.get("/models")[1])["data"][0]["id"] == NAME
+    assert json.loads(server.get("/load")[1]) == {"server_load": 0}
+    assert json.loads(server.get("/version")[1]) == {"version": __version__}
 
 
 SECRET = "a secret of a client that no error tells to anyone else"

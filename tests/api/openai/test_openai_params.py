@@ -13,7 +13,6 @@ from tables import table
 
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.messages import template_messages, template_tools
-from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import chat_params, completion_params
 from tgis.api.openai.requests import RequestReader
 from tgis.config import Config
@@ -87,7 +86,7 @@ async def test_bad_completions_name_their_field(row: dict[str, Any]) -> None:
     await check_refusal(COMPLETIONS, {"prompt": "p"}, row)
 
 
-@pytest.mark.parametrize("body", [b"{", {}, {"messages": "hello"}, USER | {"max_tokens": -1}, USER | {"n": 1.5}])
+@pytest.mark.parametrize("body", [b"{", {}, {"messages": "hello"}, USER | {"max_tokens": -2}, USER | {"n": 1.5}])
 @run_async
 async def test_bodies_of_the_wrong_types(body: Any) -> None:
     answer = await ask(CHAT, body)
@@ -114,9 +113,7 @@ async def test_json_of_any_depth_is_answered_or_refused(fields: dict[str, Any], 
 @run_async
 async def test_calls_of_the_front_end() -> None:
     stop = {"temperature": 0, "stop": "</s>", "user": "me"}
-    call = (
-        await ask(CHAT, USER | stop | {"n": 2, "model": "other"}, ANSWER, output(index=1, reason="MAX_TOKENS"))
-    ).call
+    call = (await ask(CHAT, USER | stop | {"n": 2, "model": "m"}, ANSWER, output(index=1, reason="MAX_TOKENS"))).call
     assert call is not None
     assert (call.kind, call.texts, call.fields, call.n) == (CallKind.BATCH, ["p"], ["messages"], 2)
     assert (call.token_ids, call.adapter, call.api) == (None, None, "openai")
@@ -127,12 +124,25 @@ async def test_calls_of_the_front_end() -> None:
     assert call.fields == ["prompt[0]", "prompt[1]"]
 
 
+PARTS = [
+    {"type": "thinking", "thinking": "hm"},
+    {"type": "refusal", "refusal": "no, "},
+    {"type": "output_text", "text": "but"},
+]
+
+
 def test_messages_for_a_template() -> None:
     function: dict[str, Any] = {"name": "w", "arguments": '{"city": "Oslo"}'}
     body = chat_body(
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+            {"role": "developer", "content": "d"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}],
+                "name": "me",
+            },
             {"role": "assistant", "tool_calls": [{"id": "1", "function": function}, {"function": {"name": "x"}}]},
+            {"role": "assistant", "content": PARTS},
             {"role": "assistant", "content": None, "tool_calls": []},
             {"role": "assistant", "refusal": "no"},
             {"role": "tool", "tool_call_id": "1", "content": "7"},
@@ -141,16 +151,36 @@ def test_messages_for_a_template() -> None:
     )
     calls = [
         {"type": "function", "function": {"name": "w", "arguments": {"city": "Oslo"}}, "id": "1"},
-        {"type": "function", "function": {"name": "x", "arguments": ""}},
+        {"type": "function", "function": {"name": "x", "arguments": {}}},
     ]
     assert template_messages(body.messages) == [
+        {"role": "system", "content": "d"},
         {"role": "user", "content": "ab", "name": "me"},
         {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": "no, but", "reasoning_content": "hm"},
         {"role": "assistant", "content": ""},
         {"role": "assistant", "content": "no"},
         {"role": "tool", "content": "7", "tool_call_id": "1"},
     ]
     assert template_tools(body.tools or ()) == [{"type": "function", "function": {"name": "w", "parameters": {}}}]
+
+
+EMPTY: list[Any] = ["", " ", "null", None, "{}", {}]
+NO_OBJECTS: list[Any] = ['{"a": ', "[1]", "7", '"a"', [1], 7, "NaN, or not", "[" * 9999]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *[(empty, {}) for empty in EMPTY],
+        *[(value, {"a": 1}) for value in ('{"a": 1}', {"a": 1})],
+        *[(other, {"text": other}) for other in NO_OBJECTS],
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects(given: Any, expected: dict[str, Any]) -> None:
+    calls: Any = [{"function": {"name": "x", "arguments": given}}]
+    (message,) = template_messages(chat_body(messages=[{"role": "assistant", "tool_calls": calls}]).messages)
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def read(reader: RequestReader, **fields: Any) -> tuple[CompletionRequest, int]:
@@ -181,10 +211,35 @@ def test_the_model_has_defaults_of_sampling(caplog: pytest.LogCaptureFixture) ->
     assert "no sampling defaults" in caplog.text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @run_async
-async def test_a_model_that_is_no_adapter_means_the_model(caplog: pytest.LogCaptureFixture) -> None:
-    catalog: Any = SimpleNamespace(has=lambda name: name == "tuned")
-    models = ServedModels(("served", "path"), catalog)
-    adapters = [await models.adapter(name) for name in (None, "", "tgi", "served", "path", "gpt-4", "tuned")]
-    assert adapters == [None] * 6 + ["tuned"]
-    assert caplog.messages == ["a request names an unknown model, serving served"]
+async def test_models_have_names(path: str) -> None:
+    for name, status in {
+        None: 200,
+        "": 200,
+        "tgi": 200,
+        "a": 200,
+        "b": 200,
+        "org/m": 200,
+        "gpt-4": 404,
+        "M": 404,
+    }.items():
+        body, served = USER | {"prompt": "p", "model": name}, ("a", "b")
+        answer = await ask(path, body, ANSWER, model_name="org/m", served_model_name=served)
+        assert (answer.status, answer.body.get("model")) == (status, "a" if status == 200 else None), name
+        if status == 404:
+            error = answer.body["error"]
+            assert (error["message"], error["code"]) == (f"The model `{name}` does not exist.", "model_not_found")
+
+
+@run_async
+async def test_limits_of_tgi_are_not_those_of_this_api() -> None:
+    stops = [f"<{number}>" for number in range(100)]
+    outputs = [output(index=index, reason="MAX_TOKENS") for index in range(20)]
+    answer = await ask(COMPLETIONS, {"prompt": ["p"] * 20, "stop": stops, "max_tokens": -1}, *outputs)
+    assert answer.call is not None
+    assert (answer.status, len(answer.call.texts), len(answer.call.params.stop_sequences)) == (200, 20, 100)
+    assert answer.call.params.fill_context
+    for body, text in (({"prompt": ["p"] * 21}, "at most 20 prompts"), ({"stop": ["x" * 1000] * 17}, "16384 UTF8")):
+        answer = await ask(COMPLETIONS, {"prompt": "p"} | body, max_concurrent_requests=20)
+        assert (answer.status, text in answer.body["error"]["message"]) == (400, True)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from aiohttp import hdrs, web
@@ -21,8 +21,6 @@ from tgis.frontend.admission import Admission
 from tgis.security.tls import Certificates
 
 MAX_CONNECTIONS = 4096
-# An idle connection, or one with an incomplete head, is closed after this time.
-KEEPALIVE_SECONDS = 75.0
 MAX_HEAD_BYTES = 1 << 15
 # A client may take this long to stop sending an unwanted body.
 LINGER_SECONDS = 1.0
@@ -36,31 +34,40 @@ log = logging.getLogger(__name__)
 
 
 class Connection(web.RequestHandler):
-    """A connection of a port with at most MAX_CONNECTIONS, aborted if its client stops reading for `read_seconds`."""
+    """A connection of a port with at most MAX_CONNECTIONS.
 
-    __slots__ = ("_read_seconds", "_read_timer", "_server")
+    It is aborted if its client stops reading, or sends no first head, for `client_seconds`; between requests it may be
+    idle for `idle_seconds`.
+    """
 
-    def __init__(self, server: web.Server, read_seconds: float) -> None:
+    __slots__ = ("_client_seconds", "_head_timer", "_read_timer", "_server")
+
+    def __init__(self, server: web.Server, client_seconds: float, idle_seconds: float) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
             logger=log,
             access_log=None,  # type: ignore[arg-type]
-            keepalive_timeout=KEEPALIVE_SECONDS,
+            keepalive_timeout=idle_seconds,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
         )
-        self._server, self._read_seconds = server, read_seconds
+        self._server, self._client_seconds = server, client_seconds
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        abort = cast("asyncio.Transport", transport).abort
+        self._head_timer = asyncio.get_running_loop().call_later(self._client_seconds, abort)
         if len(self._server.connections) > MAX_CONNECTIONS:
-            cast("asyncio.Transport", transport).abort()
+            abort()
+
+    def head_arrived(self) -> None:
+        self._head_timer.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         assert self.transport is not None
-        self._read_timer = asyncio.get_running_loop().call_later(self._read_seconds, self.transport.abort)
+        self._read_timer = asyncio.get_running_loop().call_later(self._client_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         self._read_timer.cancel()
@@ -98,10 +105,7 @@ class HttpServer:
         self._hosts = HostCheck(config)
         application = web.Application(middlewares=[self._answer], client_max_size=config.payload_limit)
         application.on_response_prepare.append(self._add_headers)
-        application.add_routes(routes)
-        application.add_routes(
-            web.route(route.method, f"{route.path}/", route.handler) for route in routes if not route.path.endswith("/")
-        )
+        application.add_routes(_with_other_paths(routes))
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
         self._listener: asyncio.Server | None = None
 
@@ -113,7 +117,7 @@ class HttpServer:
         assert server is not None
         context = self._certificates.server_context() if self._certificates else None
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: Connection(server, self._config.client_timeout_seconds),
+            lambda: Connection(server, self._config.client_timeout_seconds, self._config.http_keep_alive_seconds),
             sock=listener,
             ssl=context,
             ssl_handshake_timeout=TLS_HANDSHAKE_SECONDS if context else None,
@@ -138,6 +142,7 @@ class HttpServer:
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check head and host and answer preflights, before the handler; errors of aiohttp become JSON."""
+        cast("Connection", request.protocol).head_arrived()
         try:
             if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEAD_BYTES:
                 raise web.HTTPRequestHeaderFieldsTooLarge
@@ -197,13 +202,23 @@ class HttpPorts:
             await server.stop()
 
 
+def _with_other_paths(routes: Sequence[web.RouteDef]) -> Iterator[web.RouteDef]:
+    """The routes, also without /v1, which clients forget, and with a slash at the end."""
+    for route in routes:
+        short = route.path.removeprefix("/v1")
+        for path in dict.fromkeys((route.path, short, f"{route.path}/", f"{short}/")):
+            if path != "//":
+                yield web.RouteDef(route.method, path, route.handler, route.kwargs)
+
+
 def _json_error(request: web.Request, error: web.HTTPException) -> web.Response:
     error.headers.pop(hdrs.CONTENT_TYPE, None)
-    kind = error.reason.lower().replace(" ", "_")
-    body: dict[str, Any] = {"error": error.text, "error_type": kind}
+    kind, text = error.reason.lower().replace(" ", "_"), f"{error.text}: {request.method} {request.path:.100}"
+    if error.status == 404:
+        text = f"no {request.path:.100}: this server generates text"
+    body: dict[str, Any] = {"error": text, "error_type": kind}
     if request.path.startswith("/v1/"):  # OpenAI clients show the message of an error object
-        message = f"{error.text}: {request.method} {request.path:.100}"
-        body["error"] = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
+        body["error"] = {"message": text, "type": "invalid_request_error", "param": None, "code": kind}
     return web.json_response(body, status=error.status, headers=error.headers)
 
 

@@ -10,15 +10,19 @@ from tgis.config import Config
 
 _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
-    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "authorization, content-type, x-correlation-id, x-request-id",
     hdrs.ACCESS_CONTROL_MAX_AGE: "600",
 }
 
 
 def preflight_response(request: web.Request) -> web.Response | None:
-    """The answer to what a browser asks before the request itself, and without its token."""
+    """The answer to what a browser asks before the request itself, and without its token.
+
+    Every requested header is allowed: client packages send many, and origins are what is restricted.
+    """
     is_preflight = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-    return web.Response(headers=_PREFLIGHT) if is_preflight else None
+    wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+    headers = _PREFLIGHT | {hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted if wanted.isascii() else ""}
+    return web.Response(headers=headers) if is_preflight else None
 
 
 def allow_origin(request: web.Request, response: web.StreamResponse, origins: Collection[str]) -> None:

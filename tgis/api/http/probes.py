@@ -24,7 +24,7 @@ class Probes:
 
     def health_routes(self) -> list[web.RouteDef]:
         """Routes of health checks, also on the ports of the APIs; TGI clients ask `/`."""
-        return [web.get(path, self.health) for path in ("/", "/health", "/ping")]
+        return [*(web.get(path, self.health) for path in ("/", "/health", "/ping")), web.post("/ping", self.health)]
 
     def routes(self) -> list[web.RouteDef]:
         """Routes of the port for probes."""

@@ -52,6 +52,7 @@ class Answer:
         }
         self._prompt_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
+        self._cached_tokens = 0
 
     async def whole(
         self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
@@ -95,11 +96,14 @@ class Answer:
         if self._is_echo_only:
             output.text, output.tokens, output.generated_token_count = "", (), 0
             output.stop_reason = output.stop_reason and StopReason.MAX_TOKENS
+        prompt, number = divmod(output.index, self._generate_call.n)
         if output.input_token_count:
-            self._prompt_tokens[output.index // self._generate_call.n] = output.input_token_count
+            self._prompt_tokens[prompt] = output.input_token_count
+        if not number:  # later outputs find the prompt of the first
+            self._cached_tokens += output.num_cached_tokens
         if output.generated_token_count:
             self._completion_tokens[output.index] = output.generated_token_count
 
     def _usage(self) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
-        return Usage(prompt, completion, prompt + completion)
+        return Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Limit = Annotated[int, Meta(ge=-1, le=2**32 - 1)]  # -1: none
 Stop = str | list[str]
 
 
@@ -38,7 +39,7 @@ class SamplingBody(Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[int, float] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     min_p: float | None = None
     min_tokens: Count | None = None
     n: Count | None = None
@@ -56,15 +57,13 @@ class SamplingBody(Struct, kw_only=True):
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: float | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = (
-        None  # keep the last n tokens; -1 keeps all that fit
-    )
+    truncate_prompt_tokens: Limit | None = None  # keep the last n tokens; -1 keeps all that fit
     user: str | None = None
 
 
 class FunctionCall(Struct):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: Any = None  # an object or its JSON
 
 
 class ToolCall(Struct):
@@ -76,6 +75,8 @@ class ToolCall(Struct):
 class ContentPart(Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
 
 
 class ChatMessage(Struct):
@@ -106,11 +107,23 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None  # null: true if the assistant wrote it and add_generation_prompt is null
     logprobs: bool | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: str | Tool | None = None
     tools: list[Tool] | None = None
     top_logprobs: Count | None = None
+
+
+class PromptTokenizeRequest(ChatCompletionRequest, kw_only=True):
+    """A prompt or the messages of a chat, in the format of vLLM."""
+
+    messages: list[ChatMessage] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct):
+    tokens: list[Count]
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -125,6 +138,7 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: dict[str, int]
 
 
 class TopLogprob(Struct):

@@ -1,5 +1,6 @@
 """The messages of a chat become a prompt, and its outputs become choices."""
 
+import functools
 import random
 import string
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tgis.api.openai.bodies import (
 )
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.messages import template_messages, template_tools
+from tgis.api.openai.messages import plain_messages, template_messages, template_tools
 from tgis.api.openai.template_process import TemplateError
 from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice
@@ -37,13 +38,18 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
         raise TemplateError("messages", "the model has no chat template")
     if tools and not template.mentions("tools"):
         raise InvalidRequest("tools", "the model's chat template takes no tools")
-    return template.render(
-        template_messages(body.messages),
-        template_tools(tools) or None,
-        body.chat_template_kwargs,
+    apply = functools.partial(
+        template.render,
+        tools=template_tools(tools) or None,
+        variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
+    messages = template_messages(body.messages)
+    try:
+        return apply(messages)
+    except TemplateError:  # if it has another reason, it comes again
+        return apply(plain_messages(messages))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ def split_prompt(
         case []:
             raise InvalidRequest("prompt", "prompt cannot be empty")
     if not isinstance(prompt[0], int) and len(prompt) > max_prompts:
-        bound = f"prompt must have at most {max_prompts} prompts (MAX_CLIENT_BATCH_SIZE)"
+        bound = f"prompt must have at most {max_prompts} prompts, the inputs that a client may have in flight"
         raise InvalidRequest("prompt", bound, str(len(prompt)))
     last = prompt[-max(max_prompts, max_tokens) :]  # prompts that are too long fail later
     kinds = {type(prompt[0]), *map(type, last)}

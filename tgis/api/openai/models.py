@@ -1,7 +1,6 @@
 """The served model and its adapters."""
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass, field
 
@@ -13,11 +12,9 @@ from tgis.api.http.responses import json_response
 from tgis.api.openai.bodies import Model, ModelList
 from tgis.prompts.catalog import AdapterCatalog
 
-# Placeholders that clients send instead of a name.
-_ANY_MODEL = ("", "tgi")
+# What the packages of TGI send instead of a name: text-generation and huggingface_hub.
+_ANY_MODEL = ("", "tgi", "dummy")
 _OWNER = "tgis"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +26,12 @@ class ServedModels:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def adapter(self, name: str | None) -> str | None:
-        """Return the adapter named by the `model` of a request, None for the model itself."""
+        """Return the adapter with this name, None for the model itself; HttpError if there is neither."""
         if name is None or name in _ANY_MODEL or name in self.names:
             return None
-        if await asyncio.to_thread(self.catalog.has, name):
-            return name
-        log.warning("a request names an unknown model, serving %s", self.names[0])
-        return None
+        if not await asyncio.to_thread(self.catalog.has, name):
+            raise HttpError(404, f"The model `{name:.40}` does not exist.")
+        return name
 
     async def list_models(self, call: HttpCall) -> web.StreamResponse:
         """List the model and its adapters."""
@@ -45,12 +41,7 @@ class ServedModels:
 
     async def get_model(self, call: HttpCall) -> web.StreamResponse:
         """Describe the model or an adapter."""
-        name = call.request.match_info["id"]
-        if name in self.names:
-            return json_response(self._model(call, None))
-        if not await asyncio.to_thread(self.catalog.has, name):
-            raise HttpError(404, f"the model {name!r:.100} does not exist")
-        return json_response(self._model(call, name))
+        return json_response(self._model(call, await self.adapter(call.request.match_info["id"])))
 
     def _model(self, call: HttpCall, adapter_id: str | None) -> Model:
         name, length = self.names[0], call.generator.server_info.limits.max_sequence_length

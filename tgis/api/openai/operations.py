@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from tgis import __version__
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.operations import Operation
+from tgis.api.http.responses import json_response
 from tgis.api.openai.answers import Answer
 from tgis.api.openai.bodies import (
     ChatCompletion,
@@ -15,8 +18,10 @@ from tgis.api.openai.bodies import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
+    DetokenizeRequest,
     Model,
     ModelList,
+    PromptTokenizeRequest,
 )
 from tgis.api.openai.chat import Choice, render
 from tgis.api.openai.chat_template import ChatTemplate
@@ -29,7 +34,7 @@ from tgis.api.openai.requests import RequestReader
 from tgis.api.openai.tool_calls import ToolCallParser, tool_format
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.config import Config
-from tgis.errors import InvalidRequest
+from tgis.frontend.calls import TokenizeCall
 from tgis.frontend.output import RequestOutput
 from tgis.prompts.catalog import AdapterCatalog
 
@@ -45,7 +50,7 @@ class OpenAIApi:
         template: asyncio.Future[ChatTemplate | None],
     ) -> None:
         """`generation_config` and `template` are the model's; the template is set before the generator."""
-        self._models = ServedModels((config.shown_model, config.model_name), catalog)
+        self._models = ServedModels((config.shown_model, *config.served_model_name, config.model_name), catalog)
         self._reader = RequestReader({} if config.generation_config == "none" else generation_config)
         self._template = template
 
@@ -60,22 +65,24 @@ class OpenAIApi:
             ),
             Operation("GET", "/v1/models", self._models.list_models, ERRORS, response=ModelList),
             Operation("GET", f"/v1/models/{any_id}", self._models.get_model, ERRORS, response=Model),
+            Operation("POST", "/detokenize", self.detokenize, ERRORS, (DetokenizeRequest,), dict[str, str], kind=None),
+            Operation("GET", "/version", self.version, ERRORS, response=dict[str, str]),
+            Operation("GET", "/load", self.load, ERRORS, response=dict[str, int]),
         ]
 
     async def chat_completions(self, call: HttpCall) -> web.StreamResponse:
         """Answer a chat."""
         body = self._reader.read(call, ChatCompletionRequest)
+        adapter = await self._models.adapter(body.model)
         check_numbers(body, call)
         choice = ToolChoice.of(body)
         form = tool_format(self._template.result(), required=choice.required) if choice.tools else None
         decoder = call.generator.token_decoder
         params = chat_params(body, call, parses_tools=form is not None)
-        if choice.tools and params.grammar:
-            raise InvalidRequest("response_format", "Grammar and tools are mutually exclusive")
-        if form and choice.needs_grammar:
-            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice)
+        if form and (choice.needs_grammar or params.grammar):
+            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice, params.grammar)
         n = body.n or 1
-        text, adapter = await self.prompt(body), await self._models.adapter(body.model)
+        text = await self.prompt(body)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
         parsers = [ToolCallParser(form, choice.names) if form else None for _ in range(n)]
@@ -94,12 +101,13 @@ class OpenAIApi:
     async def completions(self, call: HttpCall) -> web.StreamResponse:
         """Continue prompts."""
         body = self._reader.read(call, CompletionRequest)
+        adapter = await self._models.adapter(body.model)
         max_tokens = call.generator.server_info.limits.max_sequence_length
-        texts, token_ids = split_prompt(body.prompt, call.config.max_client_batch_size, max_tokens)
+        texts, token_ids = split_prompt(body.prompt, call.max_inputs, max_tokens)
         check_numbers(body, call, len(texts))
         n, candidates, decoder = body.n or 1, num_candidates(body), call.generator.token_decoder
         fields = [f"prompt[{index}]" for index in range(len(texts))]
-        params, adapter = completion_params(body, call), await self._models.adapter(body.model)
+        params = completion_params(body, call)
         generate_call = call.generate_call(
             params, texts, fields, adapter, n=candidates, stream=bool(body.stream), token_ids=token_ids
         )
@@ -118,6 +126,37 @@ class OpenAIApi:
         if body.stream:
             return await answer.stream(Completion, lambda output: choices[output.index].chunks(output))
         return await answer.whole(Completion, make_fields)
+
+    async def tokenize(self, call: HttpCall) -> web.StreamResponse:
+        """Tokenize a prompt or a chat, as vLLM does."""
+        body, generator = call.body(PromptTokenizeRequest, strict=False), call.generator
+        text = await self.prompt(body) if body.prompt is None else body.prompt
+        special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+        most = call.config.payload_limit // 2
+        tokenize_call = TokenizeCall([text], 0, True, False, add_special_tokens=special, max_tokens=most)
+        (encoding,) = await generator.tokenize(tokenize_call)
+
+        def make_json() -> bytes:
+            texts = map(generator.token_decoder.tokenizer.token_text, encoding.packed_ids)
+            max_length = generator.server_info.limits.max_sequence_length
+            answer = {"count": encoding.num_tokens, "max_model_len": max_length, "tokens": encoding.ids}
+            return msgspec.json.encode(answer | {"token_strs": [*texts] if body.return_token_strs else None})
+
+        return json_response(await generator.pool.run(encoding.num_tokens, make_json))
+
+    async def detokenize(self, call: HttpCall) -> web.StreamResponse:
+        """Convert tokens to text, as vLLM does."""
+        ids = call.body(DetokenizeRequest).tokens
+        (text,) = await call.generator.token_decoder.tokenizer.decode_batch([ids])
+        return json_response({"prompt": text})
+
+    async def version(self, _call: HttpCall) -> web.StreamResponse:
+        """Report the version of the server."""
+        return json_response({"version": __version__})
+
+    async def load(self, call: HttpCall) -> web.StreamResponse:
+        """Report the number of inputs in flight."""
+        return json_response({"server_load": call.generator.admission.inputs.total})
 
     async def prompt(self, body: ChatCompletionRequest) -> str:
         """Return the messages and tools in the model's chat template."""

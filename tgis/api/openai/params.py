@@ -21,9 +21,9 @@ FIELDS = {
 }
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_SEQUENCES = 16
+MAX_STOP_SEQUENCES = 128
 MAX_STOP_SEQUENCE_BYTES = 1024
-_MIN_ROOM = 1024  # new tokens; where more are asked for, they may exceed the context
+MAX_STOP_BYTES = 1 << 14  # of all stop sequences: each token is compared with all of them
 _SMALLEST_TOP_P = 1e-9  # instead of 0: the best token only
 _MAX_COUNT = 2**32 - 1
 
@@ -32,12 +32,15 @@ _CONSTRAINTS = Constraints(
     max_stop_sequences=MAX_STOP_SEQUENCES,
     max_stop_sequence_bytes=MAX_STOP_SEQUENCE_BYTES,
     max_top_n_tokens=MAX_TOP_LOGPROBS,
-    min_room=_MIN_ROOM,
+    min_room=0,
 )
 
 
 def check_numbers(body: SamplingBody, call: HttpCall, num_prompts: int = 1) -> None:
-    """Raise InvalidRequest for a number out of its range; `validation.py` checks the parameters of all APIs."""
+    """Raise InvalidRequest for a number out of its range; `validation.py` checks the parameters of all APIs.
+
+    The types of the fields that cannot be -1 have refused it.
+    """
     max_choices = min(MAX_CHOICES, max(1, call.max_inputs // num_prompts))
     ranges = {
         "n": (1, max_choices),
@@ -46,12 +49,12 @@ def check_numbers(body: SamplingBody, call: HttpCall, num_prompts: int = 1) -> N
         "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
         "max_tokens": (0 if is_echo_only(body) else 1, _MAX_COUNT),
         "max_completion_tokens": (1, _MAX_COUNT),
-        "truncate_prompt_tokens": (-1 if body.truncate_prompt_tokens == -1 else 1, _MAX_COUNT),
+        "truncate_prompt_tokens": (1, _MAX_COUNT),
         "seed": (-(2**63), 2**64 - 1),
     }
     for field, (lowest, highest) in ranges.items():
         value = getattr(body, field, None)
-        if value is not None and not lowest <= value <= highest:
+        if value not in (None, -1) and not lowest <= value <= highest:
             bound = f">= {lowest}" if value < lowest else f"<= {highest}"
             raise InvalidRequest(field, f"{field} must be {bound}", str(value)[:40])
 
@@ -106,13 +109,15 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
     """Convert the common fields; `Params.of` takes those with the same name."""
     limits = call.generator.server_info.limits
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if (size := sum(len(stop.encode()) for stop in stops)) > MAX_STOP_BYTES:
+        raise InvalidRequest("stop", f"stop must have at most {MAX_STOP_BYTES} UTF8 bytes in all", str(size))
     truncation = body.truncate_prompt_tokens
     return Params.of(
         msgspec.structs.asdict(body),
         top_k=max(body.top_k or 0, 0),
         top_p=_SMALLEST_TOP_P if body.top_p == 0.0 else body.top_p,
         seed=None if body.seed is None else body.seed % 2**64,
-        max_new_tokens=None if max_tokens is None else min(max_tokens, limits.max_new_tokens),
+        max_new_tokens=None if max_tokens in (None, -1) else min(max_tokens, limits.max_new_tokens),
         min_new_tokens=body.min_tokens,
         stop_sequences=stops,
         stop_token_ids=(*(body.stop_token_ids or ()), *call.special_token_ids(stops[:MAX_STOP_SEQUENCES])),

@@ -248,10 +248,10 @@ def _parse_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
     try:
         call = json.loads(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | str | None):
+        if isinstance(arguments, str):  # JSON in JSON
+            arguments = json.loads(arguments or "{}")
+        if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | None):
             return None
-        if isinstance(arguments, str):  # JSON in JSON; lone surrogates cannot be sent
-            return name, arguments.encode(errors="replace").decode()
         return name, json.dumps(arguments or {})
     except (ValueError, RecursionError):
         return None

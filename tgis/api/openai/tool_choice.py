@@ -84,6 +84,15 @@ def _arguments(parameters: dict[str, Any] | None, path: str) -> dict[str, Any]:
     return parameters | {"type": "object"}
 
 
+def _answer_schema(answer: GrammarSpec) -> str:
+    if answer.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
+        raise InvalidRequest("structured_outputs", "with tools, structured outputs must be JSON", str(answer.kind))
+    try:  # on one line, and nothing but JSON
+        return msgspec.json.encode(msgspec.json.decode(answer.text or '{"type": "object"}')).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("response_format", f"the schema is not JSON: {error}") from None
+
+
 class ToolGrammar:
     """Grammars of outputs in one format: calls, or text that may end with calls."""
 
@@ -92,24 +101,28 @@ class ToolGrammar:
         self._format = tool_format
         self._special_token_id = special_token_id
 
-    def spec(self, choice: ToolChoice) -> GrammarSpec:
-        """InvalidRequest if a tool cannot be called."""
+    def spec(self, choice: ToolChoice, answer: GrammarSpec | None = None) -> GrammarSpec:
+        """InvalidRequest if a tool cannot be called. With an `answer`, the only text without a call is one."""
         calls = [""] * len(choice.tools)
         before, after = self._format.call
         for index, name, arguments in choice.callable():
             schema = msgspec.json.encode(arguments).decode()
             calls[index] = f"call_{index}: {self._lark(before % name)} %json {schema} {self._lark(after)}"
-        head = [self._start(choice)]
+        head = [self._start(choice, answer)]
         assert len(head) == FIRST_TOOL_LINE - 1
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
-        lines = [*head, *calls, f"call: {call}", self._calls(choice), *self._text()]
-        strict = any(tool.function.strict for tool in choice.tools)
-        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), exact=strict)
+        text = [f"answer: %json {_answer_schema(answer)}"] if answer else self._text()
+        lines = [*head, *calls, f"call: {call}", self._calls(choice), *text]
+        inexact = [line for line, tool in enumerate(choice.tools, FIRST_TOOL_LINE) if not tool.function.strict]
+        if answer and not answer.exact:
+            inexact.append(len(lines))
+        return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), inexact_lines=tuple(inexact))
 
-    def _start(self, choice: ToolChoice) -> str:
+    def _start(self, choice: ToolChoice, answer: GrammarSpec | None) -> str:
+        mark = "" if self._format.bare else self._lark(self._format.start)
         if choice.required:
-            return f"start: {'' if self._format.bare else self._lark(self._format.start)} calls"
-        return f"start: {'' if self._format.bare else 'text_and_mark'} calls | TEXT"
+            return f"start: {mark} calls"
+        return f"start: {mark} calls | answer" if answer else f"start: {mark and 'text_and_mark'} calls | TEXT"
 
     def _calls(self, choice: ToolChoice) -> str:
         form = self._format

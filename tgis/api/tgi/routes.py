@@ -12,7 +12,7 @@ from tgis.api.http.calls import HttpCall
 from tgis.api.http.errors import HttpError
 from tgis.api.http.operations import Operation
 from tgis.api.http.responses import best_first, json_response, timing_headers
-from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, PromptTokenizeRequest
 from tgis.api.openai.operations import OpenAIApi
 from tgis.api.tgi import convert
 from tgis.api.tgi.errors import ERRORS
@@ -47,11 +47,12 @@ class TgiApi:
         generate = (GenerateRequest,)
         any_request = (GenerateRequest, ChatCompletionRequest, CompletionRequest)
         chat, chat_tokens = (ChatCompletionRequest,), ChatTokenizeResponse
+        texts = (TokenizeRequest, PromptTokenizeRequest)
         return [
             Operation("POST", "/", self.compat_generate, ERRORS, generate, list[GenerateResponse], StreamResponse),
             Operation("POST", "/generate", self.generate, ERRORS, generate, GenerateResponse),
             Operation("POST", "/generate_stream", self.generate_stream, ERRORS, generate, None, StreamResponse, STREAM),
-            Operation("POST", "/tokenize", self.tokenize, ERRORS, (TokenizeRequest,), list[SimpleToken], kind=None),
+            Operation("POST", "/tokenize", self.tokenize, ERRORS, texts, list[SimpleToken] | dict[str, Any], kind=None),
             Operation("POST", "/chat_tokenize", self.get_chat_tokenize, ERRORS, chat, chat_tokens, kind=None),
             Operation("POST", "/invocations", self.sagemaker_compatibility, ERRORS, any_request),
             Operation("GET", "/info", self.get_model_info, ERRORS, response=dict[str, Any]),
@@ -87,7 +88,10 @@ class TgiApi:
         raise HttpError(422, "the body must have `inputs`, `messages` or `prompt`")
 
     async def tokenize(self, call: HttpCall) -> web.StreamResponse:
-        """Tokenize a text."""
+        """Tokenize a text; a prompt or a chat as vLLM does."""
+        body = call.body(Invocation)
+        if body.inputs is UNSET and (body.messages is not UNSET or body.prompt is not UNSET):
+            return await self._openai.tokenize(call)
         request = call.body(TokenizeRequest)
         return json_response(await _tokens(call, request.inputs, add_special_tokens=True))
 
