@@ -58,7 +58,7 @@ def test_the_package_has_every_module_and_that_of_vllm_tgis_adapter(tmp_path: Pa
     assert (tmp_path / "tgis" / "py.typed").exists()
     assert (tmp_path / "tgis/pb/generation.proto").read_text() == (ROOT / "proto/generation.proto").read_text()
     shown = subprocess.check_output([sys.executable, "-P", "-m", "vllm_tgis_adapter", "--help"], env=environ, text=True)
-    assert shown.startswith("usage: python -m vllm_tgis_adapter --model-name TEXT [options]")
+    assert shown.startswith("usage: python -m vllm_tgis_adapter MODEL [options]")
 
 
 # Runs the help of every command without the packages of the server; prints the commands that succeed.

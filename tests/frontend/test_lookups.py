@@ -95,3 +95,15 @@ async def test_a_schema_that_is_refused_does_not_reach_the_engine() -> None:
     with pytest.raises(InvalidRequest, match="json_schema: not JSON"), ExitStack() as resources:
         await engine.lookups.grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, "{"), resources)
     assert engine.open == []
+
+
+@run_async
+async def test_a_schema_that_need_not_be_exact_is_tried_again_with_less() -> None:
+    engine, schema = Engine(Acquired(7)), '{"type": "integer", "multipleOf": 123457}'
+    with ExitStack() as resources:
+        with pytest.raises(InvalidRequest, match="multipleOf"):
+            await engine.lookups.grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, schema), resources)
+        assert await engine.lookups.grammar(GrammarSpec(GrammarKind.JSON_SCHEMA, schema, exact=False), resources) == 7
+        (rough,) = engine.open
+        assert isinstance(rough, GrammarSpec)
+        assert "multipleOf" not in rough.lark

@@ -126,7 +126,7 @@ ALTERNATING = ONCE + (
 def test_later_system_messages_where_a_template_forbids_them(roles: list[str], expected: str, tmp_path: Path) -> None:
     messages = [{"role": role, "content": f"{index}"} for index, role in enumerate(roles)]
     body = msgspec.convert({"messages": messages}, ChatCompletionRequest)
-    assert render(ChatTemplate.load(model(tmp_path, ALTERNATING)), body) == expected
+    assert render(load_template(model(tmp_path, ALTERNATING)), body) == expected
 
 
 def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:

@@ -52,7 +52,12 @@ def compiled(
     form: ToolFormat, body: ChatCompletionRequest, answer: GrammarSpec | None = None, *, special: bool = False
 ) -> GrammarMatcher:
     spec = ToolGrammar(form, SPECIAL.get if special else lambda _: None).spec(ToolChoice.of(body), answer)
-    return compile_grammar(spec, TABLE)
+    try:
+        return compile_grammar(spec, TABLE)
+    except GrammarError:
+        if spec.is_exact:
+            raise
+        return compile_grammar(msgspec.structs.replace(spec, rough=True), TABLE)
 
 
 def text_of(tokens: list[int]) -> str:
