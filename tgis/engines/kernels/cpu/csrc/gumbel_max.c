@@ -13,9 +13,7 @@
 #define GOLDEN 0x9E3779B97F4A7C15u
 #define LARGEST 36.8f /* E / p of the best token, whose p is 1, is below: no E is above 53 * log(2) */
 #define SLACK 1.001   /* more than rounding takes from p in single precision */
-#define LOG2_E 1.4426950408889634
 
-typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint64_t u64_vec __attribute__((vector_size(4 * LANES))); /* half as many lanes */
 
 static inline u64_vec mix_vec(u64_vec z) {
@@ -43,7 +41,7 @@ static double noisy_logit(double below, double temperature, uint64_t bits) {
 }
 
 static int64_t gumbel_max_row(const scalar_t *scores, int64_t size, float max, double temperature, uint64_t key) {
-    const float scale = LOG2_E / temperature;
+    const float scale = M_LOG2E / temperature;
     float least = LARGEST;
     double best = -INFINITY;
     int64_t token_id = 0;
