@@ -20,7 +20,6 @@ from tgis.engines.base import Engine
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import MirroredSequences, StepInput
 from tgis.engines.distributed.rendezvous import address_of, join
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, Shutdown
@@ -112,8 +111,7 @@ def _compute_steps(rank_0: Channel, engine: Engine) -> None:
                     return_unused_memory()
                 case ranks.GiveUp():
                     failure = None
-                    if isinstance(engine, PagedEngine):
-                        engine.discard_step()
+                    engine.discard_step()
                     ranks.finish_collectives()
                     rank_0.send(message)
                 case StepInput():
