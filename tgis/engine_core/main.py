@@ -22,8 +22,8 @@ from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.lookups import Acquire, GrammarSpec, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
-from tgis.structured_output.compiler import compilers
-from tgis.structured_output.matcher import TokenTable
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import TokenTable, low_priority_pool
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
 
@@ -74,7 +74,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids, engine.info.forced_bos_token_id)
-        lookups.finders[GrammarSpec] = compilers(table)
+        lookups.finders[GrammarSpec] = low_priority_pool("grammars"), partial(compile_grammar, table=table)
     channel.handle_inline(Acquire, lookups.acquire)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()

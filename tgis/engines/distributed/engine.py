@@ -237,10 +237,7 @@ class Follower:
         except OSError as error:
             gone = f"is gone: {error.strerror or error}"
         if self.process:
-            gone = _describe_exit(self.process.wait())
+            code = self.process.wait()
+            gone = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if not self._shutting_down:
             self.fail(f"{self.name} {reason or gone}")
-
-
-def _describe_exit(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
