@@ -90,7 +90,7 @@ INLINE void dequantize_some(const int kind, dequant_state *w) {
     f32_vec scale = broadcast(1.0f), offset = {0};
     if (!has_one_scale(packed)) scale = load_group(packed, w->tile, w->group, 0, w->first);
     if (packed->has_offset) offset = load_group(packed, w->tile, w->group, 1, w->first);
-    if (!has_one_scale(packed)) prefetch_group(packed, w->tile, w->group + GROUPS_AHEAD, w->first * 4);
+    if (!has_one_scale(packed)) __builtin_prefetch(group_at(packed, w->tile, w->group + GROUPS_AHEAD, 0, 0) + w->first * 4);
 #pragma GCC unroll 4
     for (int quad = 0; quad < HALF_BLOCK / 4; quad++) {
         const u32_vec four = load_u32(codes + (bits == 8 ? quad : quad / 2) * TILE_N * 4);

@@ -41,6 +41,7 @@ typedef float scalar_t;
 #endif
 
 #define CACHE_LINE 64 /* bytes */
+#define ALIGNED __attribute__((aligned(CACHE_LINE)))
 #define LOG2_E 1.44269504f
 #define INLINE static inline __attribute__((always_inline))
 
