@@ -5,7 +5,6 @@ Which sequences run, and which blocks they have, is decided by the batcher; a Mo
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -135,10 +134,8 @@ class PagedEngine(BaseEngine):
     def warm_up(self) -> None:
         """Allocate the KV cache; compile and capture what can be."""
         self._allocate_cache()
-        started = time.monotonic()
         eager_logits = self.runner.dummy_logits()
         self._warm_sampler(eager_logits)
-        log.info("warm after %.1f s", time.monotonic() - started)
         self.runner.optimize(eager_logits, self.info)
         self._drafter.warm_up(self.runner.attention.cache.num_blocks)
         self.clear_cache()
