@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines import load_shard
-from tgis.engines.base import StepResult
+from tgis.engines.base import BaseEngine, StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, address_of, gather
@@ -38,7 +38,7 @@ _CRASH_DETECTION_SECONDS = 2.0  # until the death of a process is noticed
 _LAST_WORD_SECONDS = 0.1
 
 
-class ShardedEngine:
+class ShardedEngine(BaseEngine):
     """An engine whose every step is computed by all ranks."""
 
     def __init__(
