@@ -45,8 +45,7 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> Tensor:  # [out, in]
-        weight: Tensor = self.merged.linear.weight.split(self.merged.sizes)[self._index]
-        return weight
+        return self.merged.linear.weight.split(self.merged.sizes)[self._index]
 
 
 Pack = Callable[[nn.Linear, str], nn.Module | None]

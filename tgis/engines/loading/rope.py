@@ -65,6 +65,5 @@ def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 def _look_up(cos: Tensor, sin: Tensor, compute: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != cos.dtype:
-        computed: tuple[Tensor, Tensor] = compute(x, position_ids)
-        return computed
+        return compute(x, position_ids)
     return embedding(position_ids, cos), embedding(position_ids, sin)

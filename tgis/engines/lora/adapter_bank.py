@@ -46,8 +46,7 @@ class AdapterBank:
     @property
     def device(self) -> torch.device:
         """The device of all tensors."""
-        device: torch.device = self._column_owners.device
-        return device
+        return self._column_owners.device
 
     def update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
         """Add and remove adapters; if that raises, for example for lack of memory, the bank is empty afterwards."""

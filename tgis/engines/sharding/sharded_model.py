@@ -303,5 +303,4 @@ def _embed_local(module: Any, ids: Tensor) -> Tensor:
     """The embeddings of ids, summed over ranks. Tables mask ids of other ranks, because look-ups can be recorded."""
     kind: Any = type(module).__base__
     local = kind.forward(module, embedding(ids, module.local_rows)[..., 0]) * embedding(ids, module.is_local)
-    embedded: Tensor = module.sharding.collectives.all_reduce(local)
-    return embedded
+    return module.sharding.collectives.all_reduce(local)
