@@ -144,8 +144,7 @@ def _library() -> torch.library.Library:
 
 
 def _call_attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
-    attend = torch.ops.tgis_paged.attend
-    return attend(query, key, value, module.key_cache, module.value_cache, *params)
+    return torch.ops.tgis_paged.attend(query, key, value, module.key_cache, module.value_cache, *params)
 
 
 def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:

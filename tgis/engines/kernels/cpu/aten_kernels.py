@@ -93,8 +93,7 @@ class AtenKernels:
 
     def _arithmetic(self, operator: Any, a: Tensor, b: Tensor | float, y: Tensor) -> bool:
         if operator is _aten.add.Tensor and a.dtype == y.dtype == torch.int64 and isinstance(b, int):
-            fits: bool = a.is_contiguous()
-            if fits:
+            if fits := a.is_contiguous():
                 self._add_integer(a.data_ptr(), b, y.data_ptr(), y.numel())
             return fits
         tensors = [x for x in (a, b) if isinstance(x, Tensor)]
