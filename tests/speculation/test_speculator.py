@@ -13,8 +13,8 @@ def taught(pass_seconds: float, right: int, max_drafting: int = 8) -> tuple[Spec
     speculator, lookup = Speculator(7, 16, 1000, DRAFTED, max_drafting), Lookup([*range(50)], 0)
     for _ in range(20):
         for rows in (1, 2, 3, 4, 8):
-            speculator.step_succeeded(rows, 0.01 + rows / 10_000)
-        speculator.step_succeeded(4, 0.0104 + DRAFTED * pass_seconds, DRAFTED)
+            speculator.policy.step_succeeded(rows, 0.01 + rows / 10_000)
+        speculator.policy.step_succeeded(4, 0.0104 + DRAFTED * pass_seconds, DRAFTED)
         speculator.drafted(lookup, [1, 2, 3], [*[1, 2, 3][:right], 9])
     return speculator, lookup
 

@@ -32,12 +32,12 @@ class ForcedDrafts(Speculator):
 
     def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *drafts: int) -> None:
         super().__init__(max_tokens, max_rows, vocab_size, *drafts)
-        self._policy, self._draw = _Everything(max_rows), random.Random(max_rows)
+        self.policy, self._draw = _Everything(max_rows), random.Random(max_rows)
 
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> Sequence[list[int] | int]:
         if not self._max_drafted:
             return [[] for _ in lookups]
-        found, left = list(super().propose(rows, lookups)), self._policy._max_rows - rows
+        found, left = list(super().propose(rows, lookups)), self.policy._max_rows - rows
         for at, (_, most) in enumerate(lookups):
             if self._draw.random() < 0.8:
                 found[at] = self._draw.randint(1, self._max_drafted)
@@ -54,10 +54,7 @@ class Adversary(Speculator):
 
     def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *_drafts: int) -> None:
         super().__init__(max_tokens, max_rows, vocab_size)
-        self._draw, self._free_rows = random.Random(max_rows), max_rows
-
-    def may_pay(self, _rows: int) -> bool:
-        return True
+        self.policy, self._draw, self._free_rows = _Everything(max_rows), random.Random(max_rows), max_rows
 
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> list[list[int]]:
         left, found = self._free_rows - rows, []

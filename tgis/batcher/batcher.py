@@ -227,7 +227,7 @@ class Batcher:
     def _with_proposals(self, speculator: Speculator, block_manager: BlockManager, plan: StepPlan) -> StepPlan:
         """Add proposals and drafts to a step that only decodes, as far as there are free blocks."""
         seqs = plan.seqs
-        if not all(seq.decoding and not seq.retry_group for seq in seqs) or not speculator.may_pay(len(seqs)):
+        if not all(seq.decoding and not seq.retry_group for seq in seqs) or not speculator.policy.may_pay(len(seqs)):
             return plan
         proposals, drafts = dict[int, list[int]](), dict[int, int]()
         asked = [seq for seq in seqs if seq.speculative]
@@ -251,7 +251,7 @@ class Batcher:
         drafted = {request_id: len(verified.get(request_id, ())) for request_id in plan.drafts}
         if drafted == plan.drafts:
             rows = len(plan.seqs) + sum(map(len, verified.values()))
-            speculator.step_succeeded(rows, self._step_seconds, max(drafted.values(), default=0))
+            speculator.policy.step_succeeded(rows, self._step_seconds, max(drafted.values(), default=0))
 
     def _commit_proposals(self, seq: Sequence, verified: list[int], drafted: bool) -> int:
         """Free the blocks of rejected tokens; returns the number of verified tokens that were kept, and are computed

@@ -107,8 +107,7 @@ def _check_kv_cache_dtype(options: EngineOptions, name: str, reason: str = "") -
 
 def _load(name: str, options: EngineOptions) -> Engine:
     module, factory = _ENGINES[name]
-    engine: Engine = getattr(_import(module), factory)(options)
-    return engine
+    return getattr(_import(module), factory)(options)
 
 
 def _import(module: str) -> ModuleType:

@@ -55,8 +55,7 @@ def download(x: Tensor) -> Callable[[], list[float]]:
     def wait() -> list[float]:
         if copied is not None:
             copied.synchronize()
-        values: list[float] = host.tolist()
-        return values
+        return host.tolist()
 
     return wait
 

@@ -20,11 +20,7 @@ class Speculator:
         self._vocab_size = vocab_size
         self._max_drafted, self._max_drafting = min(max_drafted, max_tokens), max_drafting
         self._rates, self._draft_rates = AcceptanceRates(), AcceptanceRates()
-        self._policy = Policy(max_rows)
-
-    def may_pay(self, rows: int) -> bool:
-        """Whether proposals could pay in a step of `rows` sequences."""
-        return self._policy.may_pay(rows)
+        self.policy = Policy(max_rows)
 
     def propose(self, rows: int, lookups: Sequence[tuple[Lookup, int]]) -> Sequence[list[int] | int]:
         """Tokens to propose, or the number to draft, for some of the `rows` sequences of a step that only decodes.
@@ -38,9 +34,9 @@ class Speculator:
             drafted.append(lookup.draft_rates.cumulative_of_draft(self._draft_rates, count))
         pairs = enumerate(zip(looked_up, drafted, strict=True))
         drafting = {at for at, (by_lookup, by_draft) in pairs if sum(by_draft) > sum(by_lookup)}
-        gain, counts = self._policy.best(rows, looked_up)
+        gain, counts = self.policy.best(rows, looked_up)
         mixed = [drafted[at] if at in drafting else by_lookup for at, by_lookup in enumerate(looked_up)]
-        if drafting and (with_drafts := self._policy.best(rows, mixed, drafting))[0] > gain:
+        if drafting and (with_drafts := self.policy.best(rows, mixed, drafting))[0] > gain:
             counts = with_drafts[1]
         else:
             drafting = set()
@@ -49,12 +45,6 @@ class Speculator:
             count if at in drafting else self._tokens(lookup, count)
             for at, ((lookup, _), count) in enumerate(zip(lookups, counts, strict=True))
         ]
-
-    def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:
-        """A step that only decodes took `seconds`, with a row for each sequence and each proposed token, and `passes`
-        of the draft model.
-        """
-        self._policy.step_succeeded(rows, seconds, passes)
 
     def drafted(self, lookup: Lookup, tokens: Sequence[int], sampled: Sequence[int]) -> None:
         """Learn from the drafted tokens of a sequence and the sampled ones."""

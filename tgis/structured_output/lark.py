@@ -120,8 +120,7 @@ def _string(text: str) -> str:
 def _regex(text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise GrammarError("ends with a backslash")
-    escaped: str = llguidance.regex_to_lark(text)
-    return escaped
+    return llguidance.regex_to_lark(text)
 
 
 def _with_checked_schemas(spec: GrammarSpec) -> str:

@@ -131,8 +131,7 @@ class GrammarMatcher:
         return self._mask
 
     def allowed_ids(self, tokens: Sequence[int]) -> list[int]:
-        ids: list[int] = np.flatnonzero(np.unpackbits(self.mask(tokens), bitorder="little")).tolist()
-        return ids
+        return np.flatnonzero(np.unpackbits(self.mask(tokens), bitorder="little")).tolist()
 
     def num_allowed(self, tokens: Sequence[int], proposed: list[int]) -> int:
         """The number of proposed tokens, all before an end, that may follow those generated; 0 above the limits."""

@@ -159,8 +159,8 @@ CLIENTS: list[list[x509.GeneralName] | bytes] = [
 
 def client_of(secret: Secret, names: list[x509.GeneralName] | bytes) -> Pair:
     if isinstance(names, bytes):
-        oid = x509.ExtensionOID.SUBJECT_ALTERNATIVE_NAME
-        return make_pair(secret.authority, alternatives=x509.UnrecognizedExtension(oid, names))
+        extension = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, names)
+        return make_pair(secret.authority, alternatives=extension)
     return make_pair(secret.authority, alternatives=x509.SubjectAlternativeName(names))
 
 

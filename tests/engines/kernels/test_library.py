@@ -1,9 +1,7 @@
 """Which library of C kernels is used: by the CPU's features and CPU_ISA, prebuilt or compiled once."""
 
 import logging
-import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +122,6 @@ def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None
     (directory,) = tmp_path.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in directory.iterdir()} == {"lock", f"generic-{build.source_hash('generic')}.so"}
-
-
-@pytest.mark.usefixtures("compiled")
-def test_libraries_of_other_sources_go_when_no_start_has_used_them_for_a_month(tmp_path: Path) -> None:
-    assert load_kernels("generic", str(tmp_path))
-    (library,) = (tmp_path / "kernels").glob("*.so")
-    old, recent = tmp_path / "kernels" / "generic-1.so", tmp_path / "kernels" / "avx2-2.so"
-    for path, days in ((old, 31), (recent, 29), (library, 31)):
-        path.touch()
-        os.utime(path, (0, time.time() - days * 24 * 3600))
-    load_kernels.cache_clear()
-    assert load_kernels("generic", str(tmp_path))
-    assert set((tmp_path / "kernels").glob("*.so")) == {library, recent}
-    assert time.time() - library.stat().st_mtime < 24 * 3600
 
 
 @pytest.mark.usefixtures("compiled")

@@ -40,7 +40,8 @@ def test_the_model_computes_the_same(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     before = model(IDS).logits
     layers = model.config.num_hidden_layers
-    assert merge_linears(model, input_ids=IDS) == MERGED[name] * layers == len(slices(model))
+    merge_linears(model, input_ids=IDS)
+    assert len(slices(model)) == MERGED[name] * layers
     torch.testing.assert_close(model(IDS).logits, before)
     torch.testing.assert_close(model(IDS[:, :2]).logits, before[:, :2])
 
@@ -48,7 +49,8 @@ def test_the_model_computes_the_same(name: str, tmp_path: Path) -> None:
 def test_an_encoder_decoder_too(tmp_path: Path) -> None:
     model = AutoModelForSeq2SeqLM.from_pretrained(make_model("T5", tmp_path), dtype=torch.float32).eval()
     before = model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits
-    assert merge_linears(model, input_ids=IDS, decoder_input_ids=IDS[:, :1]) > 0
+    merge_linears(model, input_ids=IDS, decoder_input_ids=IDS[:, :1])
+    assert slices(model)
     torch.testing.assert_close(model(input_ids=IDS, decoder_input_ids=IDS[:, :3]).logits, before)
 
 
@@ -67,7 +69,8 @@ class Odd(nn.Module):  # type: ignore[misc]
 def test_others_are_left_alone() -> None:
     model, x = Odd(), torch.randn(3, 4)
     before = model(x, False)
-    assert merge_linears(model, x=x) == 2
+    merge_linears(model, x=x)
+    assert len(slices(model)) == 2
     assert isinstance(model.a, MergedLinearSlice)
     assert isinstance(model.b, MergedLinearSlice)
     torch.testing.assert_close(model(x, False), before)
@@ -81,7 +84,8 @@ def test_quantized_layers_are_left_alone() -> None:
     model, x = Odd(), torch.randn(3, 4)
     for linear in (model.a, model.b):
         linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantized))
-    assert merge_linears(model, x=x) == 0
+    merge_linears(model, x=x)
+    assert not slices(model)
     assert type(model.a.weight) is Quantized
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.loading.merged_linear import merge_linears
+from tgis.engines.loading.merged_linear import MergedLinearSlice, merge_linears
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -151,7 +151,8 @@ def test_merged_layers_are_changed_separately() -> None:
     with torch.no_grad():
         with layers.applied(adapters):
             expected = model(ids).logits
-        assert merge_linears(model, input_ids=ids) == 10
+        merge_linears(model, input_ids=ids)
+        assert sum(isinstance(module, MergedLinearSlice) for module in model.modules()) == 10
         merged = LoraLayers(model)
         assert merged.targets == linears
         with merged.applied(adapters):

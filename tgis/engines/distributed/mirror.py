@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.request import LogprobOptions, Request
+from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
 
@@ -84,15 +84,8 @@ def _request_of(seq: Sequence) -> Request:
     """The part of a request that the other ranks need. The sampling parameters stay here: only rank 0 chooses tokens.
     The grammar's number goes along, because no step is launched ahead then.
     """
-    request, details = seq.request, LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens)
-    return Request(
-        seq.id,
-        request.tokens,
-        request.max_new_tokens,
-        logprob_options=details,
-        adapter=request.adapter,
-        grammar=request.grammar,
-    )
+    details = LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens)
+    return msgspec.structs.replace(seq.request, sampling_params=SamplingParams(), logprob_options=details)
 
 
 class MirroredSequences:

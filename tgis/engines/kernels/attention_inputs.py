@@ -46,8 +46,7 @@ class PrefillChunk:
     @property
     def num_tokens(self) -> int:
         """Number of new tokens."""
-        count: int = self.tokens.stop - self.tokens.start
-        return count
+        return self.tokens.stop - self.tokens.start
 
     @property
     def seq_len(self) -> int:

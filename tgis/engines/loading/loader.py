@@ -201,8 +201,7 @@ def _optimize(
         gemms = DeviceGemms(quantization, device)
     called_classes: set[type] = set()
     with register_module_forward_pre_hook(lambda module, _: called_classes.add(type(module))):
-        merged = merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
-    log.debug("merged %d linear layers into wider ones", merged)
+        merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     if gemms:
         embeddings = TokenEmbeddings(model)
         pack_linears(model, gemms)

@@ -45,19 +45,17 @@ class MergedLinearSlice(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> Tensor:  # [out, in]
-        weight: Tensor = self.merged.linear.weight.split(self.merged.sizes)[self._index]
-        return weight
+        return self.merged.linear.weight.split(self.merged.sizes)[self._index]
 
 
 Pack = Callable[[nn.Linear, str], nn.Module | None]
 
 
-def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Tensor) -> int:
-    """Replace layers in place and return their number. `inputs` are those of one pass of the model.
+def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Tensor) -> None:
+    """Replace layers in place. `inputs` are those of one pass of the model.
 
     What `pack` makes of a merged layer, if anything, takes its place before the next is merged.
     """
-    merged = 0
     for path, parent, names in _mergeable_groups(model, inputs):
         linears = [getattr(parent, name) for name in names]
         together = _concatenated(linears)
@@ -67,8 +65,6 @@ def merge_linears(model: PreTrainedModel, pack: Pack | None = None, **inputs: Te
         product = MergedLinear(packed or together, [len(linear.weight) for linear in linears])
         for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
             setattr(parent, name, MergedLinearSlice(product, index, linear))
-        merged += len(names)
-    return merged
 
 
 def _concatenated(linears: list[nn.Linear]) -> nn.Linear | None:

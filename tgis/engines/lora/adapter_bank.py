@@ -46,13 +46,22 @@ class AdapterBank:
     @property
     def device(self) -> torch.device:
         """The device of all tensors."""
-        device: torch.device = self._column_owners.device
-        return device
+        return self._column_owners.device
 
     def update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
         """Add and remove adapters; if that raises, for example for lack of memory, the bank is empty afterwards."""
         try:
-            self._update(added, removed)
+            for adapter in removed:
+                del self._columns[adapter]
+            for adapter in added:
+                start = self._find_gap(adapter.rank)
+                if start is None:
+                    self._rebuild([*self._columns, adapter])
+                else:
+                    self._write(adapter, start)
+            is_wide = self._width >= 2 * sum(adapter.rank for adapter in self._columns)
+            if is_wide and self._capacity > self._min_columns:
+                self._rebuild(list(self._columns))
         except BaseException:
             self._rebuild([])
             raise
@@ -71,19 +80,6 @@ class AdapterBank:
     def masked_columns(self, first_columns: Tensor) -> Tensor:
         """The columns that do not belong to the adapters at `first_columns` [n]: bool [n, 1, columns]."""
         return first_columns[:, None, None] != self._column_owners
-
-    def _update(self, added: Iterable[LoraAdapter], removed: Iterable[LoraAdapter]) -> None:
-        for adapter in removed:
-            del self._columns[adapter]
-        for adapter in added:
-            start = self._find_gap(adapter.rank)
-            if start is None:
-                self._rebuild([*self._columns, adapter])
-            else:
-                self._write(adapter, start)
-        is_wide = self._width >= 2 * sum(adapter.rank for adapter in self._columns)
-        if is_wide and self._capacity > self._min_columns:
-            self._rebuild(list(self._columns))
 
     @property
     def _width(self) -> int:

@@ -32,10 +32,7 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, ho
 
 
 _KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D], as codes [..., D + SCALE_BYTES]
-_Write = Callable[[AttentionMetadata, Tensor, Tensor, _KVCache], None]
-_Decode = Callable[[AttentionMetadata, Tensor, _KVCache, AttentionParams], Tensor]
-_Prefill = Callable[[AttentionMetadata, Tensor, Tensor, Tensor, _KVCache, AttentionParams], list[Tensor]]
-_Backends = tuple[_Write, _Decode, _Prefill]
+_Backends = tuple[Callable[..., None], Callable[..., Tensor], Callable[..., list[Tensor]]]  # write, decode, prefill
 
 
 class PagedKVCache:
@@ -142,17 +139,13 @@ class PagedAttention:
             whole = AttentionParams(scale, None, *rest, causal=False)
             return self.attend(batch.attention, query, key, value, kv_cache, whole)
         kv_cache = self.cache.layer(module.layer_idx, key, value)
-        scales = self._scales_of(module, key) if self.cache.kv_dtype else None
+        if self.cache.kv_dtype and module not in self._key_scales:
+            self._key_scales[module] = channel_scales(key[0])
         self.modules[module.layer_idx] = module
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
+        scales = self._key_scales.get(module)
         return self.attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
-
-    def _scales_of(self, module: nn.Module, key: Tensor) -> Tensor:
-        """What the keys of a module are divided by."""
-        if module not in self._key_scales:
-            self._key_scales[module] = channel_scales(key[0])
-        return self._key_scales[module]
 
     def attend(
         self,

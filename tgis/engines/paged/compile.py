@@ -124,8 +124,7 @@ class _CompiledCollectives:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered: Tensor = torch.ops.tgis_paged.all_gather(x, self._num_ranks)
-        return gathered
+        return torch.ops.tgis_paged.all_gather(x, self._num_ranks)
 
 
 @cache
@@ -145,9 +144,7 @@ def _library() -> torch.library.Library:
 
 
 def _call_attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
-    attend = torch.ops.tgis_paged.attend
-    output: Tensor = attend(query, key, value, module.key_cache, module.value_cache, *params)
-    return output
+    return torch.ops.tgis_paged.attend(query, key, value, module.key_cache, module.value_cache, *params)
 
 
 def _fake_attend(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> Tensor:
@@ -161,8 +158,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *para
 
 
 def _call_lora(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
-    changed: Tensor = torch.ops.tgis_paged.lora(module.lora_layer, x, output)
-    return changed
+    return torch.ops.tgis_paged.lora(module.lora_layer, x, output)
 
 
 def _fake_lora(_layer: Tensor, _x: Tensor, output: Tensor) -> Tensor:
@@ -187,5 +183,4 @@ def _fake_all_gather(x: Tensor, ranks: int) -> Tensor:
 
 def _all_gather(x: Tensor, ranks: int) -> Tensor:
     layers = _running.get()
-    gathered: Tensor = layers.collectives.all_gather(x) if layers.communicates else _fake_all_gather(x, ranks)
-    return gathered
+    return layers.collectives.all_gather(x) if layers.communicates else _fake_all_gather(x, ranks)

@@ -5,7 +5,6 @@ Which sequences run, and which blocks they have, is decided by the batcher; a Mo
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import BaseEngine, StepResult
 from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
@@ -69,7 +68,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter)
 
 
-class PagedEngine:
+class PagedEngine(BaseEngine):
     """The engine; of a sequence it keeps the KV cache, the logprobs of an unfinished prompt, and a step in flight."""
 
     def __init__(
@@ -135,10 +134,8 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Allocate the KV cache; compile and capture what can be."""
         self._allocate_cache()
-        started = time.monotonic()
         eager_logits = self.runner.dummy_logits()
         self._warm_sampler(eager_logits)
-        log.info("warm after %.1f s", time.monotonic() - started)
         self.runner.optimize(eager_logits, self.info)
         self._drafter.warm_up(self.runner.attention.cache.num_blocks)
         self.clear_cache()
@@ -193,7 +190,6 @@ class PagedEngine:
             self._sampler.sample_and_wait(seqs, logits[:1].repeat(count, 1))
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with the drafts that it asks for as proposals."""
         if not plan.drafts:
             return plan
         with device_errors("drafting"), torch.inference_mode():
@@ -224,7 +220,6 @@ class PagedEngine:
         self._drafter.release(seqs)
 
     def discard_step(self) -> None:
-        """Do not reuse the step in flight, after a step that failed: another rank may not have launched it."""
         self._decoder.discard()
 
     @property
@@ -240,9 +235,6 @@ class PagedEngine:
 
     def find_peak(self, runner: DummyRunner) -> int:
         return runner.paged_peak(self._options.max_sequence_length, self.runner.attention.cache.num_blocks)
-
-    def close(self) -> None:
-        """Do nothing: the process ends next."""
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device."""

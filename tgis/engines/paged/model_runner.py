@@ -152,8 +152,7 @@ class ModelRunner:
             arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
 
         def forward() -> torch.Tensor:
-            logits: torch.Tensor = self.model(use_cache=False, **arguments).logits[0]
-            return logits
+            return self.model(use_cache=False, **arguments).logits[0]
 
         with self.lora.using(batch.adapters):
             return self.compiled.run(forward) if self.compiled else forward()

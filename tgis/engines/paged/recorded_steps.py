@@ -97,23 +97,20 @@ class RecordedDecodes:
         self._steps: dict[StepKey, _RecordedStep] = {}
 
     def run(self, batch: FlatBatch) -> Tensor | None:
-        count = batch.attention.num_decodes
         if not batch.all_logits or not self._inputs.fit(batch):
             return None
         self._inputs.copy_from(batch)
-        return self._run(count, batch.adapters.version if batch.adapters else None)
-
-    def _run(self, count: int, adapters: int | None) -> Tensor:
-        batch = self._inputs.batch(count, adapters)
-        step = self._steps.get((count, adapters))
+        adapters = batch.adapters.version if batch.adapters else None
+        key = batch.attention.num_decodes, adapters
+        static, step = self._inputs.batch(*key), self._steps.get(key)
         if step is None:
             if adapters is not None:
                 self._steps = without_stale(self._steps, adapters)
-            self._steps[count, adapters] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(batch)))
+            self._steps[key] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(static)))
         elif step.verified:
             step.replay()
         else:
-            eager = self._forward(batch)
+            eager = self._forward(static)
             step.replay()
             if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
                 raise Unsupported(_OTHER_LOGITS)

@@ -198,8 +198,7 @@ def _own_logits(
                 return x[:, chunk] if x.dim() > 1 and x.shape[1] == len(tokens) else x
 
             some, others = tree_map_only(Tensor, part, (args, arguments))
-            output: Tensor = module(*some, **others)[0]
-            return output
+            return module(*some, **others)[0]
 
         calls.append(_AttentionCall(module, repeat, module.forward(*args, **arguments)[0]))
 

@@ -72,8 +72,7 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
 def _rows(data: Tensor, tensor: GgufTensor, processor: Any, name: str) -> Tensor:
     """The values or bytes [out, ...] of a tensor, as transformers orders them."""
     stored = data[tensor.start : tensor.start + tensor.num_bytes].view(_PLAIN.get(tensor.kind, torch.uint8))
-    rows: Tensor = processor.process(stored.view(tensor.shape[0], -1), name).weights
-    return rows
+    return processor.process(stored.view(tensor.shape[0], -1), name).weights
 
 
 def _read(kind: str, rows: Callable[[], Tensor]) -> QuantizedWeight:

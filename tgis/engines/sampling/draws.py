@@ -120,7 +120,7 @@ def _draw_from_list(rows: FilteredRows, num_candidates: int) -> tuple[Tensor, Te
     """The table of draws from the tokens that the filters keep of the best ones, and which rows are exact, [b, 1]."""
     candidates = Candidates.of(rows.scores, rows.stats, num_candidates)
     candidates.filter(rows.filters)
-    at = gumbel_max(candidates.kept_logits(), candidates.ids, rows.keys)
+    at = gumbel_max(candidates.logits.masked_fill(~candidates.kept, -torch.inf), candidates.ids, rows.keys)
     logit = candidates.logits.gather(1, at)
     rank = 1 + (candidates.kept & (candidates.logits > logit)).sum(-1, keepdim=True)
     chosen = rows.scores.max_score, candidates.ids.gather(1, at), logit - candidates.total_mass.log(), rank

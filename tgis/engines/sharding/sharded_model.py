@@ -284,8 +284,7 @@ def _is_key_or_value(name: str, style: str) -> bool:
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape[:2]
-    return inputs, outputs
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
 def _size(module: Any) -> int:
@@ -304,5 +303,4 @@ def _embed_local(module: Any, ids: Tensor) -> Tensor:
     """The embeddings of ids, summed over ranks. Tables mask ids of other ranks, because look-ups can be recorded."""
     kind: Any = type(module).__base__
     local = kind.forward(module, embedding(ids, module.local_rows)[..., 0]) * embedding(ids, module.is_local)
-    embedded: Tensor = module.sharding.collectives.all_reduce(local)
-    return embedded
+    return module.sharding.collectives.all_reduce(local)

@@ -4,10 +4,8 @@ A wheel brings a library for each instruction set. An editable install has sourc
 into CACHE_DIR when an engine starts.
 """
 
-import contextlib
 import ctypes
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _CPUINFO = Path("/proc/cpuinfo")
-_UNUSED_SECONDS = 30 * 24 * 3600
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
 DTYPES = tuple(_SUFFIXES)
 
@@ -146,7 +143,6 @@ def _compiled(isa: str, cache_dir: str) -> Path:
     with locked(directory / "lock"):
         if not path.exists():
             _compile(isa, path)
-        _remove_unused(directory, path)
     _check_trusted(path)
     return path
 
@@ -166,15 +162,6 @@ def _compile(isa: str, path: Path) -> None:
         shutil.copy(build.compile_library(isa, compiler, Path(scratch)), made)
     made.chmod(0o500)
     made.replace(path)
-
-
-def _remove_unused(directory: Path, used: Path) -> None:
-    """Remove libraries of older sources that no server has started with for a while."""
-    with contextlib.suppress(OSError):  # the directory may be read-only
-        os.utime(used)
-        for path in directory.glob("*.so"):
-            if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
-                path.unlink()
 
 
 def _check_trusted(path: Path) -> None:

@@ -23,23 +23,6 @@ typedef struct {
 
 static inline int64_t task_queries(const attention_args *args) { return max_i64(args->group, TASK_QUERIES); }
 
-static int64_t scratch_bytes(const attention_args *args) {
-    const int64_t states = 2 * state_vecs(args) * sizeof(f32_vec), q = args->k_size * sizeof(operand_t);
-    const int64_t tile = TILE * ((args->k_size + args->v_size) * sizeof(scalar_t) + 2 * sizeof(float));
-    return task_queries(args) * (states + q) + (args->is_coded ? tile : 2 * PANEL * args->v_size * (int64_t)sizeof(scalar_t));
-}
-
-static scratch make_scratch(const attention_args *args, char *memory) {
-    scratch s;
-    s.states = (f32_vec *)memory;
-    s.split_states = s.states + task_queries(args) * state_vecs(args);
-    s.q = (operand_t *)(s.split_states + task_queries(args) * state_vecs(args));
-    s.copies.keys = (scalar_t *)(s.q + task_queries(args) * args->k_size);
-    s.copies.values = s.copies.keys + (args->is_coded ? TILE * args->k_size : 0);
-    s.copies.scales = (float *)(s.copies.values + TILE * args->v_size);
-    return s;
-}
-
 /* The splits that some query tokens see. */
 static inline range visible_splits(const attention_args *args, const sequence *seq, int64_t token, int64_t tokens) {
     const int64_t begin = visible(args, seq, token).begin, end = visible(args, seq, token + tokens - 1).end;
@@ -160,11 +143,16 @@ static int64_t make_tasks(
 }
 
 static void run_tasks(const attention_args *args, const task *tasks, int64_t count, int any_split) {
-    const int64_t bytes = scratch_bytes(args);
+    const int64_t queries = task_queries(args), copied_keys = args->is_coded ? TILE : 1;
+    const int64_t copied_values = args->is_coded ? TILE : 2 * PANEL;
 #pragma omp parallel num_threads(args->threads)
     {
-        char memory[bytes] __attribute__((aligned(CACHE_LINE)));
-        scratch s = make_scratch(args, memory);
+        f32_vec states[2 * queries * state_vecs(args)] ALIGNED;
+        operand_t q[queries * args->k_size] ALIGNED;
+        scalar_t keys[copied_keys * args->k_size] ALIGNED;
+        scalar_t values[copied_values * args->v_size] ALIGNED;
+        float scales[2 * TILE] ALIGNED;
+        scratch s = {states, states + queries * state_vecs(args), q, {keys, values, scales}};
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; i++) run_task(args, tasks + i, &s);
 #pragma omp for schedule(dynamic)

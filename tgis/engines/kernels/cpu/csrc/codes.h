@@ -15,8 +15,6 @@
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
 #define GROUPS_AHEAD 32  /* the same */
 
-typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
-
 enum { INT4, INT8, E4M3 }; /* values of codes: the code; the code less 128; the float of these bits */
 
 typedef struct {
@@ -31,12 +29,6 @@ typedef struct {
 static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
 static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
-
-static inline u32_vec load_u32(const uint8_t *from) {
-    u32_vec x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
 
 /* a * b + c, rounded once. */
 static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
@@ -53,18 +45,16 @@ static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
 #endif
 }
 
-/* Fetches a cache line of the scales and offsets of a group. */
-INLINE void prefetch_group(const packed_codes *weight, int64_t tile, int64_t group, int64_t byte) {
-    const int64_t at = (tile * weight->num_groups + group) * (1 + weight->has_offset) * TILE_N;
-    __builtin_prefetch((const char *)weight->groups + at * (weight->in_bf16 ? 2 : 4) + byte);
+/* The scales (`which` 0) or offsets (1) of a group, from output `first` of the tile on. */
+INLINE const void *group_at(const packed_codes *weight, int64_t tile, int64_t group, int which, int64_t first) {
+    const int64_t at = ((tile * weight->num_groups + group) * (1 + weight->has_offset) + which) * TILE_N + first;
+    return (const char *)weight->groups + at * (weight->in_bf16 ? 2 : 4);
 }
 
-/* LANES scales (`which` 0) or offsets (1) of a group, from output `first` of the tile on. */
-INLINE f32_vec load_group(
-    const packed_codes *weight, int64_t tile, int64_t group, int which, int64_t first
-) {
-    const int64_t at = ((tile * weight->num_groups + group) * (1 + weight->has_offset) + which) * TILE_N + first;
-    return weight->in_bf16 ? load_bf16((const uint16_t *)weight->groups + at) : load_f32((const float *)weight->groups + at);
+/* LANES of them. */
+INLINE f32_vec load_group(const packed_codes *weight, int64_t tile, int64_t group, int which, int64_t first) {
+    const void *from = group_at(weight, tile, group, which, first);
+    return weight->in_bf16 ? load_bf16(from) : load_f32(from);
 }
 
 /* Whether each output has one scale and nothing else, by which its sum can be multiplied. */

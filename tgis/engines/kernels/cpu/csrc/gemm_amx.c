@@ -78,7 +78,7 @@ INLINE void multiply_rows(
 /* The outputs of one tile of the packed weight for `rows` rows from `first` on. */
 static void multiply_chunk(const gemm_args *args, int64_t first, int64_t rows, int64_t tile) {
     const scalar_t *x = args->x + first * args->k, *weights = args->weight + tile * args->k * TILE_N;
-    float sums[CHUNK_M][TILE_N] __attribute__((aligned(CACHE_LINE)));
+    float sums[CHUNK_M][TILE_N] ALIGNED;
     load_bias(args, tile, sums[0]);
     for (int64_t row = 1; row < rows; row++) memcpy(sums[row], sums[0], sizeof sums[0]);
     if (rows > TILE_M) multiply_rows(2, x, weights, args->k, sums[0]);
