@@ -20,4 +20,6 @@ def test_quotas_are_limited_in_total_and_for_each_client() -> None:
         assert refusal(quota, b"b", 3) == "3 inputs, at most 5 allowed"
         with quota.hold(b"b", 2):
             assert quota.total == 5
+    with quota.hold(b"", 5):  # a client without a name has no limit but the total
+        assert quota.total == 5
     assert quota.total == 0

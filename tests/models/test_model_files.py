@@ -37,12 +37,19 @@ def test_a_directory(tmp_path: Path) -> None:
     assert find_model(str(path), None, None) == ModelFiles(path, {"a": 1}, {})
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_local_experts"])
-def test_more_layers_than_any_model_has(key: str, tmp_path: Path) -> None:
-    """Making their modules would not end."""
-    find_model(str(write_model(tmp_path / "m", config={key: 10_000, "num_experts": None})), None, None)
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        *[(key, 10_000) for key in ("num_hidden_layers", "n_layer", "encoder_layers", "num_local_experts")],
+        *[(key, 1024) for key in ("num_attention_heads", "n_head", "num_key_value_heads")],
+        *[(key, 1 << 24) for key in ("max_position_embeddings", "n_positions")],
+    ],
+)
+def test_more_than_any_model_has(key: str, most: int, tmp_path: Path) -> None:
+    """Making their modules and tables would not end, or take all memory."""
+    find_model(str(write_model(tmp_path / "m", config={key: most, "num_experts": None})), None, None)
     for config in ({key: 10**9}, {"text_config": {key: 10**9}}):
-        with pytest.raises(StartError, match=f"config.json: {key} is 1000000000, at most 10000 are allowed"):
+        with pytest.raises(StartError, match=f"config.json: {key} is 1000000000, at most {most} are allowed"):
             find_model(str(write_model(tmp_path / "m", config=config)), None, None)
 
 

@@ -6,6 +6,7 @@ missing, broken or of the wrong type is a StartError that names the path.
 
 import contextlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -20,7 +21,6 @@ from tgis.errors import StartError, file_errors
 from tgis.models.gguf import WEIGHTS
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
-MAX_LAYERS = 10_000  # and experts; the modules of each are made before any weight is read
 MAX_INT = 2**31 - 1  # of token ids and lengths
 CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # of files that are config or tokenizer
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -33,6 +33,12 @@ SEQUENCE_LENGTH_KEYS = (
     "max_seq_length",
     "seq_len",
 )
+# By the name in config.json: modules of layers and experts, tables of positions are made before any weight is read.
+_MAX_COUNTS = {
+    r"\w{0,40}(layers?|experts)": 10_000,
+    r"\w{0,40}heads?": 1024,
+    "|".join(SEQUENCE_LENGTH_KEYS): 1 << 24,
+}
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")  # one file, or the index of several
 EMBEDDING_SIZE_KEYS = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model")
@@ -60,13 +66,14 @@ def find_model(name: str, revision: str | None, cache_dir: str | None) -> ModelF
 
 
 def _check_counts(config: dict[str, Any], path: Path) -> None:
-    """StartError for more layers or experts than any model has, in any section."""
+    """StartError for more layers, experts, heads or positions than any model has, in any section."""
     sections = [config]
     for section in sections:
         sections += [value for value in section.values() if isinstance(value, dict)]
         for key, value in section.items():
-            if re.fullmatch(r"\w{0,40}(layers?|experts)", key) and (_as_int(value) or 0) > MAX_LAYERS:
-                raise StartError(f"{path}: {key} is {reprlib.repr(value)}, at most {MAX_LAYERS} are allowed")
+            most = next((most for pattern, most in _MAX_COUNTS.items() if re.fullmatch(pattern, key)), math.inf)
+            if (_as_int(value) or 0) > most:
+                raise StartError(f"{path}: {key} is {reprlib.repr(value)}, at most {most} are allowed")
 
 
 def find_weights(path: Path) -> tuple[Path, ...]:

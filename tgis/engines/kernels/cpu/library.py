@@ -22,7 +22,6 @@ import torch
 from tgis.engines.kernels.cpu import build
 from tgis.errors import StartError
 from tgis.utils.file_lock import locked
-from tgis.utils.logs import log_progress
 from tgis.utils.private_directory import refusal_of
 
 log = logging.getLogger(__name__)
@@ -152,16 +151,11 @@ def _compile(isa: str, path: Path) -> None:
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc)")
     log.info("compiling CPU kernels for %s, about a minute, once for all starts with %s", isa, path.parent)
-    started = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as scratch,  # of a server, in CACHE_DIR
-        log_progress(lambda: f"compiling since {time.monotonic() - started:.0f} s"),
-    ):
-        # The name is that of no other process: not every file system has locks.
-        made = path.with_suffix(f".{Path(scratch).name}")
-        shutil.copy(build.compile_library(isa, compiler, Path(scratch)), made)
-    made.chmod(0o500)
-    made.replace(path)
+    # Not every file system has locks: another process may do the same, in a directory with another name.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = build.compile_library(isa, compiler, Path(scratch))
+        made.chmod(0o500)
+        made.replace(path)
 
 
 def _check_trusted(path: Path) -> None:
