@@ -16,7 +16,11 @@ LAUNCHER = [sys.executable, "-P", "-c", "import sys; from tgis.__main__ import l
 def test_a_template_starts_and_drains_without_end(flags: list[str], tmp_path: Path) -> None:
     model = make_fake_model(tmp_path / "models", step_seconds=0.001)
     command = [*LAUNCHER, f"--model-name={model}/", *flags]
-    environ: Any = {"HF_HOME": tmp_path / "hf_home", "DEPLOYMENT_FRAMEWORK": "fake", "PREFIX_STORE_PATH": tmp_path / "later"}
+    environ: Any = {
+        "HF_HOME": tmp_path / "hf_home",
+        "DEPLOYMENT_FRAMEWORK": "fake",
+        "PREFIX_STORE_PATH": tmp_path / "later",
+    }
     with running_command(command, tmp_path, **environ) as server, server.stub() as stub:
         assert (server.get("/health")[0], server.get("/metrics")[0]) == (200, 200)
         assert server.post("/generate", {"inputs": "a"})[0] == 404
