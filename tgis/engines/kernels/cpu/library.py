@@ -9,7 +9,6 @@ import logging
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
