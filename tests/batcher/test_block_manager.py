@@ -8,6 +8,7 @@ from batches import EOS, busy, check_pool, ids, limits, next_plan, pool_of, pree
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.block_pool import BlockPool
+from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.ipc.lookups import AdapterRef
 from tgis.ipc.messages import BatcherCounters, WaitReason
@@ -278,7 +279,7 @@ def test_a_request_of_the_maximal_length_runs_to_its_end(size: int, blocks: int,
     """However input and output share the tokens; one token more would not fit in all cases."""
     one = encoder_decoder(blocks, block_size=size)
     adapter = soft_prompt(0, decoder_length)
-    most = one._limits.max_request_tokens
+    most = encoder_decoder_room(one._limits.token_capacity, size)
     for length in range(adapter.length + 1, most):
         one.submit([ask(length, prompt(length), most - length, adapter=adapter)], 0.0)
         assert len(work(one)) == most - length

@@ -74,14 +74,11 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
         assert not top_n or [one.top_logprobs[0][0] for one in logprobs] == tokens
 
 
-@pytest.mark.parametrize(
-    ("encoder_decoder", "block_size", "whole", "longest"),
-    [(False, 0, False, 1600), (True, 0, False, 1600), (False, 16, False, 1600), (True, 16, True, 1585)],
-)
-def test_an_encoder_decoder_with_blocks_rounds_two_parts_of_a_request(
-    encoder_decoder: bool, block_size: int, whole: bool, longest: int, tmp_path: Path
+@pytest.mark.parametrize(("encoder_decoder", "block_size"), [(False, 0), (True, 0), (False, 16), (True, 16)])
+def test_inputs_of_an_encoder_decoder_with_blocks_are_whole(
+    encoder_decoder: bool, block_size: int, tmp_path: Path
 ) -> None:
     options = engine_options(make_fake_model(tmp_path), 4)
-    changes = {"encoder_decoder": encoder_decoder, "block_size": block_size, "token_capacity": 1600}
+    changes = {"encoder_decoder": encoder_decoder, "block_size": block_size}
     bounds = batch_limits(options, msgspec.structs.replace(FakeEngine(options).info, padded=False, **changes))
-    assert (bounds.encoder_decoder, bounds.max_request_tokens) == (whole, longest)
+    assert bounds.encoder_decoder == (encoder_decoder and block_size > 0)

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import regex
@@ -17,8 +18,8 @@ from benchmarks.structured_output.suite import allows
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Acquire, Acquired, GrammarKind, GrammarSpec, Vocabulary
-from tgis.structured_output.compiler import compilers
-from tgis.structured_output.matcher import MaskThreads, TokenTable
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import MaskThreads, TokenTable, low_priority_pool
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -311,7 +312,7 @@ def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:
     answers: list[Acquired] = []
     lookups, blocker = LookupTable(answers.append), threading.Event()
-    threads, _ = lookups.finders[GrammarSpec] = compilers(byte_table())
+    threads, _ = lookups.finders[GrammarSpec] = low_priority_pool("grammars"), partial(compile_grammar, table=TABLE)
     for _ in range(2):
         threads.submit(blocker.wait)
     lookups.acquire(Acquire(1, GrammarSpec(GrammarKind.REGEX, "a")))
@@ -369,7 +370,7 @@ def test_lark_grammars_are_taken_as_they_are() -> None:
 
 
 def test_compilations_have_less_priority_than_their_process() -> None:
-    threads, compile_spec = compilers(TABLE)
-    assert threads.submit(compile_spec, GrammarSpec(GrammarKind.REGEX, "a")).result().ready
+    threads = low_priority_pool("grammars")
+    assert threads.submit(compile_grammar, GrammarSpec(GrammarKind.REGEX, "a"), TABLE).result().ready
     priority = threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     assert priority == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)

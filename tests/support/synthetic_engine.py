@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import NoReservedCache, StepResult
+from tgis.engines.base import BaseEngine, StepResult
 from tgis.engines.memory.profiler import DummyRunner
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
@@ -32,7 +32,7 @@ class MemoryFormula:
 
 
 @dataclass
-class SyntheticEngine(NoReservedCache):
+class SyntheticEngine(BaseEngine):
     """Holds the sequences of its batch."""
 
     formula: MemoryFormula
@@ -51,12 +51,6 @@ class SyntheticEngine(NoReservedCache):
         kind = self.encoder_decoder, not self.block_size, self.max_batch_size
         sizes = 0, PASS_TOKENS, self.block_size  # the first: of the KV cache
         return EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
-
-    def warm_up(self) -> None:
-        """Nothing to warm up."""
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     def step(self, plan: StepPlan) -> StepResult:
         """Account for the memory of the step."""

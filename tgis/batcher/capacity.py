@@ -47,12 +47,6 @@ class BatchLimits:
         assert self.block_size or not self.proposed_tokens, "other engines verify no proposals"
         assert not (self.lookahead and self.proposed_tokens), "a step in flight expects one token of each"
 
-    @property
-    def max_request_tokens(self) -> int:
-        """Tokens of the largest request that can run to its end."""
-        tokens = self.token_capacity
-        return encoder_decoder_room(tokens, self.block_size) if self.encoder_decoder else tokens
-
 
 def encoder_decoder_room(token_capacity: int, block_size: int) -> int:
     """Tokens of the largest request that blocks of so many tokens hold, whatever part of them is input: input and

@@ -45,7 +45,7 @@ class LookupTable:
                 del self._known[next(iter(self._known))]
         if is_first and isinstance(target, str):
             known.add_done_callback(lambda _: self._known.pop(target, None))
-        known.add_done_callback(lambda done: self._answer(lookup, done, is_first=is_first))
+        known.add_done_callback(lambda done: done.cancelled() or self._send(_answer(lookup, done, is_first=is_first)))
 
     def found(self, lookup_id: int) -> Any:
         """What a lookup has found."""
@@ -63,12 +63,9 @@ class LookupTable:
         """Drop what no thread has begun with; the process ends when the rest is done."""
         self.release([*self._held])
 
-    def _answer(self, lookup: Acquire, done: Future[Any], *, is_first: bool) -> None:
-        if not done.cancelled():
-            self._send(_answer(lookup.lookup_id, lookup.target, done, is_first=is_first))
 
-
-def _answer(lookup_id: int, target: str | GrammarSpec, done: Future[Any], *, is_first: bool) -> Acquired:
+def _answer(lookup: Acquire, done: Future[Any], *, is_first: bool) -> Acquired:
+    lookup_id, target = lookup.lookup_id, lookup.target
     match done.exception():
         case None if isinstance(target, str):
             adapter = done.result().adapter

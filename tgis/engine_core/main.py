@@ -22,8 +22,8 @@ from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.lookups import Acquire, GrammarSpec, Vocabulary
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, ToEngine
-from tgis.structured_output.compiler import compilers
-from tgis.structured_output.matcher import TokenTable
+from tgis.structured_output.compiler import compile_grammar
+from tgis.structured_output.matcher import TokenTable, low_priority_pool
 from tgis.utils import logs
 from tgis.utils.memory import return_unused_memory
 
@@ -58,7 +58,8 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     engine, fallback_reason = load_engine(options, channel.abort, channel.send)
     engine.warm_up()
     limits = batch_limits(options, engine.info)
-    check_max_sequence_length(limits.max_request_tokens, options.max_sequence_length)
+    largest_request = min(engine.info.max_request_tokens, engine.info.token_capacity)
+    check_max_sequence_length(largest_request, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     channel.resident_cache_bytes = partial(_resident_cache_bytes, engine.info, batcher)
     return_unused_memory()
@@ -73,7 +74,7 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     assert isinstance(vocabulary, Vocabulary)
     if vocabulary.tokens and engine.info.has_end(options.eos_ids):
         table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids, engine.info.forced_bos_token_id)
-        lookups.finders[GrammarSpec] = compilers(table)
+        lookups.finders[GrammarSpec] = low_priority_pool("grammars"), partial(compile_grammar, table=table)
     channel.handle_inline(Acquire, lookups.acquire)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()

@@ -48,6 +48,12 @@ class Engine(Protocol):
         StartError means that no step will ever succeed again.
         """
 
+    def with_drafts(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that it asks for as proposals."""
+
+    def discard_step(self) -> None:
+        """Do not reuse a step in flight, after a step that failed: another rank may not have launched it."""
+
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; unknown ones are ignored."""
 
@@ -58,11 +64,23 @@ class Engine(Protocol):
         """Free everything."""
 
 
-class NoReservedCache:
-    """Part of an engine whose KV cache is as large as its batch."""
+class BaseEngine:
+    """Part of an engine that drafts nothing, launches no step early, and whose KV cache is as large as its batch."""
+
+    def warm_up(self) -> None:
+        """Prepare nothing."""
+
+    def with_drafts(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+    def discard_step(self) -> None:
+        """No step is in flight."""
 
     def clear_cache(self) -> bool:
         return False
+
+    def close(self) -> None:
+        """Do nothing: the process ends next."""
 
 
 def warn(options: EngineOptions, text: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import NoReservedCache, StepResult
+from tgis.engines.base import BaseEngine, StepResult
 from tgis.errors import GrammarError, OutOfMemory, StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
@@ -33,7 +33,7 @@ class StepModel(msgspec.Struct, frozen=True):
     memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
 
 
-class FakeEngine(NoReservedCache):
+class FakeEngine(BaseEngine):
     """Token number n after the prompt is token n of the prompt, modulo its length, or the first that is allowed."""
 
     def __init__(self, options: EngineOptions) -> None:
@@ -54,9 +54,6 @@ class FakeEngine(NoReservedCache):
             block_size=self._model.block_size,
             input_vocab_size=int(config["vocab_size"]),
         )
-
-    def warm_up(self) -> None:
-        pass
 
     def step(self, plan: StepPlan) -> StepResult:
         """Sleep for the duration of the step, then repeat the prompts."""
@@ -90,9 +87,6 @@ class FakeEngine(NoReservedCache):
     def release(self, seqs: Collection[Sequence]) -> None:
         for seq in seqs:
             self._num_computed_tokens.pop(seq.id, None)
-
-    def close(self) -> None:
-        pass
 
     def _next_tokens(self, seq: Sequence) -> list[int]:
         token = seq.tokens[seq.num_generated_tokens % seq.prompt_length]

@@ -11,7 +11,7 @@ import torch
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineInfo
-from tgis.prompts.files import CONFIG, AdapterDirectory, find_directory
+from tgis.prompts.files import CONFIG, find_directory
 from tgis.prompts.lora import LoraAdapter, read_lora
 from tgis.prompts.soft_prompt import SoftPrompt, read_soft_prompt
 from tgis.prompts.tensor_file import TargetModel, read_config
@@ -89,14 +89,10 @@ class AdapterStore:
         cached = self._cache.get(directory.path, signature)
         if cached is not None:
             return StoreResult(cached, loaded=False)
-        adapter = read_adapter(directory, self._cache.capacity, self._target, next(self._versions))
+        is_lora = directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA"
+        read = read_lora if is_lora else read_soft_prompt
+        adapter = read(directory, self._cache.capacity, self._target, next(self._versions))
         if adapter.size > self._cache.capacity:
             raise AdapterError(f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}")
         self._cache.put(directory.path, signature, adapter)
         return StoreResult(adapter, loaded=True)
-
-
-def read_adapter(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> LoadedAdapter:
-    """The adapter for the model, from files of at most `limit` bytes; AdapterError if it is missing or unusable."""
-    is_lora = directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA"
-    return (read_lora if is_lora else read_soft_prompt)(directory, limit, target, version)

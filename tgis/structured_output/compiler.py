@@ -1,15 +1,11 @@
 """Compiles grammars within limits on the work that llguidance counts, so that no compilation and no mask takes long."""
 
-import functools
-from collections.abc import Callable
-from concurrent.futures import Executor
-
 import llguidance
 
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.lark import problem_of, to_lark
-from tgis.structured_output.matcher import GrammarMatcher, TokenTable, low_priority_pool
+from tgis.structured_output.matcher import GrammarMatcher, TokenTable
 
 _INITIAL_LEXER_FUEL = 1_000_000  # about 20 ms
 _STEP_LEXER_FUEL = 100_000  # per mask: about 7 ms
@@ -34,8 +30,3 @@ def compile_grammar(spec: GrammarSpec, table: TokenTable) -> GrammarMatcher:
     compiled = GrammarMatcher(matcher, table, in_thread=spec.kind is GrammarKind.GRAMMAR)
     compiled.mask(table.forced_ids)  # GrammarError if there is no first token
     return compiled
-
-
-def compilers(table: TokenTable) -> tuple[Executor, Callable[[GrammarSpec], GrammarMatcher]]:
-    """Threads for compilations, and the function that they run."""
-    return low_priority_pool("grammars"), functools.partial(compile_grammar, table=table)

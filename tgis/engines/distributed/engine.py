@@ -26,7 +26,6 @@ from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, address_of, gather
 from tgis.engines.kernels.cpu.collectives import shared_bytes
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
@@ -98,8 +97,7 @@ class ShardedEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks. An error that leaves a rank waiting for another one ends all ranks."""
-        if isinstance(self._engine, PagedEngine):
-            plan = self._engine.with_drafts(plan)
+        plan = self._engine.with_drafts(plan)
         with self._collective("a step"):
             message = self._sent.step_input(plan)
             self._send(message)
@@ -109,8 +107,7 @@ class ShardedEngine:
             with self._collective("a step"):
                 if not self._all_gave_up():
                     raise
-            if isinstance(self._engine, PagedEngine):
-                self._engine.discard_step()  # ranks may have stopped at different points
+            self._engine.discard_step()  # ranks may have stopped at different points
             raise
 
     def release(self, seqs: Collection[Sequence]) -> None:
@@ -240,10 +237,7 @@ class Follower:
         except OSError as error:
             gone = f"is gone: {error.strerror or error}"
         if self.process:
-            gone = _describe_exit(self.process.wait())
+            code = self.process.wait()
+            gone = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if not self._shutting_down:
             self.fail(f"{self.name} {reason or gone}")
-
-
-def _describe_exit(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -20,7 +20,6 @@ from tgis.engines.base import Engine
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import MirroredSequences, StepInput
 from tgis.engines.distributed.rendezvous import address_of, join
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import TgisError
 from tgis.ipc.channel import Channel
 from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Ready, Shutdown
@@ -65,9 +64,21 @@ def _follow(
     fail: Callable[[str], object],
     on_ready: Callable[[EngineInfo], object] = lambda _: None,
 ) -> None:
-    """Compute every step in lockstep with rank 0 until shutdown; `fail` is called with an error."""
+    """Load this rank's shard and compute every step in lockstep with rank 0 until shutdown; `fail` is called with an
+    error.
+    """
     try:
-        _load_and_compute(rank_0, options, store, on_ready)
+        rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines()))
+        num_shards = options.num_shards
+        ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
+        engine, _ = load_shard(options)
+        engine.warm_up()
+        return_unused_memory()
+        gc.freeze()  # the loaded model is never garbage
+        on_ready(engine.info)
+        _compute_steps(rank_0, engine)
+        rank_0.on_end = lambda _: None
+        dist.destroy_process_group()
     except Exception as error:  # the main function of a process: rank 0 reports what ends it
         log.exception("rank %d failed", options.rank)
         reason = str(error)
@@ -75,22 +86,6 @@ def _follow(
             reason = f"{type(error).__name__}: {error}"
             time.sleep(_CRASH_SECONDS)
         fail(f"failed: {reason}")
-
-
-def _load_and_compute(
-    rank_0: Channel, options: EngineOptions, store: str, on_ready: Callable[[EngineInfo], object]
-) -> None:
-    rank_0.start_heartbeat(lambda: Heartbeat(options.rank, logs.num_dropped_lines()))
-    num_shards = options.num_shards
-    ranks.init_ranks(options.rank, num_shards, ranks.open_store(store, num_shards), options.ranks_per_node)
-    engine, _ = load_shard(options)
-    engine.warm_up()
-    return_unused_memory()
-    gc.freeze()  # the loaded model is never garbage
-    on_ready(engine.info)
-    _compute_steps(rank_0, engine)
-    rank_0.on_end = lambda _: None
-    dist.destroy_process_group()
 
 
 def _compute_steps(rank_0: Channel, engine: Engine) -> None:
@@ -112,8 +107,7 @@ def _compute_steps(rank_0: Channel, engine: Engine) -> None:
                     return_unused_memory()
                 case ranks.GiveUp():
                     failure = None
-                    if isinstance(engine, PagedEngine):
-                        engine.discard_step()
+                    engine.discard_step()
                     ranks.finish_collectives()
                     rank_0.send(message)
                 case StepInput():

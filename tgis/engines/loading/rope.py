@@ -40,13 +40,11 @@ def _freeze(module: Any, positions: torch.Tensor, dtype: torch.dtype) -> None:
     module.rope_type = "default" if None in layers else dict.fromkeys(layers, "default")
 
 
-def tabulate_angles(model: PreTrainedModel, max_length: int) -> int:
-    """Look up cosines and sines of positions below `max_length` in tables; returns the number of embeddings changed."""
-    modules = model.modules()
-    embeddings = [(module, tables) for module in modules if (tables := _tables(module, max_length, model.dtype))]
-    for module, (cos, sin) in embeddings:
-        module.forward = partial(_look_up, cos, sin, module.forward)
-    return len(embeddings)
+def tabulate_angles(model: PreTrainedModel, max_length: int) -> None:
+    """Look up cosines and sines of positions below `max_length` in tables."""
+    for module in model.modules():
+        if tables := _tables(module, max_length, model.dtype):
+            module.forward = partial(_look_up, *tables, module.forward)
 
 
 def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

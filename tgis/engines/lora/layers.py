@@ -195,7 +195,4 @@ def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    if isinstance(module, Conv1D):
-        inputs, outputs = module.weight.shape
-        return inputs, outputs
-    return module.in_features, module.out_features
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)

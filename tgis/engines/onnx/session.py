@@ -94,16 +94,11 @@ class Session:
         return NodeArg(dtype, number, tuple(size if isinstance(size, int) else None for size in node.shape))
 
 
-def _onnxruntime() -> Any:
+def _create_session(file: Path, device: torch.device, threads: int) -> Any:
     try:
-        import onnxruntime  # noqa: PLC0415 - an optional dependency
+        import onnxruntime as runtime  # noqa: PLC0415 - an optional dependency
     except ModuleNotFoundError as error:
         raise StartError("the engine hf_optimum_ort needs onnxruntime: pip install '.[onnx]' in a checkout") from error
-    return onnxruntime
-
-
-def _create_session(file: Path, device: torch.device, threads: int) -> Any:
-    runtime = _onnxruntime()
     options = runtime.SessionOptions()
     options.log_severity_level = _LOG_ERRORS_ONLY
     options.intra_op_num_threads = threads

@@ -172,6 +172,7 @@ class EncoderDecoderBatches(BatchBuilder):
             *blocks,
         ]
         ids, positions, encoder_slots, cross_slots, adapters, *tables = upload(parts, self._device)
+        prompts = zip(starts, map(encoder_prompt, seqs), strict=False)
         places = [slice(*ends) for ends in pairwise(starts)]
         nothing = ids[:0]
         chunks = [PrefillChunk(place, 0, table) for place, table in zip(places, tables, strict=True)]
@@ -180,7 +181,7 @@ class EncoderDecoderBatches(BatchBuilder):
             positions,
             AttentionMetadata(encoder_slots, nothing[:, None], nothing, chunks),
             logits_indices=nothing,
-            spans=list(_spans(seqs, starts)),
+            spans=[PromptSpan(0, start, prompt) for start, prompt in prompts if prompt is not None],
             adapters=self._lora.placed(adapters),
             cross=AttentionMetadata(cross_slots, nothing[:, None], nothing, []),
         )
@@ -189,8 +190,3 @@ class EncoderDecoderBatches(BatchBuilder):
 def _offset(seq: Sequence) -> int:
     """A token's index in its sequence less its position in the decoder."""
     return seq.prompt_length - seq.request.decoder_length - 1
-
-
-def _spans(seqs: list[Sequence], starts: list[int]) -> list[PromptSpan]:
-    prompts = zip(starts, map(encoder_prompt, seqs), strict=False)
-    return [PromptSpan(0, start, prompt) for start, prompt in prompts if prompt is not None]

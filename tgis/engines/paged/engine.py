@@ -15,7 +15,7 @@ import torch
 
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import StepResult
+from tgis.engines.base import BaseEngine, StepResult
 from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
@@ -69,7 +69,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter)
 
 
-class PagedEngine:
+class PagedEngine(BaseEngine):
     """The engine; of a sequence it keeps the KV cache, the logprobs of an unfinished prompt, and a step in flight."""
 
     def __init__(
@@ -193,7 +193,6 @@ class PagedEngine:
             self._sampler.sample_and_wait(seqs, logits[:1].repeat(count, 1))
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with the drafts that it asks for as proposals."""
         if not plan.drafts:
             return plan
         with device_errors("drafting"), torch.inference_mode():
@@ -224,7 +223,6 @@ class PagedEngine:
         self._drafter.release(seqs)
 
     def discard_step(self) -> None:
-        """Do not reuse the step in flight, after a step that failed: another rank may not have launched it."""
         self._decoder.discard()
 
     @property
@@ -240,9 +238,6 @@ class PagedEngine:
 
     def find_peak(self, runner: DummyRunner) -> int:
         return runner.paged_peak(self._options.max_sequence_length, self.runner.attention.cache.num_blocks)
-
-    def close(self) -> None:
-        """Do nothing: the process ends next."""
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         """Queue a step on the device."""

@@ -1,8 +1,8 @@
 """The tokens so far of the sequences whose penalties depend on them, on the device."""
 
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -96,10 +96,8 @@ class HistorySlots:
         counts = np.array([len(added) for added in tokens])
         ends = counts.cumsum()
         columns = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - counts), counts)
-        values = array("q")
-        for added in tokens:
-            values.extend(added)
-        parts = upload([np.repeat(slots, counts), columns, np.frombuffer(values, np.int64)], self.ids.device)
+        values = np.fromiter(chain.from_iterable(tokens), np.int64, ends[-1])
+        parts = upload([np.repeat(slots, counts), columns, values], self.ids.device)
         self.ids.index_put_((parts[0], parts[1]), parts[2].int())
 
 

@@ -284,8 +284,7 @@ def _is_key_or_value(name: str, style: str) -> bool:
 
 
 def _shape(module: Any) -> tuple[int, int]:
-    outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape[:2]
-    return inputs, outputs
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
 def _size(module: Any) -> int:

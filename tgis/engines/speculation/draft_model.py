@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection
 from copy import copy
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tgis.batcher.sequence import Sequence, StepPlan, num_common
-from tgis.engines.base import Engine
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, input_vocab_size
 from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.speculation.mlp_speculator import MLPConfig, MLPSpeculator
@@ -27,17 +26,7 @@ from tgis.ipc.request import LogprobOptions
 
 _MAX_PROMPT_TOKENS = 512  # computed in a step before it drafts
 _MAX_ROWS = 8  # of a sequence in one pass; more tokens are a prompt chunk
-
-
-class DraftEngine(Engine, Protocol):
-    """A paged engine."""
-
-    runner: Any
-
-    @property
-    def caches(self) -> tuple[Any, ...]: ...
-
-    def warm_up_with(self, num_blocks: int) -> None: ...
+DraftEngine = Any  # a PagedEngine, whose package imports this one
 
 
 def load_drafter(

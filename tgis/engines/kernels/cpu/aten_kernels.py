@@ -57,9 +57,8 @@ class AtenKernels:
             "add_integer", torch.float32, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         )
         self._copy_function = kernels.function("copy", torch.float32, argtypes[:3])
-        self._embedding_function = kernels.function(
-            "embedding", torch.float32, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, ctypes.c_int
-        )
+        rows_argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
+        self._read_rows = kernels.functions("packed_rows", rows_argtypes, ctypes.c_int)
 
     def launch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> bool:
         """Let kernels write to `y` what the operator gives, contiguous; False if there are none for these arguments."""
@@ -78,9 +77,9 @@ class AtenKernels:
 
     def _embedding(self, table: Tensor, ids: Tensor, y: Tensor) -> bool:
         plain: bool = table.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
-        rows = table.shape[0]
-        pointers = table.data_ptr(), ids.data_ptr(), y.data_ptr()
-        return plain and not self._embedding_function(*pointers, ids.numel(), rows, table.nbytes // rows)
+        rows, dtype = len(table), table.dtype if table.dtype in DTYPES else torch.float32  # others are copied as bits
+        pointers, size = (table.data_ptr(), ids.data_ptr(), y.data_ptr()), table.nbytes // rows // dtype.itemsize
+        return plain and not self._read_rows[dtype](*pointers, ids.numel(), size, rows, 1)
 
     def _copies(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Copy each source to its target; False if one has too many dimensions or another dtype or shape."""

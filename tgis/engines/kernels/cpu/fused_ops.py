@@ -3,7 +3,6 @@
 Models write these in many ways. A module or function is replaced only if it computes what the kernel does (probes.py).
 """
 
-import logging
 from collections.abc import Callable, Collection
 
 from torch import nn
@@ -12,10 +11,9 @@ from transformers import PreTrainedModel
 from tgis.engines.kernels.cpu.activations import as_activation, as_gated_mlp
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.norms import as_norm
+from tgis.engines.kernels.cpu.probes import output_of
 from tgis.engines.kernels.cpu.rotary import fuse_rotary
 from tgis.engines.kernels.cpu.softcap import fuse_softcap
-
-log = logging.getLogger(__name__)
 
 _Replace = Callable[[nn.Module, CpuKernels], nn.Module | None]
 _REPLACEMENTS: tuple[_Replace, ...] = as_gated_mlp, as_norm, as_activation  # whole MLPs first: they contain the others
@@ -31,18 +29,10 @@ def fuse(model: PreTrainedModel, kernels: CpuKernels | None, called_classes: Col
     for replace in _REPLACEMENTS:
         for path, parent in [*model.named_modules()]:
             for name, child in [*parent.named_children()]:
-                called = called_classes is None or type(child) in called_classes
-                if called and (module := _replaced(replace, child, kernels, f"{path}.{name}")):
+                if called_classes is not None and type(child) not in called_classes:
+                    continue
+                if module := output_of(replace, child, kernels, name=f"{path}.{name}, {type(child).__name__},"):
                     setattr(parent, name, module)
                     count += 1
     count += sum([fuse_rotary(module, kernels) for module in model.modules()])
     return count + fuse_softcap(model, kernels)
-
-
-def _replaced(replace: _Replace, module: nn.Module, kernels: CpuKernels, path: str) -> nn.Module | None:
-    """What takes the place of a module; None if it raises anything for the tensors that it is tried with."""
-    try:
-        return replace(module, kernels)
-    except Exception as error:  # noqa: BLE001 - the code is the model's
-        log.debug("%s, %s, is not fused: %r", path, type(module).__name__, error)
-        return None

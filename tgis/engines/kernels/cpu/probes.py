@@ -21,12 +21,12 @@ def inputs_of_all_sizes() -> Tensor:  # [64, 8], each row of one magnitude
     return torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 2, 64)[:, None]
 
 
-def output_of(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """The output of a function; None if it does not accept such inputs."""
+def output_of(function: Callable[..., Any], *inputs: Any, name: str = "") -> Any:
+    """The output of a function; None if it does not accept such inputs. The log has `name`, or that of the function."""
     try:
         return function(*inputs)
     except Exception as error:  # noqa: BLE001 - the code is the model's
-        log.debug("%s is not fused: %r", getattr(function, "__qualname__", function), error)
+        log.debug("%s is not fused: %r", name or getattr(function, "__qualname__", function), error)
         return None
 
 

@@ -6,7 +6,6 @@
 #include "simd.h"
 
 #define MASS_SCORES 4096 /* added up in single precision */
-#define LOG2_E 1.44269504f
 
 typedef struct {
     double token, state, logprob, rank, num_candidates;

@@ -6,8 +6,6 @@
 #include "attention_args.h"
 #include "attention_tile.h"
 
-typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
-
 /* Memory for panels that are not read where they are. */
 typedef struct {
     scalar_t *keys, *values; /* a widened tile; without codes two panels of values that are partly unseen */
@@ -22,9 +20,7 @@ static inline void copy_seen(const scalar_t *values, int64_t v_size, int64_t beg
         for (int i = 0; i < PAIR; i++)
             if (token + i >= begin && token + i < end) seen |= one << (16 * i);
         for (int64_t i = 0; i < v_size; i += LANES) {
-            u32_vec part;
-            memcpy(&part, values + token * v_size + i * PAIR, sizeof part);
-            part &= seen;
+            const u32_vec part = load_u32(values + token * v_size + i * PAIR) & seen;
             memcpy(to + token * v_size + i * PAIR, &part, sizeof part);
         }
     }
@@ -37,8 +33,8 @@ static void widen_panel(
 ) {
     for (int64_t quad = 0; quad < quads; quad++)
         for (int64_t first = 0; first < width; first += LANES) {
-            u32_vec four, wide[QUAD];
-            memcpy(&four, panel + (quad * width + first) * QUAD, sizeof four);
+            const u32_vec four = load_u32(panel + (quad * width + first) * QUAD);
+            u32_vec wide[QUAD];
             __builtin_prefetch(later + (quad * width + first) * QUAD);
 #pragma GCC unroll 4
             for (int i = 0; i < QUAD; i++)

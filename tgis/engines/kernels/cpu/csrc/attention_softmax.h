@@ -12,8 +12,6 @@
 #include "attention_args.h"
 #include "attention_tile.h"
 
-#define LOG2_E 1.44269504f
-
 static inline int64_t v_vecs(const attention_args *args) { return args->v_size / LANES; }
 static inline int64_t max_vec_of(const attention_args *args) { return v_vecs(args) + SUM_VECS; }
 static inline int64_t state_vecs(const attention_args *args) { return max_vec_of(args) + 1; }

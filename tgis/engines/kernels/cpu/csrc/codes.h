@@ -15,8 +15,6 @@
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
 #define GROUPS_AHEAD 32  /* the same */
 
-typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
-
 enum { INT4, INT8, E4M3 }; /* values of codes: the code; the code less 128; the float of these bits */
 
 typedef struct {
@@ -31,12 +29,6 @@ typedef struct {
 static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 
 static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
-
-static inline u32_vec load_u32(const uint8_t *from) {
-    u32_vec x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
 
 /* a * b + c, rounded once. */
 static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {

@@ -36,10 +36,8 @@ INLINE void multiply_dequantized(
         }
     }
     for (int64_t row = 0; row < rows; row++) {
-        for (int i = 0; late && i < TILE_N; i += LANES) {
-            const f32_vec y = fma_vec(load_f32(sums[row] + i), load_group(packed, tile, 0, 0, i), load_f32(bias + i));
-            memcpy(sums[row] + i, &y, sizeof y);
-        }
+        for (int i = 0; late && i < TILE_N; i += LANES)
+            store_f32(sums[row] + i, fma_vec(load_f32(sums[row] + i), load_group(packed, tile, 0, 0, i), load_f32(bias + i)));
         store_sums(args, first + row, tile, sums[row]);
     }
 }

@@ -1,5 +1,4 @@
-/* Norms, rotary embedding, activations, arithmetic, copies and look-ups, each in one pass; computed in float32 and rounded
-   once. */
+/* Norms, rotary embedding, activations, arithmetic and copies, each in one pass; computed in float32 and rounded once. */
 
 #include <math.h>
 
@@ -94,7 +93,7 @@ void EXPORT(rotary_embedding)(
 
 static inline f32_vec silu(f32_vec x) {
     x = max_vec((f32_vec){0} - 87.0f, x); /* e^87 is below 2^126; the result is 0 but for rounding anyway */
-    return x / (1.0f + exp2_scalar(x * -1.44269504f));
+    return x / (1.0f + exp2_scalar(x * -LOG2_E));
 }
 
 static inline f32_vec gelu_tanh(f32_vec x) {
@@ -108,7 +107,7 @@ static inline f32_vec erfc_nonnegative(f32_vec x) {
     const f32_vec t = 1.0f / (1.0f + 0.5f * x);
     f32_vec sum = (f32_vec){0} + 0.17087277f;
     for (int i = 0; i < 9; i++) sum = sum * t + factors[i];
-    return t * exp2_f32((sum - x * x) * 1.44269504f);
+    return t * exp2_f32((sum - x * x) * LOG2_E);
 }
 
 static inline f32_vec gelu(f32_vec x) {
@@ -148,15 +147,6 @@ void EXPORT(activation)(
             if (up) x *= load_partial(up + row * up_stride + i, size - i);
             store_partial(y + row * size + i, x, size - i);
         }
-}
-
-/* y [count, size] = the rows `ids` of a table [rows, size], in bytes. Returns 0, or 1 if there is no such row. */
-int EXPORT(embedding)(const char *table, const int64_t *ids, char *y, int64_t count, int64_t rows, int64_t size) {
-    for (int64_t i = 0; i < count; i++) {
-        if (ids[i] < 0 || ids[i] >= rows) return 1;
-        memcpy(y + i * size, table + ids[i] * size, size);
-    }
-    return 0;
 }
 
 /* Two tensors of four dimensions of the same sizes, some of which may be 1, and an output. */

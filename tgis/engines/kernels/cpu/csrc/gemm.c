@@ -43,7 +43,8 @@ void EXPORT_BY(gemm)(
     }
 }
 
-/* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs. 1 if there is no such row. */
+/* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs: 1 in a plain table, whose k may
+   be odd. Returns 0, or 1 if there is no such row. */
 int EXPORT_BY(packed_rows)(
     const packed_t *weight, const int64_t *ids, scalar_t *y, int64_t count, int64_t k, int64_t n, int64_t tile_n
 ) {
@@ -51,7 +52,7 @@ int EXPORT_BY(packed_rows)(
         if (ids[i] < 0 || ids[i] >= n) return 1;
         const packed_t *row = weight + (ids[i] / tile_n * k * tile_n + ids[i] % tile_n * PAIR);
         for (int64_t at = 0; at < k; at += PAIR, row += tile_n * PAIR)
-            for (int j = 0; j < PAIR; j++) y[at + j] = unpack(row[j]);
+            for (int j = 0; j < PAIR && at + j < k; j++) y[at + j] = unpack(row[j]);
     }
     return 0;
 }

@@ -28,18 +28,13 @@ static inline int64_t tile_columns(const gemm_args *args, int64_t tile) { return
 
 static inline void load_bias(const gemm_args *args, int64_t tile, float bias[TILE_N]) {
     memset(bias, 0, TILE_N * sizeof *bias);
-    for (int64_t i = 0, columns = tile_columns(args, tile); args->bias && i < columns; i += LANES) {
-        const f32_vec part = load_partial(args->bias + tile * TILE_N + i, columns - i);
-        memcpy(bias + i, &part, sizeof part);
-    }
+    for (int64_t i = 0, columns = tile_columns(args, tile); args->bias && i < columns; i += LANES)
+        store_f32(bias + i, load_partial(args->bias + tile * TILE_N + i, columns - i));
 }
 
 static inline void store_sums(const gemm_args *args, int64_t row, int64_t tile, const float sums[TILE_N]) {
-    for (int64_t i = 0, columns = tile_columns(args, tile); i < columns; i += LANES) {
-        f32_vec part;
-        memcpy(&part, sums + i, sizeof part);
-        store_partial(args->y + row * args->n + tile * TILE_N + i, part, columns - i);
-    }
+    for (int64_t i = 0, columns = tile_columns(args, tile); i < columns; i += LANES)
+        store_partial(args->y + row * args->n + tile * TILE_N + i, load_f32(sums + i), columns - i);
 }
 
 #endif

@@ -118,7 +118,7 @@ INLINE void multiply_rows(
         f32_vec tile[TILE_M][VECTORS];
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++)
-            for (int i = 0; i < VECTORS; i++) memcpy(&tile[row][i], sums + row * TILE_N + first + i * LANES, sizeof(f32_vec));
+            for (int i = 0; i < VECTORS; i++) tile[row][i] = load_f32(sums + row * TILE_N + first + i * LANES);
         for (int64_t step = 0; step < steps; step++) {
             if (kind != PLAIN) {
                 if ((step & dequant->interval) == 0 && dequant->at < dequant->end) dequantize_some(kind, dequant);
@@ -137,7 +137,7 @@ INLINE void multiply_rows(
         }
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++)
-            for (int i = 0; i < VECTORS; i++) memcpy(sums + row * TILE_N + first + i * LANES, &tile[row][i], sizeof(f32_vec));
+            for (int i = 0; i < VECTORS; i++) store_f32(sums + row * TILE_N + first + i * LANES, tile[row][i]);
     }
 }
 
@@ -149,10 +149,8 @@ INLINE void multiply_any_rows(
 #if WIDENS
     float wide[TILE_M * BLOCK_STEPS * PAIR];
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < steps * PAIR; i += LANES) {
-            const f32_vec part = load_partial(x + row * x_stride + i, steps * PAIR - i);
-            memcpy(wide + row * BLOCK_STEPS * PAIR + i, &part, sizeof part);
-        }
+        for (int64_t i = 0; i < steps * PAIR; i += LANES)
+            store_f32(wide + row * BLOCK_STEPS * PAIR + i, load_partial(x + row * x_stride + i, steps * PAIR - i));
     const int64_t stride = BLOCK_STEPS * PAIR;
 #else
     const scalar_t *wide = x;

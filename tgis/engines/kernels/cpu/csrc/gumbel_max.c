@@ -13,18 +13,10 @@
 #define GOLDEN 0x9E3779B97F4A7C15u
 #define LARGEST 36.8f /* E / p of the best token, whose p is 1, is below: no E is above 53 * log(2) */
 #define SLACK 1.001   /* more than rounding takes from p in single precision */
-#define LOG2_E 1.4426950408889634
 
-typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint64_t u64_vec __attribute__((vector_size(4 * LANES))); /* half as many lanes */
 
-static inline u64_vec mix_vec(u64_vec z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-}
-
-static inline uint64_t mix(uint64_t z) {
+static inline u64_vec mix(u64_vec z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return z ^ (z >> 31);
@@ -43,7 +35,7 @@ static double noisy_logit(double below, double temperature, uint64_t bits) {
 }
 
 static int64_t gumbel_max_row(const scalar_t *scores, int64_t size, float max, double temperature, uint64_t key) {
-    const float scale = LOG2_E / temperature;
+    const float scale = M_LOG2E / temperature;
     float least = LARGEST;
     double best = -INFINITY;
     int64_t token_id = 0;
@@ -54,13 +46,13 @@ static int64_t gumbel_max_row(const scalar_t *scores, int64_t size, float max, d
     }
     for (int64_t start = 0; start < size; start += LANES, even += LANES * GOLDEN, odd += LANES * GOLDEN) {
         const f32_vec score = load_partial(scores + start, size - start);
-        const u64_vec high = (mix_vec(even) >> 40) | (mix_vec(odd) >> 8 & 0xffffff00000000u); /* 24 bits of each */
+        const u64_vec high = (mix(even) >> 40) | (mix(odd) >> 8 & 0xffffff00000000u); /* 24 bits of each */
         const f32_vec u = __builtin_convertvector((i32_vec)high, f32_vec) * 0x1p-24f;
         const i32_vec may_be_least = u <= least * exp2_upper((score - max) * scale);
         if (!any_lane((u32_vec)may_be_least)) continue;
         for (int lane = 0; lane < min_i64(LANES, size - start); lane++) {
             if (!may_be_least[lane]) continue;
-            const uint64_t bits = mix(key + (start + lane + 1) * GOLDEN);
+            const uint64_t bits = mix((u64_vec){key + (start + lane + 1) * GOLDEN})[0];
             const double own = noisy_logit((double)score[lane] - max, temperature, bits);
             if (own > best) {
                 best = own;

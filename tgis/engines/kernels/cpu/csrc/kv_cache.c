@@ -14,9 +14,8 @@ static float quantize(const scalar_t *from, int64_t size, const float *divisors,
     u32_vec largest = {0}; /* the bits of absolute values are in the order of these, NaN last */
     for (int64_t i = 0; i < size; i += LANES) {
         const f32_vec x = divisors ? load(from + i) / load_f32(divisors + i) : load(from + i);
-        const u32_vec bits = (u32_vec)x & 0x7fffffff, larger = (u32_vec)(bits > largest);
-        largest = (larger & bits) | (~larger & largest);
-        memcpy(values + i, &x, sizeof x);
+        largest = max_u32(largest, (u32_vec)x & 0x7fffffff);
+        store_f32(values + i, x);
     }
     for (int lane = 1; lane < LANES; lane++) largest[0] = largest[lane] > largest[0] ? largest[lane] : largest[0];
     const float top = ((f32_vec)largest)[0], factor = top < TINY ? 0 : LARGEST / top;

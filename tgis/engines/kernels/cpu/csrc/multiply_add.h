@@ -36,9 +36,7 @@ typedef scalar_t operand_t;
 #endif
 
 #if defined(BY_F16)
-static inline f32_vec load_f16(const uint16_t *from) {
-    u16_vec bits;
-    memcpy(&bits, from, sizeof bits);
+static inline f32_vec from_f16(u16_vec bits) {
 #if defined(__AVX512F__)
     return (f32_vec)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
@@ -46,7 +44,7 @@ static inline f32_vec load_f16(const uint16_t *from) {
 #elif defined(__aarch64__)
     return (f32_vec)vcvt_f32_f16((float16x4_t)bits);
 #else
-    const u32_vec wide = __builtin_convertvector(bits, u32_vec); /* as in `unpack` */
+    const u32_vec wide = __builtin_convertvector(bits, u32_vec); /* exponents get a bias of 127 in place of 15 */
     return (f32_vec)((u32_vec)((f32_vec)((wide & 0x7fff) << 13) * 0x1p112f) | (wide & 0x8000) << 16);
 #endif
 }
@@ -54,18 +52,10 @@ static inline f32_vec load_f16(const uint16_t *from) {
 
 /* A packed element as scalar_t. */
 static inline scalar_t unpack(packed_t x) {
-#if defined(BY_BF16) || defined(BY_F16)
 #if defined(BY_BF16)
-    const uint32_t bits = (uint32_t)x << 16;
-#else
-    const uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
-#endif
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-#if defined(BY_F16)
-    wide = (x & 0x8000 ? -1 : 1) * wide * 0x1p112f; /* the exponent gets a bias of 127 in place of 15 */
-#endif
-    return wide;
+    return ((f32_vec)((u32_vec){x} << 16))[0];
+#elif defined(BY_F16)
+    return from_f16((u16_vec){x})[0];
 #else
     return x;
 #endif
@@ -88,13 +78,14 @@ INLINE f32_vec multiply_add(
     /* Fused multiply-adds; bfdot rounds the sum of two products in another way. */
     return (f32_vec)vbfmlalbq_lane_f32(vbfmlaltq_lane_f32((float32x4_t)sums, pairs, both, 1), pairs, both, 0);
 #elif PAIR == 2
-    u32_vec pairs;
-    memcpy(&pairs, packed, sizeof pairs);
+    const u32_vec pairs = load_u32(packed);
     if (TURNS == 2) return sums + x[turn] * (f32_vec)(turn ? pairs & 0xffff0000 : pairs << 16);
     sums += x[1] * (f32_vec)(pairs & 0xffff0000);
     return sums + x[0] * (f32_vec)(pairs << 16);
 #elif defined(BY_F16)
-    return sums + *x * load_f16(packed);
+    u16_vec bits;
+    memcpy(&bits, packed, sizeof bits);
+    return sums + *x * from_f16(bits);
 #else
     return sums + *x * load(packed);
 #endif
@@ -102,7 +93,7 @@ INLINE f32_vec multiply_add(
 
 static inline void store_operands(operand_t *to, f32_vec x) {
 #if WIDENS
-    memcpy(to, &x, sizeof x);
+    store_f32(to, x);
 #else
     store(to, x);
 #endif

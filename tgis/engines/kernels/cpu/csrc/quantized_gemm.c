@@ -66,15 +66,6 @@ typedef struct {
     f32_vec scale, factor;
 } x_rounding;
 
-static inline u32_vec max_u32(u32_vec a, u32_vec b) {
-#if defined(__AVX512F__)
-    return (u32_vec)_mm512_max_epu32((__m512i)a, (__m512i)b);
-#else
-    const u32_vec larger = (u32_vec)(a > b);
-    return (larger & a) | (~larger & b);
-#endif
-}
-
 /* The maximum, or the sum, of all lanes. */
 INLINE uint32_t reduce_u32(const int adds, u32_vec x) {
     const u32_vec lane = LANE_INDEX;

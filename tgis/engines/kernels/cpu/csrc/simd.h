@@ -28,6 +28,7 @@
 #define SUM_VECS (SUM_LANES / LANES)
 
 typedef float f32_vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t i32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t u32_vec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t u16_vec __attribute__((vector_size(2 * LANES)));
 
@@ -40,6 +41,7 @@ typedef float scalar_t;
 #endif
 
 #define CACHE_LINE 64 /* bytes */
+#define LOG2_E 1.44269504f
 #define INLINE static inline __attribute__((always_inline))
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -48,6 +50,14 @@ static inline float max_f32(float a, float b) { return a > b ? a : b; }
 
 static inline f32_vec load_f32(const float *from) {
     f32_vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store_f32(float *to, f32_vec x) { memcpy(to, &x, sizeof x); }
+
+static inline u32_vec load_u32(const void *from) {
+    u32_vec x;
     memcpy(&x, from, sizeof x);
     return x;
 }
@@ -88,7 +98,7 @@ static inline void store(scalar_t *to, f32_vec x) {
     u16_vec bits = to_bf16(x);
     memcpy(to, &bits, sizeof bits);
 #else
-    memcpy(to, &x, sizeof x);
+    store_f32(to, x);
 #endif
 }
 
@@ -114,6 +124,15 @@ static inline f32_vec max_vec(f32_vec a, f32_vec b) {
 #else
     u32_vec a_wins = (u32_vec)(a > b);
     return (f32_vec)((a_wins & (u32_vec)a) | (~a_wins & (u32_vec)b));
+#endif
+}
+
+static inline u32_vec max_u32(u32_vec a, u32_vec b) {
+#if defined(__AVX512F__)
+    return (u32_vec)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#else
+    const u32_vec larger = (u32_vec)(a > b);
+    return (larger & a) | (~larger & b);
 #endif
 }
 
