@@ -1,5 +1,5 @@
-/* AMX for CPUs without it: emulates, where they raise SIGILL, the instructions of gemm_amx.c as Intel's manual describes
-   them (Software Developer's Manual, volume 2). What a CPU would answer with a fault ends the process. */
+/* AMX for CPUs without it: emulates, where they raise SIGILL, the instructions of amx.h as Intel's manual describes them
+   (Software Developer's Manual, volume 2). What a CPU would answer with a fault ends the process. */
 
 #define _GNU_SOURCE
 #include <immintrin.h>
@@ -61,12 +61,16 @@ static float from_bf16(const uint8_t *bytes) {
     return x;
 }
 
-/* TDPBF16PS: of each pair, the first elements are summed up apart from the second. */
-static void multiply_add(int sums, int a, int b) {
+static void require_product(int sums, int a, int b) {
     require_tile(sums), require_tile(a), require_tile(b);
     require(sums != a && sums != b && a != b, "the same tile twice");
     require(config.rows[sums] == config.rows[a] && config.row_bytes[sums] == config.row_bytes[b], "sizes of tiles differ");
     require(config.row_bytes[a] == 4 * config.rows[b], "inner sizes of tiles differ");
+}
+
+/* TDPBF16PS: of each pair, the first elements are summed up apart from the second. */
+static void multiply_add(int sums, int a, int b) {
+    require_product(sums, a, b);
     for (int row = 0; row < config.rows[sums]; row++)
         for (int column = 0; column < config.row_bytes[sums] / 4; column++) {
             float parts[2] = {0, 0}, sum;
@@ -77,6 +81,20 @@ static void multiply_add(int sums, int a, int b) {
                     );
             memcpy(&sum, tiles[sums][row] + 4 * column, sizeof sum);
             sum += parts[0] + parts[1];
+            memcpy(tiles[sums][row] + 4 * column, &sum, sizeof sum);
+        }
+    memset(tiles[sums][config.rows[sums]], 0, (16 - config.rows[sums]) * 64);
+}
+
+/* TDPBSUD: signed bytes of a, unsigned ones of b. */
+static void multiply_add_bytes(int sums, int a, int b) {
+    require_product(sums, a, b);
+    for (int row = 0; row < config.rows[sums]; row++)
+        for (int column = 0; column < config.row_bytes[sums] / 4; column++) {
+            uint32_t sum; /* wraps around */
+            memcpy(&sum, tiles[sums][row] + 4 * column, sizeof sum);
+            for (int byte = 0; byte < config.row_bytes[a]; byte++)
+                sum += (int8_t)tiles[a][row][byte] * tiles[b][byte / 4][4 * column + byte % 4];
             memcpy(tiles[sums][row] + 4 * column, &sum, sizeof sum);
         }
     memset(tiles[sums][config.rows[sums]], 0, (16 - config.rows[sums]) * 64);
@@ -125,6 +143,7 @@ static void on_illegal_instruction(int signal_number, siginfo_t *info, void *con
     else if (opcode == 0x4b && prefix == 3 && is_memory) load_tile(reg, memory.address, memory.index);
     else if (opcode == 0x4b && prefix == 2 && is_memory) store_tile(reg, memory.address, memory.index);
     else if (opcode == 0x5c && prefix == 2 && !is_memory) multiply_add(reg, modrm[0] & 7, ~vex[2] >> 3 & 15);
+    else if (opcode == 0x5e && prefix == 2 && !is_memory) multiply_add_bytes(reg, modrm[0] & 7, ~vex[2] >> 3 & 15);
     else require(0, "an instruction that is not emulated");
     registers[REG_RIP] += 4 + memory.length;
 }

@@ -55,7 +55,7 @@ def test_a_worse_one_can_be_named_and_a_better_one_cannot() -> None:
         assert resolve_isa(isa, flags) == isa
     with pytest.raises(StartError, match=r"^CPU_ISA=avx512_bf16: this CPU lacks avx512_bf16, avx512_vnni$"):
         resolve_isa("avx512_bf16", flags)
-    with pytest.raises(StartError, match=r"^CPU_ISA=amx: this CPU lacks amx_bf16, amx_tile, avx512_bf16, avx512_vnni$"):
+    with pytest.raises(StartError, match=r"^CPU_ISA=amx: this CPU lacks amx_bf16, amx_int8, amx_tile, avx512_bf16"):
         resolve_isa("amx", flags)
     with pytest.raises(StartError, match="lacks avx2, f16c, fma"):
         resolve_isa("avx2", frozenset())

@@ -2,9 +2,11 @@
 every instruction set.
 """
 
+from itertools import product
+
 import pytest
 import torch
-from cpu_kernels import kernels_here, kernels_of, num_threads, seeded
+from cpu_kernels import kernels_here, kernels_of, kernels_with_amx, num_threads, seeded
 from quantized_cases import GROUPS, KINDS, Kind
 from quantized_formats import e4m3_value
 from torch import Tensor, nn
@@ -120,6 +122,20 @@ def test_no_row_depends_on_others_or_on_the_instruction_set(name: str, dtype: to
         assert layer(x[:0], bias).shape == (0, 100)
     if weight.activations:  # plain ones are multiplied by gemm.c, some of whose instruction sets round in other ways
         assert all(torch.equal(rows, every_isa[0]) for rows in every_isa)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.table is INT8 and kind.activations])
+@pytest.mark.parametrize(("inputs", "outputs"), [(330, 100), (384, 33)])
+def test_amx_gives_the_bits_of_vnni(inputs: int, outputs: int, name: str, dtype: torch.dtype) -> None:
+    weight, x, bias = KINDS[name].weight(outputs, inputs), torch.randn(70, inputs), torch.randn(outputs).to(dtype)
+    selectors = GemmSelector(kernels_of("avx512_vnni")), GemmSelector(kernels_with_amx())
+    vnni, amx = (selector.quantized_gemm(weight, dtype) for selector in selectors)
+    assert [*selectors[1].counts] == ["int8 weights and int8 activations by amx"]
+    for rows, threads in product((15, 16, 33, 70), (1, 3)):
+        with num_threads(threads):
+            for added in (None, bias):
+                assert torch.equal(amx(x[:rows].to(dtype), added), vnni(x[:rows].to(dtype), added))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -32,7 +32,7 @@ DTYPES = tuple(_SUFFIXES)
 
 # The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.
 ISAS = {isa: frozenset(names) for libraries in build.EXTENSIONS.values() for isa, names in libraries.items()}
-ISAS["amx"] = ISAS["avx512_bf16"] | {"amx_tile", "amx_bf16"}
+ISAS["amx"] = ISAS["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}  # no CPU has one of them without the others
 
 # Called before every call of a kernel, with the ctypes function and the arguments; whether it replaces the call.
 call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], bool] | None] = ContextVar("call_recorder", default=None)

@@ -19,6 +19,7 @@ from tgis.engines.kernels.cpu.quantized import (
     describe_kind,
     has_kernel,
     is_quantized_right,
+    isa_of,
     sample_of,
     stored,
 )
@@ -65,7 +66,7 @@ class GemmSelector:
             how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
             key = id(weight.table), sample.group_size, how, dtype
             if self._checked(key, f"with {kind} in {dtype}", lambda: is_quantized_right(sample, kernels, dtype)):
-                self.counts[f"{kind} by {kernels.library_isa}"] += 1
+                self.counts[f"{kind} by {isa_of(ours, kernels)}"] += 1
                 return QuantizedGemm(ours, kernels, dtype, self._memory)
         self.counts[f"{kind} by PyTorch"] += 1
         return PlainGemm(weight)

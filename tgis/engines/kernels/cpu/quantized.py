@@ -29,6 +29,7 @@ class _CodesParams(ctypes.Structure):
         ),
         ("steps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("may_use_amx", ctypes.c_int64),
     )
 
 
@@ -66,6 +67,7 @@ class QuantizedGemm:
             per_block=how.per_block and how.scale is None,
             steps=how.steps,
             scale=how.scale or 0,
+            may_use_amx=isa_of(weight, kernels) == "amx",
         )
         self._address = ctypes.addressof(self._params)
         argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
@@ -110,6 +112,11 @@ class PlainGemm:
 def describe_kind(weight: QuantizedWeight) -> str:
     _, name = _KINDS[id(weight.table)]
     return f"{name} weights and {'plain' if weight.activations is None else 'int8'} activations"
+
+
+def isa_of(weight: QuantizedWeight, kernels: CpuKernels) -> str:
+    """The instruction set that multiplies by a weight; AMX multiplies int8 by int8, where there are several rows."""
+    return kernels.isa if weight.table is INT8 and weight.activations else kernels.library_isa
 
 
 def has_kernel(weight: QuantizedWeight) -> bool:

@@ -24,6 +24,7 @@ typedef struct {
     int64_t num_groups, has_offset, in_bf16;
     int64_t per_block;        /* whether x has a scale for each row and BLOCK inputs, or for each row */
     float steps, scale;       /* of x, see weight.py; 0: none */
+    int64_t may_use_amx;      /* with INT8: whether the CPU has it and the system allows it */
 } packed_codes;
 
 static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }

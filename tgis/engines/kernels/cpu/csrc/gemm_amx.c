@@ -3,9 +3,10 @@
    Sums are taken in another order than there: those of TILE_K products each, added to the bias in the order of k. What a
    row of x gives does not depend on the rows beside it here either. */
 
+#include "amx.h"
 #include "gemm.h"
 
-#if BF16 && defined(__AVX512BF16__) && defined(__linux__)
+#if BF16 && HAS_AMX
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,28 +19,12 @@
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
-/* What LDTILECFG reads. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config;
-
-/* `stride` is in elements. */
-#define TILE_LOAD(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((stride) * sizeof *(from)) : "memory")
-#define TILE_STORE(tile, to, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((stride) * sizeof *(to)) : "memory")
-#define TILE_MULTIPLY_ADD(sums, x, weights) \
-    __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #x ", %%tmm" #sums ::)
-
 /* Tiles 0 to 3 are for sums, [row tile][half of the outputs]; 4 and 5 for rows of x; 6 and 7 for weights. */
-static void configure_tiles(int64_t rows) {
-    const int64_t first = min_i64(rows, TILE_M), second = max_i64(rows - TILE_M, 1);
+static void configure_for_rows(int64_t rows) {
+    const uint8_t first = min_i64(rows, TILE_M), second = max_i64(rows - TILE_M, 1);
     const uint8_t tile_rows[8] = {first, first, second, second, first, second, TILE_M, TILE_M};
-    tile_config config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) config.rows[tile] = tile_rows[tile], config.row_bytes[tile] = 64;
-    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+    const uint8_t row_bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
+    configure_tiles(tile_rows, row_bytes);
 }
 
 /* sums [rows, TILE_N] += x [rows, k] * one tile of the packed weight, for rows in one or two row tiles. */
@@ -59,12 +44,12 @@ INLINE void multiply_rows(
         TILE_LOAD(6, weights, TILE_N * PAIR);
         TILE_LOAD(7, weights + TILE_M * PAIR, TILE_N * PAIR);
         TILE_LOAD(4, x, k);
-        TILE_MULTIPLY_ADD(0, 4, 6);
-        TILE_MULTIPLY_ADD(1, 4, 7);
+        TILE_MULTIPLY_ADD("tdpbf16ps", 0, 4, 6);
+        TILE_MULTIPLY_ADD("tdpbf16ps", 1, 4, 7);
         if (row_tiles == 2) {
             TILE_LOAD(5, x + TILE_M * k, k);
-            TILE_MULTIPLY_ADD(2, 5, 6);
-            TILE_MULTIPLY_ADD(3, 5, 7);
+            TILE_MULTIPLY_ADD("tdpbf16ps", 2, 5, 6);
+            TILE_MULTIPLY_ADD("tdpbf16ps", 3, 5, 7);
         }
     }
     TILE_STORE(0, sums, TILE_N);
@@ -101,10 +86,10 @@ void EXPORT(gemm_amx)(
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < tiles * chunks; unit++) {
             const int64_t first = unit % chunks * CHUNK_M, rows = min_i64(m - first, CHUNK_M);
-            if (rows != configured) configure_tiles(configured = rows);
+            if (rows != configured) configure_for_rows(configured = rows);
             multiply_chunk(&args, first, rows, unit / chunks);
         }
-        __asm__ volatile("tilerelease" ::);
+        release_tiles();
     }
 }
 

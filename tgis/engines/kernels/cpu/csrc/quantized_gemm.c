@@ -6,6 +6,7 @@
    weight, likewise, each product in one rounding. So a row of x gives the same bits whatever is beside it and under every
    instruction set. */
 
+#include "amx.h"
 #include "codes.h"
 
 #include <stdlib.h>
@@ -40,6 +41,8 @@ typedef int16_t i16_vec __attribute__((vector_size(2 * LANES))), short_vec __att
 #define VECTORS 2
 #define CHUNK_M (4 * TILE_M) /* rows that a thread takes at a time */
 #define MAX_SMALL (1 << 16)  /* bytes on the stack */
+#define MIN_AMX_ROWS 16      /* from here on AMX multiplies codes of 8 bits if it may: sums are the same */
+#define MAX_AMX_INPUTS 64    /* in a tile register */
 
 /* HALF_BLOCK inputs of TILE_M rows of x; a span and a group are described where they begin. */
 typedef struct {
@@ -53,8 +56,9 @@ typedef struct {
     const scalar_t *x, *bias; /* [m, k]; [n] or NULL */
     scalar_t *y;              /* [m, n] */
     half_block *halves;       /* [m / TILE_M, inputs / HALF_BLOCK] */
-    char *codes;              /* [m / TILE_M, inputs / 4, TILE_M, 4, CODE_SIZE] */
+    char *codes;              /* [m / TILE_M, inputs / 4, TILE_M, 4, CODE_SIZE]; for AMX [m, inputs] */
     int64_t k, n, inputs, span;
+    int64_t amx_inputs; /* in a tile register; 0 where AMX does not multiply */
 } quantized_args;
 
 static inline f32_vec load_x(const quantized_args *args, int64_t row, int64_t at) {
@@ -132,7 +136,8 @@ INLINE void quantize_block(
         if (size == 1) memcpy(codes + i, &narrow, sizeof narrow);
         else memcpy(codes + i * 2, &wide, sizeof wide);
     }
-    for (int i = 0; i < BLOCK; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
+    if (HAS_AMX && args->amx_inputs) memcpy(args->codes + row * args->inputs + at, codes, BLOCK);
+    else for (int i = 0; i < BLOCK; i += 4) memcpy(to + i * TILE_M * size, codes + i * size, 4 * size);
     if (args->span == HALF_BLOCK) totals[0] = reduce_u32(1, sums[0]), totals[1] = reduce_u32(1, sums[1]);
     else totals[0] = reduce_u32(1, sums[0] + sums[1]), totals[1] = 0;
 }
@@ -262,6 +267,29 @@ INLINE void add_products(
             dots[r][i] = SHORT_SUMS(bits) ? dots[r][i] + multiply_words(ones, part[r][i]) : part[r][i];
 }
 
+/* The tiles of add_products_by_amx: 0 and 1 for dots, 2 for x, 3 and 4 for codes. */
+static void configure_for_codes(uint8_t inputs) {
+    const uint8_t rows[8] = {TILE_M, TILE_M, TILE_M, inputs / 4, inputs / 4}, row_bytes[8] = {64, 64, inputs, 64, 64};
+    configure_tiles(rows, row_bytes);
+}
+
+/* dots += the products of `inputs` codes of 8 bits of TILE_M rows of x with those of a tile of outputs. */
+INLINE void add_products_by_amx(
+    const quantized_args *args, int64_t inputs, const char *x, const uint8_t *codes, i32_vec (*dots)[VECTORS]
+) {
+    TILE_LOAD(0, &dots[0][0], VECTORS);
+    TILE_LOAD(1, &dots[0][1], VECTORS);
+    for (int64_t i = 0; i < inputs; i += args->amx_inputs) {
+        TILE_LOAD(2, x + i, args->inputs);
+        TILE_LOAD(3, codes + i * TILE_N, TILE_N * 4);
+        TILE_LOAD(4, codes + i * TILE_N + CACHE_LINE, TILE_N * 4);
+        TILE_MULTIPLY_ADD("tdpbsud", 0, 2, 3);
+        TILE_MULTIPLY_ADD("tdpbsud", 1, 2, 4);
+    }
+    TILE_STORE(0, &dots[0][0], VECTORS);
+    TILE_STORE(1, &dots[0][1], VECTORS);
+}
+
 /* Adds the dots of a span, times its scale of x, to the sums of its group, and those of a group that ends here, times its
    scale of the weight, to the sums of outputs. */
 INLINE void add_span(
@@ -313,10 +341,10 @@ INLINE void store_outputs(
     }
 }
 
-/* VECTORS of outputs of a tile, from `first` on, for some rows from `row` on. */
+/* VECTORS of outputs of a tile, from `first` on, for some rows from `row` on; with `by_amx` for TILE_M of them. */
 INLINE void multiply_rows(
-    const int bits, const int groups, const int rows, int64_t stored, const quantized_args *args, int64_t row, int64_t tile,
-    int64_t first, const uint8_t *next, int64_t next_step
+    const int by_amx, const int bits, const int groups, const int rows, int64_t stored, const quantized_args *args,
+    int64_t row, int64_t tile, int64_t first, const uint8_t *next, int64_t next_step
 ) {
     const packed_codes *weight = args->weight;
     const int step = groups == ANY_GROUPS ? HALF_BLOCK : BLOCK;
@@ -333,10 +361,16 @@ INLINE void multiply_rows(
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < VECTORS; i++) dots[r][i] = (i32_vec){0} + (bits == 8 && !SIGNED_CODES ? span->minus_128[r] : 0);
         const int64_t end = groups == ANY_GROUPS ? min_i64(at + args->span, args->inputs) : at + BLOCK;
-        do {
-            add_products(bits, rows, step, x, codes, next, next_step, dots);
-            at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M * CODE_SIZE(bits), next += step / 4 * next_step;
-        } while (groups == ANY_GROUPS && at < end);
+        if (by_amx) {
+            add_products_by_amx(args, end - at, x + at, codes + at * TILE_N, dots);
+            at = end;
+        } else {
+            do {
+                add_products(bits, rows, step, x, codes, next, next_step, dots);
+                at += step, codes += step * TILE_N * bits / 8, x += step * TILE_M * CODE_SIZE(bits);
+                next += step / 4 * next_step;
+            } while (groups == ANY_GROUPS && at < end);
+        }
         const int ends = groups == GROUPS_ARE_BLOCKS || (groups == ANY_GROUPS && (at >= group_end || at == args->inputs));
         add_span(groups, rows, weight, tile, first, group, ends, span, group_begin, dots, of_group, sums);
         span = halves + at / HALF_BLOCK;
@@ -352,19 +386,23 @@ static void multiply_tile(
     const packed_codes *weight = args->weight;
     const int64_t spans_are_blocks = weight->per_block && args->span == BLOCK, is_8_bit = weight->kind == INT8;
     for (int64_t first = 0; first < TILE_N; first += VECTORS * LANES) {
-#define MULTIPLY(bits, groups, count) \
-    if (rows <= count) { \
-        multiply_rows(bits, groups, count, rows, args, row, tile, first, next, next_step); \
+#define MULTIPLY_IF(condition, by_amx, bits, groups, count) \
+    if (condition) { \
+        multiply_rows(by_amx, bits, groups, count, rows, args, row, tile, first, next, next_step); \
         continue; \
     }
+#define MULTIPLY(bits, groups, count) MULTIPLY_IF(rows <= count, 0, bits, groups, count)
+#define MULTIPLY_BY_AMX(groups) MULTIPLY_IF(HAS_AMX && args->amx_inputs, 1, 8, groups, TILE_M)
 #define MULTIPLY_FAST(bits, groups) \
     MULTIPLY(bits, groups, 1) MULTIPLY(bits, groups, 2) MULTIPLY(bits, groups, TILE_M / 2) \
     MULTIPLY(bits, groups, 3 * TILE_M / 4) MULTIPLY(bits, groups, TILE_M)
 #define MULTIPLY_ANY(bits) \
     MULTIPLY(bits, ANY_GROUPS, 1) MULTIPLY(bits, ANY_GROUPS, TILE_M / 2) MULTIPLY(bits, ANY_GROUPS, TILE_M)
         if (is_8_bit && spans_are_blocks && weight->group_size >= args->inputs) {
+            MULTIPLY_BY_AMX(ONE_GROUP)
             MULTIPLY_FAST(8, ONE_GROUP)
         } else if (is_8_bit) {
+            MULTIPLY_BY_AMX(ANY_GROUPS)
             MULTIPLY_ANY(8)
         } else if (spans_are_blocks && weight->group_size == BLOCK) {
             MULTIPLY_FAST(4, GROUPS_ARE_BLOCKS)
@@ -385,14 +423,18 @@ int EXPORT(quantized_gemm)(
     const size_t size = halves_size + row_tiles * TILE_M * inputs * (bits == 8 ? CODE_SIZE(8) : CODE_SIZE(4));
     char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
     if (!scratch) return 1;
+    const int64_t span = weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size;
+    const int64_t multiples = span | inputs | MAX_AMX_INPUTS; /* the lowest bit is the largest divisor of all three */
+    const int by_amx = HAS_AMX && weight->may_use_amx && m >= MIN_AMX_ROWS;
     const quantized_args args = {
-        weight, x, bias, y, (half_block *)scratch, scratch + halves_size, k, n, inputs,
-        weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size
+        weight, x, bias, y, (half_block *)scratch, scratch + halves_size, k, n, inputs, span,
+        by_amx ? multiples & -multiples : 0
     };
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < m; row++) quantize_row(&args, row);
+        if (by_amx) configure_for_codes(args.amx_inputs);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tiles * chunks; i++) {
             const int64_t first = i % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = i / chunks;
@@ -402,6 +444,7 @@ int EXPORT(quantized_gemm)(
             for (int64_t row = first; row < last; row += TILE_M, next += size / count)
                 multiply_tile(&args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
         }
+        if (by_amx) release_tiles();
     }
     if (scratch != small) free(scratch);
     return 0;
