@@ -80,6 +80,7 @@ class Clone:
 
     def close(self) -> None:
         self._servers.close()
+        self.server = None
 
     def run(self, block: Block) -> None:
         if _SERVES.search(block.code):
@@ -138,6 +139,8 @@ def test_the_commands_work(page: Path, clone: Clone) -> None:
     for block in blocks(page):
         if not block.reason:
             clone.run(block)
+    if any(_SERVES.search(block.code) for block in blocks(page)):
+        clone.close()  # the next page expects a server with the defaults
 
 
 def is_shown(printed: str, shown: str) -> bool:
