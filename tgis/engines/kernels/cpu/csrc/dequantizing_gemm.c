@@ -1,5 +1,6 @@
 /* Linear layers as in gemm.c with a weight in codes, which becomes scalar_t in parts of some inputs. */
 
+#include "experts.h"
 #include "gemm_rows.h"
 
 #define DEQUANT_M (16 * TILE_M) /* rows that a thread takes at a time */
@@ -44,6 +45,13 @@ INLINE void multiply_dequantized(
     }
 }
 
+static void multiply_part(const gemm_args *args, const packed_codes *packed, int64_t first, int64_t last, int64_t tile) {
+    if (packed->kind == INT4) multiply_dequantized(INT4, args, packed, first, last, tile);
+    else if (packed->kind == INT8 && has_one_scale(packed)) multiply_dequantized(INT8_UNSCALED, args, packed, first, last, tile);
+    else if (packed->kind == INT8) multiply_dequantized(INT8, args, packed, first, last, tile);
+    else multiply_dequantized(E4M3, args, packed, first, last, tile);
+}
+
 /* `gemm` with a weight in codes; k is a multiple of PAIR. */
 void EXPORT(dequantizing_gemm)(
     const scalar_t *x, const packed_codes *packed, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
@@ -55,9 +63,18 @@ void EXPORT(dequantizing_gemm)(
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
         const int64_t first = unit % chunks * DEQUANT_M;
         const int64_t last = min_i64(first + DEQUANT_M, m), tile = unit / chunks;
-        if (packed->kind == INT4) multiply_dequantized(INT4, &args, packed, first, last, tile);
-        else if (packed->kind == INT8 && has_one_scale(packed)) multiply_dequantized(INT8_UNSCALED, &args, packed, first, last, tile);
-        else if (packed->kind == INT8) multiply_dequantized(INT8, &args, packed, first, last, tile);
-        else multiply_dequantized(E4M3, &args, packed, first, last, tile);
+        multiply_part(&args, packed, first, last, tile);
+    }
+}
+
+/* An expert_gemm with such weights. */
+void EXPORT(expert_dequantizing_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
+    const int64_t tiles = layer->n / TILE_N;
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
+        const expert_unit at = expert_unit_at(routes, tiles, unit);
+        const packed_codes codes = expert_codes(layer, at.block->expert);
+        const gemm_args args = {x, expert_bias(layer, at.block->expert), NULL, y, 0, layer->k, layer->n};
+        multiply_part(&args, &codes, at.block->first, at.block->last, at.tile);
     }
 }

@@ -4,6 +4,7 @@
    What a row of x gives depends neither on the rows beside it nor, where multiply-adds are fused, on the instruction set.
    A weight in 16 bits beside x in float32 gives what the same weight in float32 does. */
 
+#include "experts.h"
 #include "gemm_rows.h"
 
 #define CHUNK_M (8 * TILE_M) /* rows that a thread takes at a time */
@@ -40,6 +41,19 @@ void EXPORT_BY(gemm)(
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
         const int64_t first = unit % chunks * CHUNK_M;
         multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), unit / chunks);
+    }
+}
+
+/* An expert_gemm with packed weights. */
+void EXPORT_BY(expert_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
+    const int64_t tiles = layer->n / TILE_N;
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
+        const expert_unit at = expert_unit_at(routes, tiles, unit);
+        const packed_t *weight = (const packed_t *)layer->weight + at.block->expert * layer->n * layer->k;
+        const gemm_args args = {x, expert_bias(layer, at.block->expert), weight, y, 0, layer->k, layer->n};
+        for (int64_t first = at.block->first; first < at.block->last; first += CHUNK_M)
+            multiply_chunk(&args, first, min_i64(first + CHUNK_M, at.block->last), at.tile);
     }
 }
 

@@ -6,7 +6,7 @@
    weight, likewise, each product in one rounding. So a row of x gives the same bits whatever is beside it and under every
    instruction set. */
 
-#include "codes.h"
+#include "experts.h"
 
 #include <stdlib.h>
 
@@ -383,6 +383,20 @@ static void multiply_tile(
     }
 }
 
+/* The outputs of one tile for the rows [first, last). One tile of rows fetches codes a little ahead; several share the
+   codes of the next outputs. */
+static void multiply_chunk(const quantized_args *args, int64_t first, int64_t last, int64_t tile) {
+    const int64_t bits = args->weight->kind == INT8 ? 8 : 4, size = args->inputs * TILE_N * bits / 8;
+    const int64_t count = (last - first + TILE_M - 1) / TILE_M;
+    const uint8_t *next = args->weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);
+    for (int64_t row = first; row < last; row += TILE_M, next += size / count)
+        multiply_tile(args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
+}
+
+static inline int64_t span_of(const packed_codes *weight) {
+    return weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size;
+}
+
 /* Returns 0, or 1 if there is no memory. */
 int EXPORT(quantized_gemm)(
     const scalar_t *x, const packed_codes *weight, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
@@ -395,8 +409,7 @@ int EXPORT(quantized_gemm)(
     char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
     if (!scratch) return 1;
     const quantized_args args = {
-        weight, x, bias, y, (half_block *)scratch, scratch + halves_size, k, n, inputs,
-        weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size
+        weight, x, bias, y, (half_block *)scratch, scratch + halves_size, k, n, inputs, span_of(weight)
     };
 #pragma omp parallel num_threads(threads)
     {
@@ -404,16 +417,33 @@ int EXPORT(quantized_gemm)(
         for (int64_t row = 0; row < m; row++) quantize_row(&args, row);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tiles * chunks; i++) {
-            const int64_t first = i % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = i / chunks;
-            const int64_t count = (last - first + TILE_M - 1) / TILE_M, size = inputs * TILE_N * bits / 8;
-            /* One tile of rows fetches codes a little ahead; several share the codes of the next outputs. */
-            const uint8_t *next = weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);
-            for (int64_t row = first; row < last; row += TILE_M, next += size / count)
-                multiply_tile(&args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
+            const int64_t first = i % chunks * CHUNK_M;
+            multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), i / chunks);
         }
     }
     if (scratch != small) free(scratch);
     return 0;
+}
+
+/* An expert_gemm with such weights. Its memory has 4 bytes for each padded input of a row. */
+void EXPORT(expert_quantized_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
+    const packed_codes *all = layer->weight;
+    const int64_t tiles = layer->n / TILE_N, inputs = padded_inputs(layer->k);
+    const int64_t halves_size = routes->num_rows / TILE_M * (inputs / HALF_BLOCK) * sizeof(half_block);
+    const quantized_args shared = {
+        all, x, NULL, y, (half_block *)routes->scratch, routes->scratch + halves_size, layer->k, layer->n, inputs, span_of(all)
+    };
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < routes->num_rows; row++)
+        if (routes->sources[row] >= 0) quantize_row(&shared, row);
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
+        const expert_unit at = expert_unit_at(routes, tiles, unit);
+        const packed_codes codes = expert_codes(layer, at.block->expert);
+        quantized_args args = shared;
+        args.weight = &codes, args.bias = expert_bias(layer, at.block->expert);
+        multiply_chunk(&args, at.block->first, at.block->last, at.tile);
+    }
 }
 
 /* y [m, k] = x [m, order]. */
