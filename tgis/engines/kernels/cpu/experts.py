@@ -38,8 +38,10 @@ class _Layer(ctypes.Structure):
     """`expert_layer` of experts.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("multiply", "weight", "bias")),
+        *((name, ctypes.c_void_p) for name in ("multiply", "quantize", "weight", "bias")),
         *((name, ctypes.c_int64) for name in ("k", "n")),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "codes")),
+        ("num_rows", ctypes.c_int64),
     )
 
 
@@ -83,6 +85,7 @@ class _PackedLayer:
         function, address = gemm.for_experts
         self.params = _Layer(
             multiply=kernels.address(function, dtype),
+            quantize=kernels.address("quantize_expert_row", dtype) if self.rounds_inputs else None,
             weight=address,
             bias=None if self._bias is None else self._bias.data_ptr(),
             k=inputs,

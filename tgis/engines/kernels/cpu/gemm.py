@@ -69,8 +69,8 @@ class CpuGemm:
 
     @property
     def for_experts(self) -> tuple[str, int]:
-        """The `expert_gemm` for this weight, and the address that it takes."""
-        return function_by("expert_gemm", self.packed.dtype, self._dtype), self.packed.data_ptr()
+        """The function of experts.h for this weight, and the address that it takes."""
+        return function_by("multiply_expert", self.packed.dtype, self._dtype), self.packed.data_ptr()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()

@@ -75,8 +75,8 @@ class QuantizedGemm:
 
     @property
     def for_experts(self) -> tuple[str, int]:
-        """The `expert_gemm` for this weight, and the address that it takes."""
-        return f"expert_{'quantized' if self.rounds_inputs else 'dequantizing'}_gemm", self._address
+        """The function of experts.h for this weight, and the address that it takes."""
+        return f"multiply_{'quantized' if self.rounds_inputs else 'dequantized'}_expert", self._address
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = self._columns(x)

@@ -67,14 +67,9 @@ void EXPORT(dequantizing_gemm)(
     }
 }
 
-/* An expert_gemm with such weights. */
-void EXPORT(expert_dequantizing_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
-    const int64_t tiles = layer->n / TILE_N;
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
-        const expert_unit at = expert_unit_at(routes, tiles, unit);
-        const packed_codes codes = expert_codes(layer, at.block->expert);
-        const gemm_args args = {x, expert_bias(layer, at.block->expert), NULL, y, 0, layer->k, layer->n};
-        multiply_part(&args, &codes, at.block->first, at.block->last, at.tile);
-    }
+/* For `multiply` of experts.h. */
+void EXPORT(multiply_dequantized_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_codes codes = expert_codes(layer, rows->expert);
+    const gemm_args args = {layer->x, expert_bias(layer, rows->expert), NULL, layer->y, 0, layer->k, layer->n};
+    multiply_part(&args, &codes, rows->first, rows->last, tile);
 }

@@ -12,26 +12,49 @@ typedef struct {
     float alpha, limit, up_offset; /* activation(alpha * gate) / alpha * (up + up_offset), both limited */
 } experts_params;
 
-/* Sorts rows by expert: `places` gets the row of each of tokens * top_k. Returns whether all experts exist. */
-static int sort_rows(const int64_t *ids, int64_t count, int64_t num_experts, int64_t *counts, int64_t *places,
-                     int64_t *sources, expert_block *blocks, expert_routes *routes) {
+typedef struct {
+    expert_block *blocks;
+    int64_t num_blocks, num_rows;
+    int64_t *places;  /* of each of tokens * top_k: its row */
+    int64_t *sources; /* of each row: which of tokens * top_k is there; -1: none */
+} expert_routes;
+
+/* Sorts rows by expert, with room for a number of each expert in `counts`. Returns whether all experts exist. */
+static int sort_rows(const int64_t *ids, int64_t count, int64_t num_experts, int64_t *counts, expert_routes *to) {
     memset(counts, 0, num_experts * sizeof *counts);
     for (int64_t i = 0; i < count; i++) {
         if (ids[i] < 0 || ids[i] >= num_experts) return 0;
         counts[ids[i]]++;
     }
-    int64_t row = 0, num_blocks = 0;
+    int64_t row = 0;
     for (int64_t expert = 0; expert < num_experts; expert++) {
-        const int64_t last = row + counts[expert], begin = num_blocks, rows = EXPERT_ROWS;
-        const int64_t of_expert = (counts[expert] + rows - 1) / rows;
+        const int64_t last = row + counts[expert], begin = to->num_blocks;
+        const int64_t blocks = (counts[expert] + EXPERT_ROWS - 1) / EXPERT_ROWS;
         counts[expert] = row; /* the next place of the expert from here on */
-        for (int64_t first = row; first < last; first += rows)
-            blocks[num_blocks++] = (expert_block){expert, first, min_i64(first + rows, last), begin, of_expert};
-        for (; row % EXPERT_ALIGNMENT || row < last; row++) sources[row] = -1;
+        for (int64_t first = row; first < last; first += EXPERT_ROWS)
+            to->blocks[to->num_blocks++] = (expert_block){expert, first, min_i64(first + EXPERT_ROWS, last), begin, blocks};
+        for (; row % EXPERT_ALIGNMENT || row < last; row++) to->sources[row] = -1;
     }
-    for (int64_t i = 0; i < count; i++) sources[places[i] = counts[ids[i]]++] = i;
-    routes->blocks = blocks, routes->num_blocks = num_blocks, routes->sources = sources, routes->num_rows = row;
+    for (int64_t i = 0; i < count; i++) to->sources[to->places[i] = counts[ids[i]]++] = i;
+    to->num_rows = row;
     return 1;
+}
+
+/* The outputs of all rows, by all threads of a region. Units of one tile of a weight are neighbours, and so are the tiles
+   of an expert. */
+static void multiply_rows(const expert_layer *layer, const expert_routes *routes) {
+    const int64_t tiles = layer->n / TILE_N;
+    if (layer->quantize) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < routes->num_rows; row++)
+            if (routes->sources[row] >= 0) layer->quantize(layer, row);
+    }
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
+        const expert_block *first = routes->blocks + routes->blocks[unit / tiles].begin;
+        const int64_t at = unit - first->begin * tiles;
+        layer->multiply(layer, first + at % first->count, at / first->count);
+    }
 }
 
 /* y [size] = activation of the outputs of `up` for one row; without a gate it is of `up` itself. */
@@ -50,8 +73,9 @@ static void activate_row(const experts_params *p, const scalar_t *x, scalar_t *y
 }
 
 /* y [k of up] of a token: the sum of the rows in these places times their weights. */
-static void combine_rows(const experts_params *p, const scalar_t *rows, const int64_t *places, const float *weights,
-                         int64_t top_k, scalar_t *y) {
+static void combine_rows(
+    const experts_params *p, const scalar_t *rows, const int64_t *places, const float *weights, int64_t top_k, scalar_t *y
+) {
     for (int64_t i = 0; i < p->up.k; i += LANES) {
         f32_vec sum = {0};
         for (int64_t j = 0; j < top_k; j++)
@@ -64,23 +88,26 @@ static void combine_rows(const experts_params *p, const scalar_t *rows, const in
    gives: inputs and outputs of layers, codes of inputs and the routes. Returns 0, or 1 if there is no such expert. */
 int EXPORT(experts)(
     const experts_params *p, const scalar_t *x, const int64_t *ids, const float *weights, scalar_t *y, scalar_t *inputs,
-    scalar_t *outputs, char *scratch, int64_t *plan, int64_t tokens, int64_t top_k, int64_t threads
+    scalar_t *outputs, char *codes, int64_t *plan, int64_t tokens, int64_t top_k, int64_t threads
 ) {
     const int64_t count = tokens * top_k, k = p->up.k;
-    int64_t *counts = plan, *places = counts + p->num_experts, *blocks = places + count;
-    int64_t *sources = blocks + count * (sizeof(expert_block) / sizeof *plan);
-    expert_routes routes = {.scratch = scratch};
-    if (!sort_rows(ids, count, p->num_experts, counts, places, sources, (expert_block *)blocks, &routes)) return 1;
+    expert_block *blocks = (expert_block *)plan;
+    int64_t *places = (int64_t *)(blocks + count), *counts = places + count, *sources = counts + p->num_experts;
+    expert_routes routes = {.blocks = blocks, .places = places, .sources = sources};
+    if (!sort_rows(ids, count, p->num_experts, counts, &routes)) return 1;
+    expert_layer up = p->up, down = p->down;
+    up.x = down.x = inputs, up.y = down.y = outputs, up.codes = down.codes = codes;
+    up.num_rows = down.num_rows = routes.num_rows;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < routes.num_rows; row++)
             if (sources[row] >= 0) memcpy(inputs + row * k, x + sources[row] / top_k * k, k * sizeof *x);
-        p->up.multiply(&routes, &p->up, inputs, outputs);
+        multiply_rows(&up, &routes);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < routes.num_rows; row++)
-            if (sources[row] >= 0) activate_row(p, outputs + row * p->up.n, inputs + row * p->size);
-        p->down.multiply(&routes, &p->down, inputs, outputs);
+            if (sources[row] >= 0) activate_row(p, outputs + row * up.n, inputs + row * p->size);
+        multiply_rows(&down, &routes);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < tokens; token++)
             combine_rows(p, outputs, places + token * top_k, weights + token * top_k, top_k, y + token * k);

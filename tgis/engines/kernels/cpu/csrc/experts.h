@@ -14,37 +14,18 @@ typedef struct {
     int64_t begin, count; /* the blocks of the same expert */
 } expert_block;
 
-typedef struct {
-    const expert_block *blocks;
-    int64_t num_blocks, num_rows;
-    const int64_t *sources; /* [num_rows]: which of tokens * top_k is in a row; -1: none */
-    char *scratch;          /* for activations in codes */
-} expert_routes;
-
-typedef struct expert_layer expert_layer;
-
-/* y [num_rows, n] = x [num_rows, k] times the weight of the expert of each row; called by all threads of a region. */
-typedef void (*expert_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y);
-
-struct expert_layer {
-    expert_gemm multiply;
+/* A linear layer of the sorted rows: y [num_rows, n] = x [num_rows, k] times the weight of the expert of each row. */
+typedef struct expert_layer {
+    void (*multiply)(const struct expert_layer *layer, const expert_block *rows, int64_t tile); /* one tile of outputs */
+    void (*quantize)(const struct expert_layer *layer, int64_t row); /* for the former; or NULL */
     const void *weight;   /* packed, [experts * n, k], or its packed_codes */
     const scalar_t *bias; /* [experts * n] or NULL */
     int64_t k, n;         /* n is a multiple of TILE_N */
-};
-
-/* One tile of outputs for a block of rows. */
-typedef struct {
-    const expert_block *block;
-    int64_t tile;
-} expert_unit;
-
-/* Units of one tile of a weight are neighbours, and so are the tiles of an expert. */
-static inline expert_unit expert_unit_at(const expert_routes *routes, int64_t tiles, int64_t unit) {
-    const expert_block *block = routes->blocks + unit / tiles;
-    const int64_t at = unit - block->begin * tiles;
-    return (expert_unit){routes->blocks + block->begin + at % block->count, at / block->count};
-}
+    const scalar_t *x;
+    scalar_t *y;
+    char *codes; /* of x: 4 bytes for each padded input */
+    int64_t num_rows;
+} expert_layer;
 
 static inline const scalar_t *expert_bias(const expert_layer *layer, int64_t expert) {
     return layer->bias ? layer->bias + expert * layer->n : NULL;

@@ -44,17 +44,12 @@ void EXPORT_BY(gemm)(
     }
 }
 
-/* An expert_gemm with packed weights. */
-void EXPORT_BY(expert_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
-    const int64_t tiles = layer->n / TILE_N;
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
-        const expert_unit at = expert_unit_at(routes, tiles, unit);
-        const packed_t *weight = (const packed_t *)layer->weight + at.block->expert * layer->n * layer->k;
-        const gemm_args args = {x, expert_bias(layer, at.block->expert), weight, y, 0, layer->k, layer->n};
-        for (int64_t first = at.block->first; first < at.block->last; first += CHUNK_M)
-            multiply_chunk(&args, first, min_i64(first + CHUNK_M, at.block->last), at.tile);
-    }
+/* For `multiply` of experts.h. */
+void EXPORT_BY(multiply_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_t *weight = (const packed_t *)layer->weight + rows->expert * layer->n * layer->k;
+    const gemm_args args = {layer->x, expert_bias(layer, rows->expert), weight, layer->y, 0, layer->k, layer->n};
+    for (int64_t first = rows->first; first < rows->last; first += CHUNK_M)
+        multiply_chunk(&args, first, min_i64(first + CHUNK_M, rows->last), tile);
 }
 
 /* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs. 1 if there is no such row. */

@@ -425,25 +425,26 @@ int EXPORT(quantized_gemm)(
     return 0;
 }
 
-/* An expert_gemm with such weights. Its memory has 4 bytes for each padded input of a row. */
-void EXPORT(expert_quantized_gemm)(const expert_routes *routes, const expert_layer *layer, const scalar_t *x, scalar_t *y) {
-    const packed_codes *all = layer->weight;
-    const int64_t tiles = layer->n / TILE_N, inputs = padded_inputs(layer->k);
-    const int64_t halves_size = routes->num_rows / TILE_M * (inputs / HALF_BLOCK) * sizeof(half_block);
-    const quantized_args shared = {
-        all, x, NULL, y, (half_block *)routes->scratch, routes->scratch + halves_size, layer->k, layer->n, inputs, span_of(all)
-    };
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < routes->num_rows; row++)
-        if (routes->sources[row] >= 0) quantize_row(&shared, row);
-#pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < routes->num_blocks * tiles; unit++) {
-        const expert_unit at = expert_unit_at(routes, tiles, unit);
-        const packed_codes codes = expert_codes(layer, at.block->expert);
-        quantized_args args = shared;
-        args.weight = &codes, args.bias = expert_bias(layer, at.block->expert);
-        multiply_chunk(&args, at.block->first, at.block->last, at.tile);
-    }
+/* The same for the rows of experts, with weights of these codes. */
+static quantized_args args_of(const expert_layer *layer, const packed_codes *weight, const scalar_t *bias) {
+    const int64_t inputs = padded_inputs(layer->k);
+    const int64_t halves_size = layer->num_rows / TILE_M * (inputs / HALF_BLOCK) * sizeof(half_block);
+    half_block *halves = (half_block *)layer->codes;
+    char *codes = layer->codes + halves_size;
+    return (quantized_args){weight, layer->x, bias, layer->y, halves, codes, layer->k, layer->n, inputs, span_of(weight)};
+}
+
+/* For `quantize` of experts.h. */
+void EXPORT(quantize_expert_row)(const expert_layer *layer, int64_t row) {
+    const quantized_args args = args_of(layer, layer->weight, NULL);
+    quantize_row(&args, row);
+}
+
+/* For `multiply` of experts.h. */
+void EXPORT(multiply_quantized_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_codes codes = expert_codes(layer, rows->expert);
+    const quantized_args args = args_of(layer, &codes, expert_bias(layer, rows->expert));
+    multiply_chunk(&args, rows->first, rows->last, tile);
 }
 
 /* y [m, k] = x [m, order]. */
