@@ -10,6 +10,7 @@ ROOT = REPOSITORY / "tgis"
 # Engines patch and record what torch and transformers do inside, each in its own place.
 FILES = {
     "engines/kernels/cpu/activations.py",
+    "engines/kernels/cpu/experts.py",
     "engines/kernels/cpu/gemm.py",
     "engines/kernels/cpu/recording.py",
     "engines/kernels/cpu/rotary.py",

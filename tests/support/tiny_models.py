@@ -109,7 +109,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 HEAD = LLAMA_LIKE | {"head_dim": 8}
 SMALL_WINDOW = {"sliding_window": 8}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 # tests find out which engine runs these, but run no batches of joining and leaving sequences
 MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -130,19 +130,19 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Glm": HEAD,
     "Glm4": HEAD,
     "Glm4Moe": HEAD | ROUTED_EXPERTS,
-    "GraniteMoe": LLAMA_LIKE | EXPERTS,
-    "GraniteMoeShared": LLAMA_LIKE | EXPERTS | {"shared_intermediate_size": 16},
+    "GraniteMoe": LLAMA_LIKE | LOCAL_EXPERTS,
+    "GraniteMoeShared": LLAMA_LIKE | LOCAL_EXPERTS | {"shared_intermediate_size": 16},
     "GraniteMoeHybrid": LLAMA_LIKE
     | {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"}
     | {"shared_intermediate_size": 48, "mamba_n_heads": 8},
     "Helium": HEAD,
     "HunYuanDenseV1": HEAD,
     "Jamba": LLAMA_LIKE | {"num_experts": 2},
-    "JetMoe": LLAMA_LIKE | EXPERTS | {"kv_channels": 8},
+    "JetMoe": LLAMA_LIKE | LOCAL_EXPERTS | {"kv_channels": 8},
     "Lfm2": LLAMA_LIKE | {"full_attn_idxs": [1]},
-    "Llama4Text": HEAD | EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
+    "Llama4Text": HEAD | LOCAL_EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
     "Mamba": STATE_SPACE,
-    "MiniMax": HEAD | EXPERTS,
+    "MiniMax": HEAD | LOCAL_EXPERTS,
     "Ministral": HEAD | SMALL_WINDOW,
     "Ministral3": HEAD | SMALL_WINDOW,
     "Nemotron": LLAMA_LIKE,
@@ -150,7 +150,7 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Olmo3": LLAMA_LIKE | SMALL_WINDOW,
     "Olmoe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1},
     "Persimmon": LLAMA_LIKE,
-    "Phimoe": LLAMA_LIKE | EXPERTS | {"sliding_window": 256},
+    "Phimoe": LLAMA_LIKE | LOCAL_EXPERTS | {"sliding_window": 256},
     "Qwen2Moe": LLAMA_LIKE | FEW_EXPERTS | {"shared_expert_intermediate_size": 16},
     "Qwen3Next": HEAD | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2},
     "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
@@ -234,6 +234,13 @@ OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through Atten
     "GPT-J": make_wide_config("GPTJ", n_positions=512),
     "CodeGen": make_wide_config("CodeGen", n_positions=512, n_ctx=512),
     "GPT-Neo": make_wide_config("GPTNeo", **LONG, window_size=40),
+}
+EXPERTS: dict[str, PreTrainedConfig] = {  # more than a token chooses
+    **{name: make_wide_config(name, **LONG, num_experts=8, num_experts_per_tok=3) for name in ("Qwen3Moe", "Olmoe")},
+    **{
+        name: make_wide_config(name, **LONG, num_local_experts=8, num_experts_per_tok=3)
+        for name in ("Mixtral", "GraniteMoe", "GptOss")
+    },
 }
 WIDE_ENCODER_DECODERS = {
     name: make_wide_config(name, **LONG) for name in ("T5", "T5, flan", "UMT5", "Bart", "M2M100", "Marian")

@@ -26,6 +26,7 @@ from quantized_formats import (
 from random_requests import KINDS
 from slow_cases import slow_except
 from tiny_models import (
+    EXPERTS,
     LONG,
     OWN_ATTENTION,
     VOCAB_SIZE,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "GPT2": make_wide_config("GPT2", n_positions=512),
     **OWN_ATTENTION,
     **WIDE_ENCODER_DECODERS,
+    **EXPERTS,
 }
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 200)
 NEW, ROWS = 12, 8
@@ -77,10 +79,18 @@ FAST = [
     "Gemma2, float32, auto",
     "T5, bfloat16, auto",
     "Llama, bfloat16, auto, int8 and KV int8",
+    "Qwen3Moe, bfloat16, auto",
+    "GptOss, float32, auto, int4",
 ]
 CASES = [
     *(f"{name}, {dtype}, auto" for name in CONFIGS for dtype in ("bfloat16", "float32")),
     *(f"Llama, bfloat16, auto, {kind}" for kind in (*QUANTIZED, *CHECKPOINTS)),
+    *(
+        f"{name}, bfloat16, auto, {kind}"
+        for name in ("Qwen3Moe", "GptOss")
+        for kind in ("int8", "int4, plain activations")
+    ),
+    *("GptOss, float32, auto, int4", "Qwen3Moe, float32, avx2, int8", "Mixtral, bfloat16, avx2"),
     *("Llama, bfloat16, avx2", "Llama, float32, avx2", "GPT2, float32, avx2, int8", "Llama, float32, auto, awq"),
     *(f"Llama, float32, avx2, {kind}" for kind in ("awq", "E4M3 in blocks", "W8A8 static", "KV int8")),
     *(f"{case}, auto, KV int8" for case in ("Gemma2, float32", "T5, bfloat16", "Marian, float32")),

@@ -12,6 +12,7 @@ from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
 from slow_cases import slow_except
 from tiny_models import (
+    EXPERTS,
     OWN_ATTENTION,
     generate_all,
     greedy_requests,
@@ -111,6 +112,14 @@ def test_models_with_attention_of_their_own_are_replayed(
 ) -> None:
     model = make_model_from_config(OWN_ATTENTION[name], tmp_path)
     assert_replayed_like_eager(model, replays, monkeypatch, prefills=name not in ("GPT-J", "CodeGen"))
+
+
+def test_decodes_of_experts_are_replayed(
+    tmp_path: Path, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are not: routers need operators of PyTorch."""
+    model = make_model_from_config(EXPERTS["Qwen3Moe"], tmp_path)
+    assert_replayed_like_eager(model, replays, monkeypatch, prefills=False)
 
 
 @pytest.mark.parametrize(("onednn", "dtype"), [(True, "float32"), (False, "bfloat16")])

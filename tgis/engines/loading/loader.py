@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tgis.engines.kernels.cpu.embedding import TokenEmbeddings
+from tgis.engines.kernels.cpu.experts import pack_experts
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
@@ -204,6 +205,8 @@ def _optimize(
         merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     if gemms:
         embeddings = TokenEmbeddings(model)
+        if kernels and (layers := pack_experts(model, gemms, kernels)):
+            log.info("packed the experts of %d layers", layers)
         pack_linears(model, gemms)
         if quantization:
             _convert_others(model, quantization.dtype)

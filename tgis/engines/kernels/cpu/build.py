@@ -18,6 +18,7 @@ _SOURCES = (
     "collectives.c",
     "dequantizing_gemm.c",
     "elementwise.c",
+    "experts.c",
     "gemm.c",
     "gemm_amx.c",
     "gumbel_max.c",

@@ -67,6 +67,11 @@ class CpuGemm:
         packed = pairs.transpose(1, 2)  # [tiles, in / pair, tile, pair]
         self.packed = memory.copy_of(packed) if memory else packed.contiguous()
 
+    @property
+    def for_experts(self) -> tuple[str, int]:
+        """The function of experts.h for this weight, and the address that it takes."""
+        return function_by("multiply_expert", self.packed.dtype, self._dtype), self.packed.data_ptr()
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
         assert x.dtype == self._dtype, x.dtype

@@ -58,6 +58,10 @@ class CpuKernels:
         function.argtypes, function.restype = argtypes, restype
         return _recordable(function)
 
+    def address(self, name: str, dtype: torch.dtype) -> int:
+        """The address of a function of this name for a dtype, which other functions call."""
+        return ctypes.cast(self._library[f"{name}_{_SUFFIXES[dtype]}"], ctypes.c_void_p).value or 0
+
     def functions(self, name: str, argtypes: list[Any], restype: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
         """The function of this name for each dtype."""
         return {dtype: self.function(name, dtype, argtypes, restype) for dtype in DTYPES}

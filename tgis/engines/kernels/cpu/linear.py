@@ -71,6 +71,16 @@ class GemmSelector:
         self.counts[f"{kind} by PyTorch"] += 1
         return PlainGemm(weight)
 
+    def expert_gemm(self, weight: Tensor) -> tuple[Gemm | None, torch.dtype]:
+        """The GEMM for a linear layer of all experts, [out, in], and the dtype of its activations."""
+        how = self._quantization
+        if how is None or how.bits is None:
+            dtype = how.dtype if how else weight.dtype
+            return self.gemm(weight, dtype), dtype
+        gemm = self.quantized_gemm(quantize(weight, how.bits, how.activations_of()), how.dtype)
+        trim_heap(collect=False)
+        return gemm, how.dtype
+
     def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
         """The layer with the packed weight."""
         weight, how = linear.weight.detach(), self._quantization

@@ -75,6 +75,11 @@ class QuantizedGemm:
         self._function = kernels.function(name, dtype, argtypes, restype)
         self._take_columns = kernels.function("take_columns", dtype, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3)
 
+    @property
+    def for_experts(self) -> tuple[str, int]:
+        """The function of experts.h for this weight, and the address that it takes."""
+        return f"multiply_{'quantized' if self.rounds_inputs else 'dequantized'}_expert", self._address
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = self._columns(x)
         if self._in_features % 2 and not self.rounds_inputs:  # gemm.c multiplies pairs of inputs

@@ -1,5 +1,6 @@
 /* Linear layers as in gemm.c with a weight in codes, which becomes scalar_t in parts of some inputs. */
 
+#include "experts.h"
 #include "gemm_rows.h"
 
 #define DEQUANT_M (16 * TILE_M) /* rows that a thread takes at a time */
@@ -42,6 +43,13 @@ INLINE void multiply_dequantized(
     }
 }
 
+static void multiply_part(const gemm_args *args, const packed_codes *packed, int64_t first, int64_t last, int64_t tile) {
+    if (packed->kind == INT4) multiply_dequantized(INT4, args, packed, first, last, tile);
+    else if (packed->kind == INT8 && has_one_scale(packed)) multiply_dequantized(INT8_UNSCALED, args, packed, first, last, tile);
+    else if (packed->kind == INT8) multiply_dequantized(INT8, args, packed, first, last, tile);
+    else multiply_dequantized(E4M3, args, packed, first, last, tile);
+}
+
 /* `gemm` with a weight in codes; k is a multiple of PAIR. */
 void EXPORT(dequantizing_gemm)(
     const scalar_t *x, const packed_codes *packed, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
@@ -53,9 +61,13 @@ void EXPORT(dequantizing_gemm)(
     for (int64_t unit = 0; unit < tiles * chunks; unit++) {
         const int64_t first = unit % chunks * DEQUANT_M;
         const int64_t last = min_i64(first + DEQUANT_M, m), tile = unit / chunks;
-        if (packed->kind == INT4) multiply_dequantized(INT4, &args, packed, first, last, tile);
-        else if (packed->kind == INT8 && has_one_scale(packed)) multiply_dequantized(INT8_UNSCALED, &args, packed, first, last, tile);
-        else if (packed->kind == INT8) multiply_dequantized(INT8, &args, packed, first, last, tile);
-        else multiply_dequantized(E4M3, &args, packed, first, last, tile);
+        multiply_part(&args, packed, first, last, tile);
     }
+}
+
+/* For `multiply` of experts.h. */
+void EXPORT(multiply_dequantized_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_codes codes = expert_codes(layer, rows->expert);
+    const gemm_args args = {layer->x, expert_bias(layer, rows->expert), NULL, layer->y, 0, layer->k, layer->n};
+    multiply_part(&args, &codes, rows->first, rows->last, tile);
 }

@@ -4,6 +4,7 @@
    What a row of x gives depends neither on the rows beside it nor, where multiply-adds are fused, on the instruction set.
    A weight in 16 bits beside x in float32 gives what the same weight in float32 does. */
 
+#include "experts.h"
 #include "gemm_rows.h"
 
 #define CHUNK_M (8 * TILE_M) /* rows that a thread takes at a time */
@@ -41,6 +42,14 @@ void EXPORT_BY(gemm)(
         const int64_t first = unit % chunks * CHUNK_M;
         multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), unit / chunks);
     }
+}
+
+/* For `multiply` of experts.h. */
+void EXPORT_BY(multiply_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_t *weight = (const packed_t *)layer->weight + rows->expert * layer->n * layer->k;
+    const gemm_args args = {layer->x, expert_bias(layer, rows->expert), weight, layer->y, 0, layer->k, layer->n};
+    for (int64_t first = rows->first; first < rows->last; first += CHUNK_M)
+        multiply_chunk(&args, first, min_i64(first + CHUNK_M, rows->last), tile);
 }
 
 /* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs: 1 in a plain table, whose k may

@@ -7,7 +7,7 @@
    instruction set. */
 
 #include "amx.h"
-#include "codes.h"
+#include "experts.h"
 
 #include <stdlib.h>
 
@@ -412,6 +412,20 @@ static void multiply_tile(
     }
 }
 
+/* The outputs of one tile for the rows [first, last). One tile of rows fetches codes a little ahead; several share the
+   codes of the next outputs. */
+static void multiply_chunk(const quantized_args *args, int64_t first, int64_t last, int64_t tile) {
+    const int64_t bits = args->weight->kind == INT8 ? 8 : 4, size = args->inputs * TILE_N * bits / 8;
+    const int64_t count = (last - first + TILE_M - 1) / TILE_M;
+    const uint8_t *next = args->weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);
+    for (int64_t row = first; row < last; row += TILE_M, next += size / count)
+        multiply_tile(args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
+}
+
+static inline int64_t span_of(const packed_codes *weight) {
+    return weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size;
+}
+
 /* Returns 0, or 1 if there is no memory. */
 int EXPORT(quantized_gemm)(
     const scalar_t *x, const packed_codes *weight, const scalar_t *bias, scalar_t *y, int64_t m, int64_t k, int64_t n,
@@ -423,7 +437,7 @@ int EXPORT(quantized_gemm)(
     const size_t size = halves_size + row_tiles * TILE_M * inputs * (bits == 8 ? CODE_SIZE(8) : CODE_SIZE(4));
     char small[MAX_SMALL], *scratch = size <= sizeof small ? small : malloc(size);
     if (!scratch) return 1;
-    const int64_t span = weight->per_block ? min_i64(weight->group_size, BLOCK) : weight->group_size;
+    const int64_t span = span_of(weight);
     const int64_t multiples = span | inputs | MAX_AMX_INPUTS; /* the lowest bit is the largest divisor of all three */
     const int by_amx = HAS_AMX && weight->may_use_amx && m >= MIN_AMX_ROWS;
     const quantized_args args = {
@@ -437,17 +451,35 @@ int EXPORT(quantized_gemm)(
         if (by_amx) configure_for_codes(args.amx_inputs);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < tiles * chunks; i++) {
-            const int64_t first = i % chunks * CHUNK_M, last = min_i64(first + CHUNK_M, m), tile = i / chunks;
-            const int64_t count = (last - first + TILE_M - 1) / TILE_M, size = inputs * TILE_N * bits / 8;
-            /* One tile of rows fetches codes a little ahead; several share the codes of the next outputs. */
-            const uint8_t *next = weight->codes + tile * size + (count > 1 ? size : CODES_AHEAD);
-            for (int64_t row = first; row < last; row += TILE_M, next += size / count)
-                multiply_tile(&args, row, min_i64(last - row, TILE_M), tile, next, TILE_N * bits / 2 / count);
+            const int64_t first = i % chunks * CHUNK_M;
+            multiply_chunk(&args, first, min_i64(first + CHUNK_M, m), i / chunks);
         }
         if (by_amx) release_tiles();
     }
     if (scratch != small) free(scratch);
     return 0;
+}
+
+/* The same for the rows of experts, with weights of these codes. */
+static quantized_args args_of(const expert_layer *layer, const packed_codes *weight, const scalar_t *bias) {
+    const int64_t inputs = padded_inputs(layer->k);
+    const int64_t halves_size = layer->num_rows / TILE_M * (inputs / HALF_BLOCK) * sizeof(half_block);
+    half_block *halves = (half_block *)layer->codes;
+    char *codes = layer->codes + halves_size;
+    return (quantized_args){weight, layer->x, bias, layer->y, halves, codes, layer->k, layer->n, inputs, span_of(weight)};
+}
+
+/* For `quantize` of experts.h. */
+void EXPORT(quantize_expert_row)(const expert_layer *layer, int64_t row) {
+    const quantized_args args = args_of(layer, layer->weight, NULL);
+    quantize_row(&args, row);
+}
+
+/* For `multiply` of experts.h. */
+void EXPORT(multiply_quantized_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
+    const packed_codes codes = expert_codes(layer, rows->expert);
+    const quantized_args args = args_of(layer, &codes, expert_bias(layer, rows->expert));
+    multiply_chunk(&args, rows->first, rows->last, tile);
 }
 
 /* y [m, k] = x [m, order]. */
