@@ -236,7 +236,11 @@ OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through Atten
     "GPT-Neo": make_wide_config("GPTNeo", **LONG, window_size=40),
 }
 EXPERTS: dict[str, PreTrainedConfig] = {  # more than a token chooses
-    **{name: make_wide_config(name, **LONG, num_experts=8, num_experts_per_tok=3) for name in ("Qwen3Moe", "Olmoe")},
+    **{
+        name: make_wide_config(name, **LONG, num_experts=8, num_experts_per_tok=3)
+        for name in ("Qwen2Moe", "Qwen3Moe", "Olmoe")
+    },
+    "Glm4Moe": make_wide_config("Glm4Moe", **LONG, n_routed_experts=9, num_experts_per_tok=3),
     **{
         name: make_wide_config(name, **LONG, num_local_experts=8, num_experts_per_tok=3)
         for name in ("Mixtral", "GraniteMoe", "GptOss")

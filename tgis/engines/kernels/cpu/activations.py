@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elemen
     "relu": relu,
     "relu2": lambda x: relu(x).square(),
     "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 

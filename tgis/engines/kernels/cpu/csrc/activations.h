@@ -10,6 +10,10 @@ static inline f32_vec silu(f32_vec x) {
     return x / (1.0f + exp2_scalar(x * -LOG2_E));
 }
 
+static inline f32_vec sigmoid(f32_vec x) {
+    return 1.0f / (1.0f + exp2_scalar(max_vec((f32_vec){0} - 87.0f, x) * -1.44269504f));
+}
+
 static inline f32_vec gelu_tanh(f32_vec x) {
     return 0.5f * x * (1.0f + tanh_f32(0.79788456f * (x + 0.044715f * x * x * x)));
 }
@@ -45,7 +49,8 @@ static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of act
     case 2: return gelu(x);
     case 3: return max_vec((f32_vec){0}, x);
     case 4: x = max_vec((f32_vec){0}, x); return x * x;
-    default: return tanh_precise(x);
+    case 5: return tanh_precise(x);
+    default: return sigmoid(x);
     }
 }
 
