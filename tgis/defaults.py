@@ -9,8 +9,8 @@ from tgis.utils.cpus import usable_cores, usable_cpus
 
 MAX_THREADS = 4096
 MAX_GRACE_SECONDS = 86400.0
-LAUNCHER = "text-generation-launcher"  # of TGIS
-ADAPTER: dict[str, Any] = {"port": 8000, "default_max_new_tokens": 0}  # of vllm-tgis-adapter
+LAUNCHER = "text-generation-launcher"  # TGIS's command
+ADAPTER: dict[str, Any] = {"port": 8000, "default_max_new_tokens": 0}  # vllm-tgis-adapter's
 
 
 def launcher(environ: Mapping[str, str]) -> dict[str, Any]:

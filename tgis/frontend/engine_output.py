@@ -64,7 +64,7 @@ class EngineOutput:
         self.timings = RequestTimings(arrived, submitted=time.monotonic())
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_tokens = 0  # ever
-        self.num_cached_tokens = 0  # of the input
+        self.num_cached_tokens = 0  # input tokens found in the prefix cache
         self.new_tokens: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
         self.num_new_steps = 0  # that made the new tokens

@@ -60,7 +60,7 @@ class Lookups:
         raise InvalidRequest(spec.kind, f"{spec.kind}: {problem}", logged=logged)
 
     async def _compiled(self, spec: GrammarSpec, resources: ExitStack) -> int:
-        lark = await asyncio.to_thread(to_lark, spec)  # in Python, which would delay steps in the engine process
+        lark = await asyncio.to_thread(to_lark, spec)  # Python code would delay steps in the engine process
         target = msgspec.structs.replace(spec, lark=lark)
         compiled = await self._client.acquire(target, GRAMMAR_TIMEOUT, resources)
         if compiled is None:

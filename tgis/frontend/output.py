@@ -42,7 +42,7 @@ class RequestOutput:
     tokens: Sequence[TokenInfo] = ()
     input_tokens: Iterable[TokenInfo] = ()  # to be read once
     num_details: int = 0  # tokens and candidates for them
-    num_cached_tokens: int = 0  # of the input, in the last chunk or a whole output
+    num_cached_tokens: int = 0  # input tokens found in the prefix cache; in the last chunk or a whole output
     timings: RequestTimings | None = None  # of a whole output
 
 

@@ -56,7 +56,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
     choices: tuple[str, ...] = ()
     exact: bool = True  # else JSON schemas are enforced as far as possible, and oneOf means anyOf
-    inexact_lines: tuple[int, ...] = ()  # of a grammar of tools: those whose schema is not exact
+    inexact_lines: tuple[int, ...] = ()  # lines of a TOOLS grammar whose schema is not exact
     rough: bool = False  # schemas that are not exact without the keywords that describe texts and numbers
     lark: str = ""  # the grammar as it is compiled; empty: the engine process converts it
 

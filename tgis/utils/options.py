@@ -167,7 +167,7 @@ class Secret:
 TEXT = ValueType("TEXT", _text)
 SECRET = ValueType("TEXT", Secret)
 WORDS = ValueType("WORD", lambda text: tuple(_text(text).replace(",", " ").split()), many=True)
-NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # of LoRA adapters, as vLLM and TGI take them
+NAMED_PATHS = ValueType("NAME=PATH", _named_paths, many=True)  # vLLM and TGI take LoRA adapters so
 ANY = ValueType("TEXT", _text, bare_value="true", many=True)  # a flag with or without values
 MODEL_OR_NONE = ValueType("TEXT", lambda text: None if text.lower() in ("false", "0", "none") else _text(text))
 PATH = ValueType("PATH", lambda text: Path(_text(text)))

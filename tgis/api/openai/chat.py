@@ -48,7 +48,7 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
     messages = template_messages(body.messages)
     try:
         return apply(messages)
-    except TemplateError:  # if it has another reason, it comes again
+    except TemplateError:  # the second attempt raises what else is wrong
         return apply(plain_messages(messages))
 
 

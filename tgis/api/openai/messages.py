@@ -13,7 +13,8 @@ from tgis.errors import InvalidRequest
 _THINKING = "thinking"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", _THINKING: "thinking"}
 _ROLES = {"developer": "system"}  # OpenAI's newer name
-ARGUMENTS_KEY = "text"  # of arguments that are no JSON object
+# The only key of arguments that are no JSON object.
+ARGUMENTS_KEY = "text"
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

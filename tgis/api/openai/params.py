@@ -23,7 +23,8 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_SEQUENCES = 128
 MAX_STOP_SEQUENCE_BYTES = 1024
-MAX_STOP_BYTES = 1 << 14  # of all stop sequences: each token is compared with all of them
+# All stop sequences together: each token is compared with all of them.
+MAX_STOP_BYTES = 1 << 14
 _SMALLEST_TOP_P = 1e-9  # instead of 0: the best token only
 _MAX_COUNT = 2**32 - 1
 

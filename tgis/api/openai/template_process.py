@@ -33,7 +33,7 @@ class TemplateProcess:
     def __init__(self, seconds: int = 10) -> None:
         self._command = sys.executable, "-m", __name__, str(seconds)
         self._lock = threading.Lock()
-        self._process: Any = None  # of subprocess
+        self._process: Any = None  # a Popen, whose pipes are optional to mypy
         self._closed = False
 
     def render(self, **arguments: Any) -> str:

@@ -46,7 +46,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     store: str
 
 
-Arrival = tuple[socket.socket, str, Joining]  # of a rank, with its address
+Arrival = tuple[socket.socket, str, Joining]  # a rank's connection, its address and first message
 
 
 def gather(options: EngineOptions) -> dict[int, socket.socket]:

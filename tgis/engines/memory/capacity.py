@@ -73,7 +73,7 @@ class KVBudget:
     max_batch_size: int
     block_size: int
     to_load: int = 0  # bytes of weights that are not loaded yet
-    extra_blocks: int = 0  # of a sequence of an encoder-decoder, beyond those of its tokens in one row
+    extra_blocks: int = 0  # an encoder-decoder's, beyond those of its tokens in one row
 
     def num_blocks(self, block_bytes: int, measure: Measure) -> int:
         """The number of blocks that fit into memory, but no more than the largest batch can fill. StartError for none,

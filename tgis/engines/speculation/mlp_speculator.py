@@ -78,7 +78,7 @@ class MLPSpeculator(Drafter):
         self.max_tokens, self._config = config.n_predict, config
         self._stages = _read(path, config, model.dtype)
         self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: computed tokens, last hidden state
-        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # in the order of the logits
+        self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # row i belongs to row i of the logits
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:

@@ -24,14 +24,14 @@ from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation
 from tgis.engines.kernels.cpu.gemm import TILE_N, CpuGemm, Gemm
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear
-from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, rows_close
+from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 from tgis.engines.kernels.cpu.quantized import QuantizedGemm
 from tgis.engines.quantization.weight import GROUP
 
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 8  # rows of an expert begin at a multiple, as in experts.h
-_BLOCK_WORDS = 5  # of int64, as there
+_BLOCK_WORDS = 5  # int64 in an expert_block
 
 
 class _Layer(ctypes.Structure):
@@ -219,7 +219,7 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
         experts = getattr(parent, name)
         kind = type(experts)
         if kind not in gates:
-            gates[kind] = _gate_of(experts, kernels)
+            gates[kind] = output_of(_gate_of, experts, kernels, name=kind.__name__)
         try:
             if (gate := gates[kind]) is None:
                 raise ValueError("our kernels compute another formula")
@@ -228,8 +228,8 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
             reasons[f"{kind.__name__}: {error}"] += 1
             continue
         for child_name, child in [*parent.named_children()]:
-            if type(child) is nn.Linear and child.out_features == 1 and (gate := gemms.pack(child, child_name)):
-                setattr(parent, child_name, _SharedGate(child, gate.gemm, sigmoid))
+            if type(child) is nn.Linear and child.out_features == 1 and (packed := gemms.pack(child, child_name)):
+                setattr(parent, child_name, _SharedGate(child, packed.gemm, sigmoid))
             _pack_router(child, gemms, sigmoid)
     for reason, count in reasons.items():
         log.warning("experts of %d layers are not packed, %s", count, reason)
@@ -242,15 +242,12 @@ def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
     gate, up = (x[:, ::2], x[:, 1::2]) if not experts.is_concatenated else x.chunk(2, -1)
     alpha, limit = (getattr(experts, name, None) or 1.0 for name in ("alpha", "limit"))
     forms = [(), (1.0, limit), (alpha, limit, 1.0)]
-    try:
-        output = experts._apply_gate(x.clone()) if experts.has_gate else experts.act_fn(gate)
-        for form, activation in product(forms, ACTIVATIONS):
-            formula = _Gate(activation, *form)
-            computed = formula(gate, up if experts.has_gate else torch.ones_like(gate))
-            if rows_close(computed, output) and _computes(experts, formula, kernels):
-                return formula
-    except Exception as error:  # noqa: BLE001 - the code is the model's
-        log.debug("%s is not packed: %r", type(experts).__name__, error)
+    output = experts._apply_gate(x.clone()) if experts.has_gate else experts.act_fn(gate)
+    for form, activation in product(forms, ACTIVATIONS):
+        formula = _Gate(activation, *form)
+        computed = formula(gate, up if experts.has_gate else torch.ones_like(gate))
+        if rows_close(computed, output) and _computes(experts, formula, kernels):
+            return formula
     return None
 
 
@@ -285,9 +282,6 @@ def _pack_router(router: Any, gemms: GemmSelector, sigmoid: Activation) -> None:
         return
     del router.weight
     router.weight = _RouterWeight(gemm, sigmoid)
-    try:
-        router(torch.randn(2, weight.shape[1], dtype=weight.dtype))
-    except Exception as error:  # noqa: BLE001 - the code is the model's
-        log.debug("the router %s is not packed: %r", type(router).__name__, error)
+    if output_of(router, torch.randn(2, weight.shape[1], dtype=weight.dtype), name=type(router).__name__) is None:
         del router.weight
         router.register_parameter("weight", weight)
