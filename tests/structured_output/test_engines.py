@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
 import regex
 import torch
 from batches import engine_options, limits
-from checked_runs import Subject
+from checked_runs import Launches, Subject
 from proposers import Adversary, ForcedDrafts, proposing
 from random_requests import KINDS, WISHES
 from tiny_models import EOS, VOCAB_SIZE, make_model
@@ -30,10 +29,10 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.paged.engine import PagedEngine
 from tgis.ipc.lookups import AdapterRef, GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.messages import EngineOptions
-from tgis.ipc.request import Request, StopReason
+from tgis.ipc.request import Request, SamplingParams, StopReason
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.structured_output.compiler import compile_grammar
-from tgis.structured_output.matcher import MaskThreads, TokenTable
+from tgis.structured_output.matcher import GrammarMatcher, MaskThreads, TokenTable
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 16, 14
 SPECIAL = 4  # the first tokens, without a text
@@ -164,13 +163,44 @@ def test_proposals_with_grammars_and_beside_them(llama: Path) -> None:
         assert subject.forced > subject.guessed >= least
 
 
-def test_steps_run_ahead_between_those_with_grammars(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    subject = _subject(llama, PagedEngine, block_size=4, async_decode=True)
-    ahead = mock.Mock(wraps=subject.engine._decoder.launch_next)
-    monkeypatch.setattr(subject.engine._decoder, "launch_next", ahead)
-    _check_all(subject, PAGED, random.Random(3), share=0.2)
-    assert ahead.call_count > 5
+@pytest.fixture(scope="module")
+def ahead(llama: Path) -> Grammars:
+    """An engine that launches steps ahead, as on a GPU."""
+    return _subject(llama, PagedEngine, block_size=4, async_decode=True)
+
+
+@pytest.mark.parametrize(("count", "ready"), [(1, 1.0), (4, 1.0), (1, 0.5)])
+def test_steps_with_grammars_are_launched_ahead(
+    ahead: Grammars, monkeypatch: pytest.MonkeyPatch, count: int, ready: float
+) -> None:
+    """Of four rows, so many have a grammar: all get a token in each step in which their masks are ready, and no token
+    takes a second launch, not even one that is forced.
+    """
+    rng, launches = random.Random(1), Launches(ahead.engine, monkeypatch)
+    monkeypatch.setattr(GrammarMatcher, "ready", property(lambda _: rng.random() < ready))
+    ahead.patterns = ["(01)+"] * count + [None] * (4 - count)
+    params = SamplingParams(temperature=1.0, min_new_tokens=NEW_TOKENS)
+    with torch.inference_mode():
+        run = ahead.run_within(PAGED)
+        for number, pattern in enumerate(ahead.patterns):
+            request = Request(number, [SPECIAL], NEW_TOKENS, sampling_params=params, grammar=1 if pattern else None)
+            ahead.prepare(*run.batcher.submit([request], 0.0))
+        while not run.batcher.idle:
+            run.step()
+    assert sum(launches.rows("planned")) == 4
+    assert sum(launches.rows("ahead")) == 4 * (NEW_TOKENS - 1)
+    assert (len(launches.seen) == NEW_TOKENS) == (ready == 1.0)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_logits_of_steps_launched_ahead_wait_for_their_masks(
+    ahead: Grammars, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Masks are ready after some steps; rows join, end and are preempted meanwhile."""
+    rng, launches = random.Random(7), Launches(ahead.engine, monkeypatch)
+    monkeypatch.setattr(GrammarMatcher, "ready", property(lambda _: rng.random() < 0.5))
+    _check_all(ahead, replace(PAGED, token_capacity=36), random.Random(3), share)
+    assert sum(launches.rows("ahead")) > 2 * sum(launches.rows("planned"))
 
 
 def _check_all(subject: Grammars, bounds: BatchLimits, rng: random.Random, share: float = 0.7) -> set[StopReason]:

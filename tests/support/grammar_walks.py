@@ -16,6 +16,11 @@ def token_table(texts: Iterable[bytes], first: dict[int, bytes] | None = None) -
     return TokenTable(Vocabulary(tokens, first or {}), len(tokens), [EOS])
 
 
+def digits(vocab_size: int) -> TokenTable:
+    """EOS, then the digits over and over."""
+    return token_table([b"%d" % (number % 10) for number in range(1, vocab_size)])
+
+
 def byte_table(more: Iterable[bytes] = ()) -> TokenTable:
     """Byte b is token b + 1; then come more tokens."""
     return token_table([*(bytes([byte]) for byte in range(256)), *more])

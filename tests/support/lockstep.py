@@ -14,7 +14,7 @@ import torch.distributed as dist
 from batches import engine_options, limits
 from checked_runs import Launches
 from fake_cuda_graphs import record
-from grammar_walks import compiled, token_table
+from grammar_walks import compiled, digits
 from random_requests import KINDS, WISHES
 from tiny_models import VOCAB_SIZE, outcomes
 
@@ -23,7 +23,7 @@ from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import ShardedEngine
 from tgis.engines.distributed.follower import _compute_steps
 from tgis.engines.distributed.mirror import SentSequences
-from tgis.engines.paged import engine as paged_engine
+from tgis.engines.paged import async_decode
 from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.self_check import dummy_adapter
 from tgis.engines.sampling.logprobs import PendingCopy
@@ -32,7 +32,7 @@ from tgis.ipc.messages import Shutdown
 from tgis.ipc.request import Request, SamplingParams
 
 SIZE, ROWS, BLOCKS, REQUESTS, NEW_TOKENS = 4, 5, 26, 18, 30
-NUMBERED, ADAPTED = {3, 17}, {4, 5, 11}  # requests with a grammar, with a LoRA adapter
+NUMBERED, ADAPTED = {3, 9, 17}, {4, 5, 11}  # requests with a grammar, with a LoRA adapter
 CANCELLED = {2: 4, 9: 11, 14: 1}  # after so many tokens
 FAILURES = 5
 Texts = dict[int, list[int]]
@@ -78,7 +78,7 @@ def serve(engine: Any, adapter: Any) -> Texts:
     """Requests that join at some steps; some are cancelled, and there are so few blocks that some are preempted."""
     paged: dict[str, Any] = {"padded": False, "block_size": SIZE, "lookahead": 1, "prefix_cache": True}
     bounds = limits(BLOCKS * SIZE, max_batch_size=ROWS, prefill_tokens=9, **paged)
-    table = token_table([b"%d" % (number % 10) for number in range(1, VOCAB_SIZE)])
+    table = digits(VOCAB_SIZE)
 
     def prepare(seq: Sequence) -> None:
         seq.grammar = compiled(GrammarKind.REGEX, "[0-9]{3,9}", table) if seq.request.grammar else None
@@ -105,7 +105,7 @@ def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def failures(mode: str) -> Iterator[None]:
     """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
-    target: tuple[Any, str] = paged_engine, "append_forced_tokens"
+    target: tuple[Any, str] = async_decode, "step_result"
     if mode == "all ranks fail":
         target = PendingCopy, "wait"
     call, failed, count = getattr(*target), 0, 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from grammar_walks import compiled, digits
 from random_requests import KINDS, WISHES
 from sampling_oracle import make_row
 from torch import Tensor
@@ -17,6 +18,7 @@ from tgis.engines.sampling.draws import FilteredRows, SamplingOps
 from tgis.engines.sampling.encoder_decoder import EncoderDecoder
 from tgis.engines.sampling.logprobs import prompt_logprob_table
 from tgis.engines.sampling.sampler import BatchSampler
+from tgis.ipc.lookups import GrammarKind
 from tgis.ipc.request import LogprobOptions
 
 CPU = torch.device("cpu")
@@ -57,9 +59,11 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_never_waits() -> None:
-    """Sequences that join, newest tokens on the device only, and all methods."""
+    """Sequences that join, newest tokens on the device only, all methods, and grammars."""
     sampler = BatchSampler(VOCAB_SIZE, [3, 7], CPU, lambda seq: seq.tokens, SamplingOps(draw_filtered=sorted_draw))
     rows = [make_row(kind, wish) for kind, wish in product(KINDS, WISHES) if not kind.watermark]
+    for row in rows[::3]:
+        row.grammar = compiled(GrammarKind.REGEX, "[0-9]+", digits(VOCAB_SIZE))
     for count, lookahead in ((5, 0), (len(rows), 0), (len(rows), 1)):
         with NoWaits():
             (metadata,) = host_memory.upload([sampler.prepare(rows[:count], lookahead)], CPU)

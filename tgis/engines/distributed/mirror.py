@@ -82,7 +82,7 @@ class SentSequences:
 
 def _request_of(seq: Sequence) -> Request:
     """The part of a request that the other ranks need. The sampling parameters stay here: only rank 0 chooses tokens.
-    The grammar's number goes along, because no step is launched ahead then.
+    The grammar's number goes along, because the steps that are launched ahead depend on it.
     """
     details = LogprobOptions(input_tokens=seq.request.logprob_options.input_tokens)
     return msgspec.structs.replace(seq.request, sampling_params=SamplingParams(), logprob_options=details)

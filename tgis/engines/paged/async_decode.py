@@ -5,6 +5,9 @@ from one step to the next without leaving the device. The next plan reuses the r
 gone by then. All steps run in one stream of the device: a sequence that is given a freed block writes to it after the
 step in flight has, and reads only what it has written itself.
 
+The mask of a grammar depends on the tokens before it. Of sequences with one, the step in flight computes the logits
+only; they are sampled once a plan has the sequence again, with its newest token on the host and its mask ready.
+
 Several ranks launch the same steps: each decides from the same plans and releases. The tokens of the first rank go from
 device to device.
 """
@@ -37,7 +40,10 @@ class InFlightStep:
 
 
 Launch = Callable[[StepPlan], InFlightStep]
-LaunchNext = Callable[[list[Sequence], Tensor, list[int]], InFlightStep]  # newest tokens, and their indices
+LogitsById = dict[int, Tensor]  # [V] by request id
+# Takes the newest tokens, and their indices by request id; returns the logits of sequences with a grammar.
+LaunchNext = Callable[[list[Sequence], Tensor, dict[int, int]], tuple[InFlightStep, LogitsById]]
+LaunchSampling = Callable[[list[Sequence], Tensor], InFlightStep]  # of logits [B, V]
 
 
 @dataclass(slots=True)
@@ -46,46 +52,63 @@ class AsyncDecoder:
 
     launch: Launch
     launch_next: LaunchNext | None  # without it every step is launched when it is planned
+    launch_sampling: LaunchSampling
     prompt_logprobs: PromptLogprobs
     block_size: int
     _in_flight: InFlightStep | None = None
+    _unsampled: LogitsById = field(default_factory=dict)
     _expected_lengths: dict[int, int] = field(default_factory=dict)  # by request id: tokens when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
         """Reuse the step in flight, launch the rest of the plan and the next step, and only then wait for tokens."""
         if self.launch_next is None:
             return self._collect(plan, [self.launch(plan)])
-        reused = {seq.id for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)}
-        steps = [self._in_flight] if self._in_flight and reused else []
-        self.discard()
-        rest = plan.without(reused) if reused else plan
+        reused = [seq for seq in plan.sampled if self._expected_lengths.get(seq.id) == len(seq.tokens)]
+        steps = self._reuse(plan, reused)
+        rest = plan.without({seq.id for seq in reused}) if reused else plan
         if rest.seqs:
             steps.append(self.launch(rest))
         if seqs := self._continuing(plan):
             # A sequence that was in flight and is not reused is in both steps: the later one counts.
             indices = {seq.id: index for index, seq in enumerate(seq for step in steps for seq in step.sampled.seqs)}
-            token_ids = first_of_ranks(torch.cat([step.sampled.token_ids() for step in steps]))
-            self._in_flight = self.launch_next(seqs, token_ids, [indices[seq.id] for seq in seqs])
-            self._expected_lengths = {seq.id: len(seq.tokens) + 1 for seq in seqs}
+            token_ids = first_of_ranks(torch.cat([step.sampled.token_ids() for step in steps if step.sampled.seqs]))
+            self._in_flight, unsampled = self.launch_next(seqs, token_ids, indices)
+            self._unsampled |= unsampled
+            self._expected_lengths |= {seq.id: len(seq.tokens) + 1 for seq in seqs}
         return self._collect(plan, steps)
 
     def discard(self) -> None:
         """Do not reuse the step in flight."""
-        self._in_flight, self._expected_lengths = None, {}
+        self._in_flight, self._unsampled, self._expected_lengths = None, {}, {}
 
     def release(self, ids: Iterable[int]) -> None:
         """Do not reuse the step in flight for the sequences of these requests."""
         for request_id in ids:
+            self._unsampled.pop(request_id, None)
             self._expected_lengths.pop(request_id, None)
+
+    def _reuse(self, plan: StepPlan, reused: list[Sequence]) -> list[InFlightStep]:
+        """The step in flight, and the sampling of what it has left. The logits of sequences outside the plan, whose
+        masks are not ready, are kept for a later one.
+        """
+        steps = [self._in_flight] if self._in_flight and reused else []
+        unsampled, lengths = self._unsampled, self._expected_lengths
+        self.discard()
+        for request_id in unsampled.keys() - {seq.id for seq in plan.seqs}:
+            # A copy, so that the logits of other sequences are freed.
+            self._unsampled[request_id] = unsampled[request_id].clone()
+            self._expected_lengths[request_id] = lengths[request_id]
+        if ready := [seq for seq in reused if seq.id in unsampled]:
+            steps.append(self.launch_sampling(ready, torch.stack([unsampled[seq.id] for seq in ready])))
+        return steps
 
     def _continuing(self, plan: StepPlan) -> list[Sequence]:
         """The sequences that need another token unless the next one ends them. Empty if one of them cannot be in the
-        next step, because it lacks a block, has not finished its prompt, or has a grammar, which may force more tokens:
-        a second step for it would cost more than is gained.
+        next step, because it lacks a block or has not finished its prompt: a second step for it would cost more than is
+        gained.
         """
         seqs = [seq for seq in plan.sampled if seq.num_remaining_tokens > 1]
-        ready = all(self._has_free_slot(seq) and seq.request.grammar is None for seq in seqs)
-        return seqs if ready and len(plan.sampled) == len(plan.seqs) else []
+        return seqs if all(map(self._has_free_slot, seqs)) and len(plan.sampled) == len(plan.seqs) else []
 
     def _has_free_slot(self, seq: Sequence) -> bool:
         position = len(seq.tokens)  # of the next token: never in a cached block, which others may share

@@ -15,13 +15,14 @@ import torch
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.host_memory import upload
 from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
-from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep
+from tgis.engines.paged.async_decode import AsyncDecoder, InFlightStep, LogitsById
 from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
@@ -91,12 +92,15 @@ class PagedEngine(BaseEngine):
         vocab_size, ops = runner.vocab_size, select_ops(runner.device, runner.kernels)
         ends, forced = options.config_eos_ids, runner.encoder and runner.encoder.outputs.forced_bos_token_id
         num_forced = int(forced is not None)
-        self._sampler = BatchSampler(vocab_size, options.eos_ids, runner.device, history, ops, ends, num_forced)
+        sampling = vocab_size, options.eos_ids, runner.device, history, ops, ends, num_forced
+        self._sampler = BatchSampler(*sampling)
+        self._late_sampler = BatchSampler(*sampling)  # of what steps that are launched ahead leave unsampled
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder
         launch_next = self._launch_next if async_decode else None
-        self._decoder = AsyncDecoder(self._launch, launch_next, self._prompt_logprobs, block_size)
+        launches = self._launch, launch_next, self._launch_sampling
+        self._decoder = AsyncDecoder(*launches, self._prompt_logprobs, block_size)
         self._drafter = self._load_drafter()
         self.info = self._describe(lookahead=int(async_decode))
 
@@ -208,7 +212,8 @@ class PagedEngine(BaseEngine):
                 result = self._decoder.step(plan)
             result.verified = plan.proposals
             self._drafter.note(plan, result)
-            append_forced_tokens(plan.sampled, result)
+            if not self.info.lookahead:  # a step in flight computes one token of each sequence
+                append_forced_tokens(plan.sampled, result)
         if self.runner.encoder:
             result.prompt_logprobs |= self.runner.encoder.outputs.prompt_logprobs(plan.sampled)
         return result
@@ -216,7 +221,8 @@ class PagedEngine(BaseEngine):
     def release(self, seqs: Collection[Sequence]) -> None:
         self._prompt_logprobs.release(seqs)
         self._decoder.release(seq.id for seq in seqs)
-        self._sampler.release(seq.id for seq in seqs)
+        for sampler in (self._sampler, self._late_sampler):
+            sampler.release(seq.id for seq in seqs)
         self._drafter.release(seqs)
 
     def discard_step(self) -> None:
@@ -248,11 +254,26 @@ class PagedEngine(BaseEngine):
             self.runner.encoder.outputs.constrain(logits, first_steps)
         return InFlightStep(self._sampler.sample(logits, batch.step_metadata), prompt_chunks)
 
-    def _launch_next(self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: list[int]) -> InFlightStep:
-        """Queue the step after one whose tokens are still on the device."""
-        step_metadata = self._sampler.prepare(seqs, lookahead=1)
-        batch = self.runner.batch_builder.build_next(seqs, tokens, token_indices, step_metadata)
-        return InFlightStep(self._sampler.sample(self.runner.run(batch), batch.step_metadata, batch.input_ids), [])
+    def _launch_next(
+        self, seqs: list[Sequence], tokens: torch.Tensor, token_indices: dict[int, int]
+    ) -> tuple[InFlightStep, LogitsById]:
+        """Queue the step after one whose tokens are still on the device, up to the logits of sequences with a grammar,
+        which are returned.
+        """
+        sampled = [seq for seq in seqs if seq.request.grammar is None]
+        unsampled = [seq for seq in seqs if seq.request.grammar is not None]
+        seqs, count = sampled + unsampled, len(sampled)
+        step_metadata = self._sampler.prepare(sampled, lookahead=1)
+        indices = [token_indices[seq.id] for seq in seqs]
+        batch = self.runner.batch_builder.build_next(seqs, tokens, indices, step_metadata)
+        logits = self.runner.run(batch)
+        step = InFlightStep(self._sampler.sample(logits[:count], batch.step_metadata, batch.input_ids[:count]), [])
+        return step, {seq.id: row for seq, row in zip(unsampled, logits[count:], strict=True)}
+
+    def _launch_sampling(self, seqs: list[Sequence], logits: torch.Tensor) -> InFlightStep:
+        """Queue the sampling of logits that `_launch_next` has returned."""
+        (step_metadata,) = upload([self._late_sampler.prepare(seqs)], self.runner.device)
+        return InFlightStep(self._late_sampler.sample(logits, step_metadata), [])
 
 
 def _largest_step(
