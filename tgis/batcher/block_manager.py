@@ -58,7 +58,8 @@ class BlockManager:
     def shares_inflight_prefix(self, seq: Sequence, other: Sequence) -> bool:
         """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached.
 
-        With recurrent layers it can go on from a snapshot only: `other` is to take one where their tokens part.
+        With recurrent layers a prefix is found up to a snapshot only, so `other` is made to take one at the end of
+        their common blocks.
         """
         index, most = other.num_cached_blocks, min(self._max_cached_blocks(seq), len(other.tokens) // self.block_size)
         if index >= most or self._block_hash(seq, 0) != self._block_hash(other, 0):
@@ -66,8 +67,8 @@ class BlockManager:
         shared = self._block_hash(seq, index) == self._block_hash(other, index)
         if shared and self.states:
             hashes, other_hashes = self._block_hashes(seq, most), self._block_hashes(other, most)
-            parted = bisect_left(range(most), True, key=lambda at: hashes[at] != other_hashes[at])
-            other.state_boundaries.add(parted)
+            num_common = bisect_left(range(most), True, key=lambda index: hashes[index] != other_hashes[index])
+            other.state_boundaries.add(num_common)
         return shared
 
     def needs_at_least(self, seq: Sequence, num_blocks: int) -> bool:

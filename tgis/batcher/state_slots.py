@@ -71,7 +71,7 @@ class StateSlots:
         """Take away all slots of a running sequence; snapshots of a step that has not succeeded are lost."""
         self._free_snapshots(seq)
         self.pool.free([seq.state_slot])
-        seq.state_slot, seq.rolling_snapshot = -1, b""
+        seq.state_slot = -1
         self._num_sequences -= 1
 
     def _plan_snapshot(self, seq: Sequence, boundary: int) -> None:
