@@ -38,13 +38,14 @@ class StateSlots:
             (seq.state_slot,) = self.pool.allocate(1)
             return
         block_hash = self._block_hash(seq, seq.num_cached_blocks - 1)
-        snapshot = self.pool.find_cached([block_hash])
-        self.pool.incref(snapshot)
+        (snapshot,) = self.pool.find_cached([block_hash])
+        self.pool.incref([snapshot])
         if self.pool.num_available > self._max_sequences - self._num_sequences:
-            (seq.state_source,), (seq.state_slot,) = snapshot, self.pool.allocate(1)
+            seq.state_source = snapshot
+            (seq.state_slot,) = self.pool.allocate(1)
         else:
             self.pool.forget(block_hash)
-            (seq.state_slot,) = snapshot
+            seq.state_slot = snapshot
 
     def plan_snapshots(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
         """Choose the snapshots that a step takes of sequences and the tokens that each computes, if slots are left.
