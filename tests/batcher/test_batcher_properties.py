@@ -316,10 +316,12 @@ ENCODER_DECODER = FLAT | {
     "encoder_decoder": st.just(True),
 }
 GUESSED = {"lookahead": st.just(0), "block_size": st.sampled_from([1, 4]), "proposed_tokens": st.integers(1, 6)}
+RECURRENT = {"lookahead": st.just(0), "block_size": st.sampled_from([1, 4]), "state_slots": st.integers(8, 20)}
 BOUNDS = (
     st.builds(limits, **PADDED)
     | st.builds(limits, **(FLAT | GUESSED))
     | st.builds(limits, **(ENCODER_DECODER | GUESSED))
+    | st.builds(limits, **(FLAT | RECURRENT))
     | st.builds(limits, **FLAT)
     | st.builds(limits, **ENCODER_DECODER)
 )

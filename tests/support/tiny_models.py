@@ -346,7 +346,7 @@ def limits_of(engine: Engine, blocks: int, **changes: Any) -> BatchLimits:
     info = engine.info
     values = {
         name: getattr(info, name)
-        for name in ("block_size", "max_batch_size", "lookahead", "drafted_tokens", "encoder_decoder")
+        for name in ("block_size", "max_batch_size", "lookahead", "drafted_tokens", "encoder_decoder", "state_slots")
     }
     return limits(blocks * info.block_size, padded=False, **values | changes)
 

@@ -222,6 +222,8 @@ class Batcher:
         if not scheduled:  # a sequence that is retried waits for blocks that the others hold
             scheduled = self._allocate_blocks(block_manager, self._ready(), budget)
         block_manager.allocate_lookahead(scheduled)
+        if block_manager.states:
+            block_manager.states.plan_snapshots(scheduled)
         return scheduled
 
     def _with_proposals(self, speculator: Speculator, block_manager: BlockManager, plan: StepPlan) -> StepPlan:

@@ -6,11 +6,13 @@ preempts those whose turns are last; the first always proceeds. BlockPool owns t
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from tgis.batcher.block_pool import BlockPool
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import Sequence
+from tgis.batcher.state_slots import StateSlots
 from tgis.ipc.messages import BatcherCounters
 
 _HASH_BYTES = 16
@@ -32,6 +34,7 @@ class BlockManager:
         self.num_hashed_blocks = 0  # ever: hashing takes time
         self._prefix_cache = limits.prefix_cache and not limits.encoder_decoder
         self._lookahead = limits.lookahead
+        self.states = StateSlots(limits, self._block_hash) if limits.state_slots else None
 
     def blocks_for(self, seq: Sequence, tokens: int) -> int:
         """Number of blocks that hold this many tokens of a sequence; of an encoder-decoder at least the prompt."""
@@ -45,23 +48,28 @@ class BlockManager:
         return max(0, self.blocks_for(seq, tokens) - len(seq.block_table))
 
     def cached_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that a waiting sequence begins with; at least one token is left to compute."""
-        cached: list[int] = []
-        most, looked = self._max_cached_blocks(seq), len(seq.block_hashes)
-        while len(cached) < most:
-            looked = min(max(looked, 2 * len(cached) + 1), most)  # hash no more blocks than are likely to be found
-            cached = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
-            if len(cached) < looked:
-                break
-        return cached
+        """The cached blocks that a waiting sequence begins with; at least one token is left to compute.
+
+        With recurrent layers, those up to the last snapshot: the sequence computes the others again.
+        """
+        cached = self._find_cached(seq)
+        return cached[: self.states.pool.last_cached(seq.block_hashes[: len(cached)])] if self.states else cached
 
     def shares_inflight_prefix(self, seq: Sequence, other: Sequence) -> bool:
-        """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached."""
-        index = other.num_cached_blocks
-        if index >= min(self._max_cached_blocks(seq), len(other.tokens) // self.block_size):
+        """Whether the next block that `other` will fill is the first that a waiting sequence does not find cached.
+
+        With recurrent layers a prefix is found up to a snapshot only, so `other` is made to take one at the end of
+        their common blocks.
+        """
+        index, most = other.num_cached_blocks, min(self._max_cached_blocks(seq), len(other.tokens) // self.block_size)
+        if index >= most or self._block_hash(seq, 0) != self._block_hash(other, 0):
             return False
-        same_start = self._block_hash(seq, 0) == self._block_hash(other, 0)
-        return same_start and self._block_hash(seq, index) == self._block_hash(other, index)
+        shared = self._block_hash(seq, index) == self._block_hash(other, index)
+        if shared and self.states:
+            hashes, other_hashes = self._block_hashes(seq, most), self._block_hashes(other, most)
+            num_common = bisect_left(range(most), True, key=lambda index: hashes[index] != other_hashes[index])
+            other.state_boundaries.add(num_common)
+        return shared
 
     def needs_at_least(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether two look-ups show that a waiting sequence needs at least `num_blocks` free blocks."""
@@ -85,6 +93,8 @@ class BlockManager:
         if self._uses_prefix_cache(seq):
             counters.prefix_cache_queries += len(seq.tokens)
             counters.prefix_cache_hits += seq.num_computed_tokens
+        if self.states:
+            self.states.allocate(seq, len(self._find_cached(seq)))
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Give a sequence the blocks for `num_tokens` more tokens, all or none."""
@@ -112,22 +122,37 @@ class BlockManager:
             seq.block_table = seq.block_table[:needed]  # a new list: engines expect others only to grow
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Let others find the blocks that the sequence has filled."""
+        """Let others find the blocks that the sequence has filled, and the snapshots that its step has taken."""
         if self._prefix_cache:
             for index in range(seq.num_cached_blocks, seq.num_computed_tokens // self.block_size):
                 self.pool.set_hash(seq.block_table[index], self._block_hash(seq, index))
                 seq.num_cached_blocks += 1
+        if self.states:
+            self.states.step_succeeded(seq)
 
     def free(self, seqs: Iterable[Sequence]) -> None:
         """Take away all blocks, so that these sequences have no computed tokens any more."""
         for seq in seqs:
             self.pool.free(seq.block_table)
+            if self.states:
+                self.states.free(seq)
             seq.block_table = []
             seq.num_computed_tokens = seq.num_cached_blocks = 0
 
     def _uses_prefix_cache(self, seq: Sequence) -> bool:
         """Whether a sequence may start with cached blocks: prompt logprobs need the whole prompt computed."""
         return self._prefix_cache and not seq.wants_prompt_logprobs
+
+    def _find_cached(self, seq: Sequence) -> list[int]:
+        """The cached blocks that a waiting sequence begins with, whether there are states to go on from or not."""
+        cached: list[int] = []
+        most, looked = self._max_cached_blocks(seq), len(seq.block_hashes)
+        while len(cached) < most:
+            looked = min(max(looked, 2 * len(cached) + 1), most)  # hash no more blocks than are likely to be found
+            cached = self.pool.find_cached(self._block_hashes(seq, looked)[:looked])
+            if len(cached) < looked:
+                break
+        return cached
 
     def _max_cached_blocks(self, seq: Sequence) -> int:
         """Number of blocks that need not be computed if they are cached."""

@@ -46,6 +46,10 @@ class BlockPool:
         blocks = [*map(self._cached_blocks.get, hashes, repeat(_NOT_CACHED))]
         return blocks[: blocks.index(_NOT_CACHED)] if _NOT_CACHED in blocks else blocks
 
+    def last_cached(self, hashes: list[bytes]) -> int:
+        """The number of hashes up to the last one whose block is cached."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._cached_blocks), 0)
+
     def allocate(self, count: int) -> list[int]:
         """Take blocks to write to; `count` of them must be available."""
         assert count <= self.num_available
@@ -76,6 +80,14 @@ class BlockPool:
         if block not in self._hashes and block_hash not in self._cached_blocks:
             self._hashes[block] = block_hash
             self._cached_blocks[block_hash] = block
+
+    def forget(self, block_hash: bytes) -> None:
+        """Uncache the block with this content, if there is one."""
+        if (block := self._cached_blocks.pop(block_hash, None)) is not None:
+            del self._hashes[block]
+            if block not in self._ref_counts:
+                del self._evictable[block]
+                heappush(self._free_blocks, block)
 
     def _allocate_one(self) -> int:
         if self._free_blocks:

@@ -49,6 +49,7 @@ def batch_limits(options: EngineOptions, info: EngineInfo) -> BatchLimits:
         proposed_tokens=info.proposed_tokens,
         drafted_tokens=info.drafted_tokens,
         max_drafting=options.speculator_max_batch_size or info.max_batch_size,
+        state_slots=info.state_slots,
         vocab_size=info.vocab_size,
     )
 

@@ -88,6 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
     proposed_tokens: int = 0  # that such an engine verifies for a sequence in one step; 0: none
     drafted_tokens: int = 0  # of these, that a model of the engine drafts
+    state_slots: int = 0  # that such an engine has for the states of recurrent layers; 0: no such layers
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     kv_cache_dtype: str = "auto"  # int8; auto: that of the model
     max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
