@@ -1,7 +1,7 @@
 """Recurrent layers of a flat batch on CPUs, by recurrent.c: convolutions, the gated delta rule and selective scans.
 
-`slots` is int64 [tokens, 3]: the slot with the state of a sequence before its first token (-1: zeros; of later tokens it
-is ignored), the slot that has it after the last one, and a slot that gets a copy after this token (-1: none). Successive
+`slots` is int64 [tokens, 3]: the slot with the state of a sequence before its first token (-1: zeros; ignored at later
+tokens), the slot that has it after the last token, and a slot that gets a copy after this token (-1: none). Successive
 tokens with the same slot are a sequence, in order. A slot that is written for one sequence is not read for another.
 """
 
