@@ -14,6 +14,8 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
 from tgis.engines.kernels.cpu.library import CpuKernels
 
+_Limits = tuple[float, float]
+
 _MAX_TAPS = 8  # of a convolution, as in recurrent.c
 _MAX_SIZE = 1024  # of keys, or of a row of a state: scratch memory is on the stack
 
@@ -24,18 +26,10 @@ class _Strided(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("in_f32", ctypes.c_int64))
 
 
-class _FlatBatch(ctypes.Structure):
-    """`flat_batch` of recurrent.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "states", "slots")),
-        *((name, ctypes.c_int64) for name in ("tokens", "threads")),
-    )
-
-
 def _arguments(tensors: str, sizes: str, limits: str = "") -> type[ctypes.Structure]:
-    """A structure of recurrent.c with these fields."""
-    types = ("batch", _FlatBatch), (tensors, _Strided), (sizes, ctypes.c_int64), (limits, ctypes.c_float)
+    """A structure of recurrent.c: a `flat_batch`, then these fields."""
+    batch = ("y states slots", ctypes.c_void_p), ("tokens threads", ctypes.c_int64)
+    types = *batch, (tensors, _Strided), (sizes, ctypes.c_int64), (limits, ctypes.c_float)
     fields = [(name, kind) for names, kind in types for name in names.split()]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
@@ -61,7 +55,7 @@ class RecurrentKernels:
         assert tails.dtype == x.dtype, (tails.dtype, x.dtype)
         kind = -1 if activation is None else list(ACTIVATIONS).index(activation)
         y, batch = _batch(x, tails, slots)
-        self._convolve[x.dtype](_ConvArgs(batch, *_strided(x.dtype, x, weight, bias), *weight.shape, kind))
+        self._convolve[x.dtype](_ConvArgs(*batch, *_strided(x.dtype, x, weight.T, bias), *weight.shape, kind))
         return y
 
     def gated_delta_rule(
@@ -83,7 +77,7 @@ class RecurrentKernels:
         assert k.shape[2] <= _MAX_SIZE, k.shape
         y, batch = _batch(v, states, slots)
         tensors = _strided(v.dtype, q, k, v, g, beta)
-        self._delta_rule[v.dtype](_DeltaArgs(batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
+        self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
         return y
 
     def mamba2_scan(
@@ -95,13 +89,13 @@ class RecurrentKernels:
         c: Tensor,
         d: Tensor | None,
         dt_bias: Tensor | None,
-        dt_limit: tuple[float, float],
+        dt_limit: _Limits,
         states: Tensor,
         slots: Tensor,
     ) -> Tensor:
         """Mamba 2's scan of x [T, H, P]: dt [T, H], a, d, dt_bias [H], b, c [T, G, N], states [slots, H, P, N]."""
         optional = [None if tensor is None else tensor[:, None] for tensor in (d, dt_bias)]
-        return self._run_scan((x, dt[..., None], a[:, None, None], b, c), [*optional, None], dt_limit, states, slots)
+        return self._run_scan([x, dt[..., None], a[:, None, None], b, c], [*optional, None], dt_limit, states, slots)
 
     def mamba_scan(
         self,
@@ -121,15 +115,10 @@ class RecurrentKernels:
         """
         x, dt, b, c = (tensor[:, None] for tensor in (x, dt, b, c))
         optional = [d, dt_bias, None if z is None else z[:, None]]
-        return self._run_scan((x, dt, a[None], b, c), optional, (0.0, inf), states[:, None], slots)[:, 0]
+        return self._run_scan([x, dt, a[None], b, c], optional, (0.0, inf), states[:, None], slots)[:, 0]
 
     def _run_scan(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        optional: list[Tensor | None],
-        dt_limit: tuple[float, float],
-        states: Tensor,
-        slots: Tensor,
+        self, inputs: list[Tensor], optional: list[Tensor | None], dt_limit: _Limits, states: Tensor, slots: Tensor
     ) -> Tensor:
         """x, dt, a, b and c; d, dt_bias and z. They are repeated as recurrent.c has them."""
         x, dt, a, b, c = inputs
@@ -138,17 +127,17 @@ class RecurrentKernels:
         y, batch = _batch(x, states, slots)
         repeated = (None if tensor is None else tensor.expand(x.shape) for tensor in optional)
         tensors = _strided(x.dtype, x, dt.expand(x.shape), a.expand(states.shape[1:]), b, c, *repeated)
-        self._scan[x.dtype](_ScanArgs(batch, *tensors, *x.shape[1:], *b.shape[1:], *dt_limit))
+        self._scan[x.dtype](_ScanArgs(*batch, *tensors, *x.shape[1:], *b.shape[1:], *dt_limit))
         return y
 
 
-def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, _FlatBatch]:
-    """An output of the shape and dtype of `like`, and the batch for which it is computed."""
+def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, list[int]]:
+    """An output of the shape and dtype of `like`, and the `flat_batch` for which it is computed."""
     assert states.is_contiguous()
     assert slots.is_contiguous()
     assert (slots.dtype, slots.shape) == (torch.int64, (len(like), 3)), (slots.dtype, slots.shape, like.shape)
     y = torch.empty(like.shape, dtype=like.dtype)
-    return y, _FlatBatch(y.data_ptr(), states.data_ptr(), slots.data_ptr(), len(y), torch.get_num_threads())
+    return y, [y.data_ptr(), states.data_ptr(), slots.data_ptr(), len(y), torch.get_num_threads()]
 
 
 def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[_Strided]:
@@ -156,6 +145,8 @@ def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[_Strided]:
     assert all(x is None or x.dtype in (dtype, torch.float32) for x in tensors)
     strides = ctypes.c_int64 * 3
     return [
-        _Strided() if x is None else _Strided(x.data_ptr(), strides(*x.stride()), x.dtype == torch.float32)
+        _Strided()
+        if x is None
+        else _Strided(x.data_ptr(), strides(*[0] * (3 - x.ndim), *x.stride()), x.dtype == torch.float32)
         for x in tensors
     ]

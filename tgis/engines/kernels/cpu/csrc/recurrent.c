@@ -13,7 +13,7 @@
 #define COLUMN_VECS (COLUMNS / LANES)
 #define ROWS 32 /* of a state of a selective scan, the same */
 
-/* A tensor of up to three dimensions; NULL for none. */
+/* A tensor of three dimensions, the first of which may be missing, with a stride of 0; NULL for none. */
 typedef struct {
     const void *data;
     int64_t strides[3], in_f32; /* else it has elements of scalar_t */
@@ -38,32 +38,21 @@ static inline int begins(const flat_batch *batch, int64_t token) {
     return !token || token == batch->tokens || batch->slots[token - 1].slot != batch->slots[token].slot;
 }
 
-static inline int64_t offset_of(const strided *x, int64_t i, int64_t j, int64_t k) {
-    return i * x->strides[0] + j * x->strides[1] + k * x->strides[2];
-}
-
-static inline float load_scalar(const strided *x, int64_t at) {
-    return x->in_f32 ? ((const float *)x->data)[at] : load_partial((const scalar_t *)x->data + at, 1)[0];
-}
-
-/* The first `count` of LANES elements from `at` on, which are `stride` apart. What follows is 0 unless `stride` is. */
-INLINE f32_vec load_any(const strided *x, int64_t at, int64_t stride, int64_t count) {
-    if (!stride) return broadcast(load_scalar(x, at));
-    if (!x->in_f32) return load_strided((const scalar_t *)x->data + at, stride, count);
-    const float *from = (const float *)x->data + at;
-    if (stride == 1 && count >= LANES) return load_f32(from);
+/* `count` elements from [i, j, k] on in the last dimension; further lanes are 0, or repeat the element if its stride is 0. */
+INLINE f32_vec load_last(const strided *x, int64_t i, int64_t j, int64_t k, int64_t count) {
+    const int64_t stride = x->strides[2], at = i * x->strides[0] + j * x->strides[1] + k * stride;
+    const scalar_t *from = (const scalar_t *)x->data + at;
+    const float *from_f32 = (const float *)x->data + at;
+    if (!stride) return broadcast(x->in_f32 ? *from_f32 : load_partial(from, 1)[0]);
+    if (!x->in_f32) return load_strided(from, stride, count);
+    if (stride == 1 && count >= LANES) return load_f32(from_f32);
     float elements[LANES] = {0};
-    for (int64_t i = 0; i < min_i64(count, LANES); i++) elements[i] = from[i * stride];
+    for (int64_t lane = 0; lane < min_i64(count, LANES); lane++) elements[lane] = from_f32[lane * stride];
     return load_f32(elements);
 }
 
-/* From [i, j, k] on in the last dimension. */
-INLINE f32_vec load_last(const strided *x, int64_t i, int64_t j, int64_t k, int64_t count) {
-    return load_any(x, offset_of(x, i, j, k), x->strides[2], count);
-}
-
 INLINE f32_vec load_floats(const float *from, int64_t count) {
-    return load_any(&(strided){.data = from, .in_f32 = 1}, 0, 1, count);
+    return load_last(&(strided){from, {0, 0, 1}, 1}, 0, 0, 0, count);
 }
 
 INLINE void store_floats(float *to, f32_vec x, int64_t count) {
@@ -73,7 +62,7 @@ INLINE void store_floats(float *to, f32_vec x, int64_t count) {
 
 typedef struct {
     flat_batch batch;                   /* states [slots, taps - 1, channels]: the last inputs */
-    strided x, weight, bias;            /* [tokens, channels], [channels, taps], [channels] or none */
+    strided x, weight, bias;            /* [tokens, channels], [taps, channels], [channels] or none */
     int64_t channels, taps, activation; /* the latter as in activations.h, or -1 */
 } conv_args;
 
@@ -83,15 +72,6 @@ typedef struct {
     scalar_t inputs[MAX_TAPS][CHANNELS];
     float weight[MAX_TAPS][CHANNELS];
 } channel_block;
-
-static void load_weight(const conv_args *p, channel_block *block) {
-    const int64_t stride = p->weight.strides[0];
-    for (int64_t i = 0; i < block->count; i += LANES)
-        for (int64_t tap = 0; tap < p->taps; tap++) {
-            const int64_t at = offset_of(&p->weight, block->first + i, tap, 0);
-            store_f32(block->weight[tap] + i, load_any(&p->weight, at, stride, block->count - i));
-        }
-}
 
 /* Reads all inputs but the oldest one from a slot, or writes them there. */
 static void copy_tail(const conv_args *p, int64_t slot, int writes, channel_block *block) {
@@ -108,11 +88,10 @@ static void convolve_token(const conv_args *p, int64_t token, channel_block *blo
     memmove(block->inputs[0], block->inputs[1], (p->taps - 1) * sizeof *block->inputs);
     for (int64_t i = 0; i < block->count; i += LANES) {
         const int64_t channel = block->first + i, count = block->count - i;
-        const scalar_t *x = (const scalar_t *)p->x.data + offset_of(&p->x, token, channel, 0);
-        __builtin_prefetch(x + TOKENS_AHEAD * p->x.strides[0]);
-        store_partial(block->inputs[p->taps - 1] + i, load_strided(x, p->x.strides[1], count), count);
+        __builtin_prefetch((const scalar_t *)p->x.data + (token + TOKENS_AHEAD) * p->x.strides[1] + channel * p->x.strides[2]);
+        store_partial(block->inputs[p->taps - 1] + i, load_last(&p->x, 0, token, channel, count), count);
         f32_vec sum = {0};
-        if (p->bias.data) sum = load_any(&p->bias, channel * p->bias.strides[0], p->bias.strides[0], count);
+        if (p->bias.data) sum = load_last(&p->bias, 0, 0, channel, count);
         for (int64_t tap = 0; tap < p->taps; tap++)
             sum = fma_vec(load(block->inputs[tap] + i), load_f32(block->weight[tap] + i), sum);
         if (p->activation >= 0) sum = activate(sum, p->activation);
@@ -126,7 +105,9 @@ void EXPORT(causal_conv)(const conv_args *p) {
 #pragma omp parallel for num_threads(batch->threads) if (batch->tokens * p->channels >= PARALLEL_ELEMENTS)
     for (int64_t channel = 0; channel < p->channels; channel += CHANNELS) {
         channel_block block = {.first = channel, .count = min_i64(CHANNELS, p->channels - channel)};
-        load_weight(p, &block);
+        for (int64_t tap = 0; tap < p->taps; tap++)
+            for (int64_t i = 0; i < block.count; i += LANES)
+                store_f32(block.weight[tap] + i, load_last(&p->weight, 0, tap, channel + i, block.count - i));
         for (int64_t token = 0; token < batch->tokens; token++) {
             const token_slots *slots = batch->slots + token;
             if (begins(batch, token)) copy_tail(p, slots->source, 0, &block);
@@ -197,8 +178,8 @@ INLINE void update_columns(const int64_t width, const delta_args *p, const state
     const int64_t token = part->token, head = part->head;
     const float q_scale = 1 / sqrtf(p->key_size * (p->normalize ? dot(q, q, p->key_size) + 1e-6f : 1));
     const float k_scale = p->normalize ? 1 / sqrtf(dot(k, k, p->key_size) + 1e-6f) : 1;
-    const f32_vec decay = exp_f32(broadcast(load_scalar(&p->decay, offset_of(&p->decay, token, head, 0))));
-    const f32_vec beta = broadcast(load_scalar(&p->beta, offset_of(&p->beta, token, head, 0)));
+    const f32_vec decay = exp_f32(broadcast(load_last(&p->decay, 0, token, head, 1)[0]));
+    const f32_vec beta = broadcast(load_last(&p->beta, 0, token, head, 1)[0]);
     const f32_vec attention = broadcast(dot(q, k, p->key_size));
     scalar_t *y = p->batch.y + (token * p->heads + head) * p->size + part->first;
     f32_vec of_query[COLUMN_VECS] = {{0}}, delta[COLUMN_VECS] = {{0}};
@@ -239,14 +220,14 @@ void EXPORT(gated_delta_rule)(const delta_args *p) {
 typedef struct {
     flat_batch batch;      /* states [slots, heads, size, state_size] */
     strided x, dt;         /* [tokens, heads, size] */
-    strided a;             /* [heads, size, state_size], in float32; a stride of 0 if rows have one */
+    strided a;             /* [heads, size, state_size], in float32; may be one value for each head */
     strided b, c;          /* [tokens, groups, state_size] */
     strided d, dt_bias, z; /* [tokens, heads, size], or none */
     int64_t heads, size, groups, state_size;
     float dt_min, dt_max;
 } scan_args;
 
-/* For some rows: dt * x, and the logarithm of the decay but for the factor a, to base 2; the decay if rows have one. */
+/* For some rows: dt * x, and the logarithm of the decay but for the factor a, to base 2; the decay if heads have one a. */
 static void prepare_rows(const scan_args *p, const state_part *part, float *inputs, float *decays) {
     for (int64_t i = 0; i < part->count; i += LANES) {
         const int64_t token = part->token, head = part->head, row = part->first + i, count = part->count - i;
@@ -255,7 +236,7 @@ static void prepare_rows(const scan_args *p, const state_part *part, float *inpu
         dt = -max_vec(broadcast(-p->dt_max), -max_vec(broadcast(p->dt_min), softplus(dt)));
         store_f32(inputs + i, dt * load_last(&p->x, token, head, row, count));
         f32_vec decay = dt * LOG2_E;
-        if (!p->a.strides[2]) decay = exp2_f32(decay * load_any(&p->a, offset_of(&p->a, head, row, 0), p->a.strides[1], count));
+        if (!p->a.strides[2]) decay = exp2_f32(decay * load_last(&p->a, head, row, 0, count));
         store_f32(decays + i, decay);
     }
 }
@@ -301,7 +282,7 @@ static void finish_rows(const scan_args *p, const state_part *part, const float 
 static void step_scan(const void *args, const state_part *part) {
     const scan_args *p = args;
     const int64_t group = part->head * p->groups / p->heads, size = p->state_size;
-    const float *a = (const float *)p->a.data + offset_of(&p->a, part->head, part->first, 0);
+    const float *a = (const float *)p->a.data + part->head * p->a.strides[0] + part->first * p->a.strides[1];
     float b[padded(size)] ALIGNED, c[padded(size)] ALIGNED, inputs[ROWS], decays[ROWS], sums[ROWS];
     load_row(&p->b, part->token, group, size, b);
     load_row(&p->c, part->token, group, size, c);
