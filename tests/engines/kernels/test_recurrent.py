@@ -110,9 +110,12 @@ def test_computes_what_transformers_does_whatever_the_batch(
     expected = run(Plain(), *(x.float() for x in (*of_tokens, *others)))
     wide = [torch.cat([x.flatten(1), x.flatten(1)], 1)[:, x[0].numel() :].view_as(x) for x in of_tokens]
     turned = [x.mT.contiguous().mT for x in of_tokens]
-    for kernels in map(RecurrentKernels, kernels_here()):
+    of_isas: dict[str, Tensor] = {}
+    for library in kernels_here():
+        kernels = RecurrentKernels(library)
         states = new_states(run, state, dtype)
         whole = run(kernels, *of_tokens, *others, states, slots_of(TOKENS, -1, 0, (29, 1)))
+        of_isas[library.isa] = whole
         assert (whole - expected).norm() < (1e-6 if dtype == torch.float32 else 5e-3) * expected.norm()
         for views in (wide, turned):
             assert torch.equal(run(kernels, *views, *others, states, slots_of(TOKENS, -1, 2)), whole)
@@ -127,6 +130,8 @@ def test_computes_what_transformers_does_whatever_the_batch(
                 assert torch.equal(y[-9:], whole[30:39])
             assert torch.equal(torch.cat(parts), whole)
             assert torch.equal(states[3], states[0])
+    of_isas.pop("generic")  # it has no instruction that multiplies and adds
+    assert all(torch.equal(whole, output) for output in of_isas.values())
 
 
 @each_operator

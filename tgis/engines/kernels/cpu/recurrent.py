@@ -72,7 +72,8 @@ class RecurrentKernels:
     ) -> Tensor:
         """Linear attention [T, HV, DV] of q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
 
-        Before each token a state decays by e^g. Each head of q and k serves as many consecutive heads of v.
+        Before each token a state decays by e^g. Each head of q and k serves as many consecutive heads of v. A state has
+        the first 32 of the DV columns of a head as [DK, 32], then the next ones.
         """
         assert k.shape[2] <= _MAX_SIZE, k.shape
         y, batch = _batch(v, states, slots)
