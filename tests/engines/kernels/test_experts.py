@@ -90,7 +90,7 @@ def test_experts_are_those_of_transformers_and_no_token_depends_on_others(
 
 def test_other_formulas_are_left_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
     experts = experts_of("plain")
-    experts.act_fn = nn.Softplus()
+    experts.act_fn = nn.Mish()
     block = nn.Sequential(experts)
     kernels = kernels_here()[-1]
     assert pack_experts(block, GemmSelector(kernels), kernels) == 0

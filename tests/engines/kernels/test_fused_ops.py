@@ -182,6 +182,7 @@ def test_gated_mlps_of_transformers_are_replaced(
         *[(ACT2FN[name], name) for name in ("silu", "relu", "relu2")],
         (nn.ReLU(inplace=True), "relu"),
         (nn.Tanh(), "tanh"),
+        (nn.Softplus(), "softplus"),
     ],
 )
 def test_activations_of_transformers_are_replaced(
@@ -197,6 +198,14 @@ def test_activations_of_transformers_are_replaced(
         assert error(expected[:, row], found[:, row]) < ERROR[dtype]
     assert torch.equal(model.part(x.transpose(0, 2)), found.transpose(0, 2))
     assert model.part(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["exp", "softplus"])
+def test_exponentials_are_the_same_wherever_an_element_stands(kernels: CpuKernels, name: str) -> None:
+    x = torch.cat([torch.linspace(-87, 88, 999), torch.tensor([-torch.inf, 89, 500, torch.inf])])
+    function = Activation(nn.Identity(), name, kernels)
+    torch.testing.assert_close(function(x), ACTIVATIONS[name](x.double()).float(), rtol=1e-6, atol=0)
+    assert torch.equal(torch.cat([function(part) for part in x.split(7)]), function(x))
 
 
 @pytest.mark.parametrize("dtype", ERROR)

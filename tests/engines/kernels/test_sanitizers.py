@@ -14,7 +14,7 @@ from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
 
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so.6")  # the last because PyTorch throws exceptions
-NAMES = ("collectives", "cpu_attention", "cpu_sampling", "fused_ops", "linear", "quantized", "recording")
+NAMES = ("collectives", "cpu_attention", "cpu_sampling", "fused_ops", "linear", "quantized", "recording", "recurrent")
 FILES = [f"tests/engines/kernels/test_{name}.py" for name in NAMES]
 LEFT_OUT = "not amx"  # which is emulated by a handler of signals
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import gelu, linear, relu, silu, softplus
 
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, is_special, rows_close
@@ -26,6 +26,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elemen
     "relu2": lambda x: relu(x).square(),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "softplus": softplus,
 }
 
 

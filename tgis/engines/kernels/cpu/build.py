@@ -24,6 +24,7 @@ _SOURCES = (
     "gumbel_max.c",
     "kv_cache.c",
     "quantized_gemm.c",
+    "recurrent.c",
     "replay.c",
 )
 _F32, _BF16 = "-DBF16=0", "-DBF16=1"  # the functions of each source, by dtype

@@ -42,6 +42,22 @@ static inline f32_vec tanh_precise(f32_vec x) {
     return (f32_vec)((is_small & (u32_vec)(x + x * s * sum)) | (~is_small & (u32_vec)tanh_f32(x)));
 }
 
+/* e^x with a relative error below 5e-7: 0 where it would be denormal, infinite from 2^127.5 on. */
+static inline f32_vec exp_f32(f32_vec x) {
+    x = -max_vec((f32_vec){0} - 89.0f, -max_vec((f32_vec){0} - 104.0f, x));
+    const f32_vec power = x * LOG2_E, rest = fma_vec(x, broadcast(1.92596299e-8f), fma_vec(x, broadcast(LOG2_E), -power));
+    return exp2_f32(power) * fma_vec(rest, broadcast(0.693147181f), broadcast(1.0f));
+}
+
+/* log(1 + e^x) = max(x, 0) + log(1 + e^-|x|), the latter as 2 artanh(z) for z = e^-|x| / (2 + e^-|x|). */
+static inline f32_vec softplus(f32_vec x) {
+    const f32_vec e = exp_f32((f32_vec)((u32_vec)x | 0x80000000));
+    const f32_vec z = e / (2.0f + e), w = z * z;
+    f32_vec sum = fma_vec(w, broadcast(0.134337753f), broadcast(0.141169786f));
+    sum = fma_vec(w, fma_vec(w, sum, broadcast(0.200038359f)), broadcast(0.333333194f));
+    return max_vec((f32_vec){0}, x) + fma_vec(2.0f * z * w, sum, 2.0f * z);
+}
+
 static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of activations.py */
     switch (kind) {
     case 0: return silu(x);
@@ -50,7 +66,9 @@ static inline f32_vec activate(f32_vec x, int64_t kind) { /* in the order of act
     case 3: return max_vec((f32_vec){0}, x);
     case 4: x = max_vec((f32_vec){0}, x); return x * x;
     case 5: return tanh_precise(x);
-    default: return sigmoid(x);
+    case 6: return sigmoid(x);
+    case 7: return exp_f32(x);
+    default: return softplus(x);
     }
 }
 

@@ -8,8 +8,6 @@
 
 #include "gemm.h"
 
-#include <math.h>
-
 #define BLOCK 32         /* inputs with one scale in activations: GROUP of weight.py */
 #define HALF_BLOCK 16    /* inputs: the size of a group of the weight is a multiple */
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
@@ -28,23 +26,6 @@ typedef struct {
 } packed_codes;
 
 static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
-
-static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
-
-/* a * b + c, rounded once. */
-static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
-#if defined(__AVX512F__)
-    return (f32_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (f32_vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (f32_vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    f32_vec sum = {0};
-    for (int lane = 0; lane < LANES; lane++) sum[lane] = fmaf(a[lane], b[lane], c[lane]);
-    return sum;
-#endif
-}
 
 /* The scales (`which` 0) or offsets (1) of a group, from output `first` of the tile on. */
 INLINE const void *group_at(const packed_codes *weight, int64_t tile, int64_t group, int which, int64_t first) {

@@ -111,13 +111,6 @@ typedef struct {
     float scalar; /* in place of b, if that is NULL */
 } strided_params;
 
-static inline f32_vec load_strided(const scalar_t *from, int64_t stride, int64_t count) {
-    if (stride == 1) return load_partial(from, count);
-    scalar_t found[LANES] = {0};
-    for (int64_t i = 0; i < min_i64(count, LANES); i++) found[i] = from[i * stride];
-    return load(found);
-}
-
 static inline int64_t offset_of(int64_t row, const int64_t sizes[4], const int64_t strides[4]) {
     return row / sizes[2] / sizes[1] * strides[0] + row / sizes[2] % sizes[1] * strides[1] + row % sizes[2] * strides[2];
 }

@@ -4,6 +4,7 @@
 #ifndef SIMD_H
 #define SIMD_H
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -57,6 +58,23 @@ static inline f32_vec load_f32(const float *from) {
 
 static inline void store_f32(float *to, f32_vec x) { memcpy(to, &x, sizeof x); }
 
+static inline f32_vec broadcast(float x) { return x - (f32_vec){0}; } /* + would make 0 of -0, which takes an instruction */
+
+/* a * b + c, rounded once. */
+static inline f32_vec fma_vec(f32_vec a, f32_vec b, f32_vec c) {
+#if defined(__AVX512F__)
+    return (f32_vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (f32_vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (f32_vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    f32_vec sum = {0};
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = fmaf(a[lane], b[lane], c[lane]);
+    return sum;
+#endif
+}
+
 static inline u32_vec load_u32(const void *from) {
     u32_vec x;
     memcpy(&x, from, sizeof x);
@@ -109,6 +127,14 @@ static inline f32_vec load_partial(const scalar_t *from, int64_t count) {
     scalar_t padded[LANES] = {0};
     memcpy(padded, from, count * sizeof *padded);
     return load(padded);
+}
+
+/* The same of elements that are `stride` apart. */
+static inline f32_vec load_strided(const scalar_t *from, int64_t stride, int64_t count) {
+    if (stride == 1) return load_partial(from, count);
+    scalar_t elements[LANES] = {0};
+    for (int64_t i = 0; i < min_i64(count, LANES); i++) elements[i] = from[i * stride];
+    return load(elements);
 }
 
 static inline void store_partial(scalar_t *to, f32_vec x, int64_t count) {

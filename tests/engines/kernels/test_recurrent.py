@@ -1,0 +1,155 @@
+"""Kernels of recurrent layers against transformers; the same bits in chunks, beside neighbours and for any strides."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cpu_kernels import kernels_here, num_threads, of_best_isa, seeded
+from torch import Tensor
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
+from transformers.models.jamba.modeling_jamba import mamba_selective_scan
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
+
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.recording import Recorder
+from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
+
+deterministic, best_kernels = seeded, of_best_isa
+Shapes = list[tuple[int, ...]]
+TOKENS, SLOTS, LIMIT = 75, 5, (0.01, 0.9)
+
+
+class Plain:
+    """Transformers' functions for one sequence from its start."""
+
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *_: Tensor) -> Tensor:
+        return causal_conv1d_fn(x.T[None], weight, bias, activation)[0].T
+
+    def gated_delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Tensor, normalize: bool
+    ) -> Tensor:
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        inputs = (x[None] for x in (q, k, v, g, beta))
+        return torch_recurrent_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=normalize)[0][0]
+
+    def mamba2_scan(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, bias: Tensor, limit: Any, *_: Tensor
+    ) -> Tensor:
+        options = {"D": d, "dt_bias": bias, "dt_softplus": True, "dt_limit": limit}
+        return mamba2_chunk_scan(x[None], dt[None], a, b[None], c[None], 16, **options)[0]
+
+    def mamba_scan(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, bias: Tensor, *_: Tensor
+    ) -> Tensor:
+        x, dt, b, c, z = (tensor.T[None] for tensor in (x, dt, b, c, z))
+        return mamba_selective_scan(x, dt, a, b, c, d, z, delta_bias=bias, delta_softplus=True)[0].T
+
+
+def decay(x: Tensor) -> Tensor:
+    return -(x * x).float()
+
+
+def conv(k: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
+    return k.causal_conv(x, weight, bias, "silu", *rest)
+
+
+def delta_rule(normalize: bool) -> Callable[..., Tensor]:
+    def run(kernels: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Tensor) -> Tensor:
+        return kernels.gated_delta_rule(q, k / 8, v, decay(g), beta * beta / 4, *rest, normalize=normalize)
+
+    return run
+
+
+def mamba2(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, *rest: Tensor) -> Tensor:
+    return k.mamba2_scan(x, dt, decay(a), b, c, d, rest[0], LIMIT, *rest[1:])
+
+
+def mamba(
+    k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor, a: Tensor, d: Tensor, *rest: Tensor
+) -> Tensor:
+    return k.mamba_scan(x, dt, decay(a), b, c, d, z, *rest)
+
+
+OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] = [  # inputs of tokens, others, state
+    (conv, [(200,)], [(200, 4), (200,)], (3, 200)),
+    (conv, [(17,)], [(17, 2), (17,)], (1, 17)),
+    (delta_rule(normalize=True), [(2, 48), (2, 48), (4, 64), (4,), (4,)], [], (4, 48, 64)),
+    (delta_rule(normalize=False), [(1, 20), (1, 20), (3, 43), (3,), (3,)], [], (3, 20, 43)),
+    (mamba2, [(4, 64), (4,), (2, 32), (2, 32)], [(4,), (4,), (4,)], (4, 64, 32)),
+    (mamba2, [(3, 35), (3,), (1, 21), (1, 21)], [(3,), (3,), (3,)], (3, 35, 21)),
+    (mamba, [(96,), (96,), (16,), (16,), (96,)], [(96, 16), (96,), (96,)], (96, 16)),
+    (mamba, [(37,), (37,), (5,), (5,), (37,)], [(37, 5), (37,), (37,)], (37, 5)),
+]
+each_operator = pytest.mark.parametrize(("run", "inputs", "constants", "state"), OPERATORS)
+
+
+def drawn(inputs: Shapes, constants: Shapes, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    of_tokens = [torch.randn(TOKENS, *shape).to(dtype) for shape in inputs]
+    return of_tokens, [torch.randn(shape).to(dtype) for shape in constants]
+
+
+def new_states(run: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full((SLOTS, *shape), torch.nan, dtype=dtype if run is conv else torch.float32)
+
+
+def slots_of(count: int, source: int, slot: int, *saves: tuple[int, int]) -> Tensor:
+    slots = torch.tensor([[source, slot, -1]]).repeat(count, 1)
+    for token, save in saves:
+        slots[token, 2] = save
+    return slots
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_operator
+def test_computes_what_transformers_does_whatever_the_batch(
+    run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, state: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    of_tokens, others = drawn(inputs, constants, dtype)
+    expected = run(Plain(), *(x.float() for x in (*of_tokens, *others)))
+    wide = [torch.cat([x.flatten(1), x.flatten(1)], 1)[:, x[0].numel() :].view_as(x) for x in of_tokens]
+    turned = [x.mT.contiguous().mT for x in of_tokens]
+    of_isas: dict[str, Tensor] = {}
+    for library in kernels_here():
+        kernels = RecurrentKernels(library)
+        states = new_states(run, state, dtype)
+        whole = run(kernels, *of_tokens, *others, states, slots_of(TOKENS, -1, 0, (29, 1)))
+        of_isas[library.isa] = whole
+        assert (whole - expected).norm() < (1e-6 if dtype == torch.float32 else 5e-3) * expected.norm()
+        for views in (wide, turned):
+            assert torch.equal(run(kernels, *views, *others, states, slots_of(TOKENS, -1, 2)), whole)
+            assert torch.equal(states[2], states[0])
+        with num_threads(3):
+            parts = []
+            for first, last in pairwise((0, 1, 3, 30, 31, TOKENS)):  # beside neighbours, one after the snapshot
+                batch = [torch.cat([x[:9], x[first:last], x[30:39]]) for x in of_tokens]
+                slots = slots_of(9, -1, 4), slots_of(last - first, 3 if first else -1, 3), slots_of(9, 1, 2)
+                y = run(kernels, *batch, *others, states, torch.cat(slots))
+                parts.append(y[9:-9])
+                assert torch.equal(y[-9:], whole[30:39])
+            assert torch.equal(torch.cat(parts), whole)
+            assert torch.equal(states[3], states[0])
+    of_isas.pop("generic")  # it has no instruction that multiplies and adds
+    assert all(torch.equal(whole, output) for output in of_isas.values())
+
+
+@each_operator
+def test_one_recording_serves_any_number_of_tokens(
+    best_kernels: CpuKernels, run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, state: tuple[int, ...]
+) -> None:
+    kernels, states = RecurrentKernels(best_kernels), new_states(run, state, torch.float32)
+    of_tokens, others = drawn(inputs, constants, torch.float32)
+    slots = slots_of(TOKENS, -1, 0)
+
+    def run_first(sizes: tuple[int, ...]) -> Tensor:
+        first = slice(0, sizes[0])
+        return run(kernels, *(x[first] for x in of_tokens), *others, states, slots[first])
+
+    with torch.inference_mode():
+        replay, output = Recorder(best_kernels).record_resizable(run_first, (TOKENS,))
+        for count in (TOKENS, 7, 1):
+            for x in of_tokens:
+                x.copy_(torch.randn_like(x))
+            replay((count,))
+            assert torch.equal(output[:count], run_first((count,)))

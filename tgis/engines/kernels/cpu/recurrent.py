@@ -1,0 +1,153 @@
+"""Recurrent layers of a flat batch on CPUs, by recurrent.c: convolutions, the gated delta rule and selective scans.
+
+`slots` is int64 [tokens, 3]: the slot with the state of a sequence before its first token (-1: zeros; ignored at later
+tokens), the slot that has it after the last token, and a slot that gets a copy after this token (-1: none). Successive
+tokens with the same slot are a sequence, in order. A slot that is written for one sequence is not read for another.
+"""
+
+import ctypes
+from math import inf
+
+import torch
+from torch import Tensor
+
+from tgis.engines.kernels.cpu.activations import ACTIVATIONS
+from tgis.engines.kernels.cpu.library import CpuKernels
+
+_Limits = tuple[float, float]
+
+_MAX_TAPS = 8  # of a convolution, as in recurrent.c
+_MAX_SIZE = 1024  # of keys, or of a row of a state: scratch memory is on the stack
+
+
+class _Strided(ctypes.Structure):
+    """`strided` of recurrent.c."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("in_f32", ctypes.c_int64))
+
+
+def _arguments(tensors: str, sizes: str, limits: str = "") -> type[ctypes.Structure]:
+    """A structure of recurrent.c: a `flat_batch`, then these fields."""
+    batch = ("y states slots", ctypes.c_void_p), ("tokens threads", ctypes.c_int64)
+    types = *batch, (tensors, _Strided), (sizes, ctypes.c_int64), (limits, ctypes.c_float)
+    fields = [(name, kind) for names, kind in types for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+_ConvArgs = _arguments("x weight bias", "channels taps activation")
+_DeltaArgs = _arguments("q k v decay beta", "key_heads key_size heads size normalize")
+_ScanArgs = _arguments("x dt a b c d dt_bias z", "heads size groups state_size", "dt_min dt_max")
+
+
+class RecurrentKernels:
+    """The kernels. Inputs may have any strides, and float32 or the dtype of the output; states are contiguous."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._convolve = kernels.functions("causal_conv", [ctypes.POINTER(_ConvArgs)])
+        self._delta_rule = kernels.functions("gated_delta_rule", [ctypes.POINTER(_DeltaArgs)])
+        self._scan = kernels.functions("selective_scan", [ctypes.POINTER(_ScanArgs)])
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tails: Tensor, slots: Tensor
+    ) -> Tensor:
+        """A convolution of each channel, then an activation: x [T, C], weight [C, K], tails [slots, K - 1, C]."""
+        assert weight.shape[1] <= _MAX_TAPS, weight.shape
+        assert tails.dtype == x.dtype, (tails.dtype, x.dtype)
+        kind = -1 if activation is None else list(ACTIVATIONS).index(activation)
+        y, batch = _batch(x, tails, slots)
+        self._convolve[x.dtype](_ConvArgs(*batch, *_strided(x.dtype, x, weight.T, bias), *weight.shape, kind))
+        return y
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        slots: Tensor,
+        *,
+        normalize: bool,
+    ) -> Tensor:
+        """Linear attention [T, HV, DV] of q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
+
+        Before each token a state decays by e^g. Each head of q and k serves as many consecutive heads of v. A state has
+        the first 32 of the DV columns of a head as [DK, 32], then the next ones.
+        """
+        assert k.shape[2] <= _MAX_SIZE, k.shape
+        y, batch = _batch(v, states, slots)
+        tensors = _strided(v.dtype, q, k, v, g, beta)
+        self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
+        return y
+
+    def mamba2_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_limit: _Limits,
+        states: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Mamba 2's scan of x [T, H, P]: dt [T, H], a, d, dt_bias [H], b, c [T, G, N], states [slots, H, P, N]."""
+        optional = [None if tensor is None else tensor[:, None] for tensor in (d, dt_bias)]
+        return self._run_scan([x, dt[..., None], a[:, None, None], b, c], [*optional, None], dt_limit, states, slots)
+
+    def mamba_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        states: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Mamba's scan of x [T, I], times silu(z): dt, z [T, I], a [I, N], b, c [T, N], d, dt_bias [I], states
+        [slots, I, N].
+        """
+        x, dt, b, c = (tensor[:, None] for tensor in (x, dt, b, c))
+        optional = [d, dt_bias, None if z is None else z[:, None]]
+        return self._run_scan([x, dt, a[None], b, c], optional, (0.0, inf), states[:, None], slots)[:, 0]
+
+    def _run_scan(
+        self, inputs: list[Tensor], optional: list[Tensor | None], dt_limit: _Limits, states: Tensor, slots: Tensor
+    ) -> Tensor:
+        """x, dt, a, b and c; d, dt_bias and z. They are repeated as recurrent.c has them."""
+        x, dt, a, b, c = inputs
+        assert b.shape[2] <= _MAX_SIZE, b.shape
+        assert a.dtype == torch.float32, a.dtype
+        y, batch = _batch(x, states, slots)
+        repeated = (None if tensor is None else tensor.expand(x.shape) for tensor in optional)
+        tensors = _strided(x.dtype, x, dt.expand(x.shape), a.expand(states.shape[1:]), b, c, *repeated)
+        self._scan[x.dtype](_ScanArgs(*batch, *tensors, *x.shape[1:], *b.shape[1:], *dt_limit))
+        return y
+
+
+def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, list[int]]:
+    """An output of the shape and dtype of `like`, and the `flat_batch` for which it is computed."""
+    assert states.is_contiguous()
+    assert slots.is_contiguous()
+    assert (slots.dtype, slots.shape) == (torch.int64, (len(like), 3)), (slots.dtype, slots.shape, like.shape)
+    y = torch.empty(like.shape, dtype=like.dtype)
+    return y, [y.data_ptr(), states.data_ptr(), slots.data_ptr(), len(y), torch.get_num_threads()]
+
+
+def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[_Strided]:
+    """The tensors as arguments of a function for a dtype."""
+    assert all(x is None or x.dtype in (dtype, torch.float32) for x in tensors)
+    strides = ctypes.c_int64 * 3
+    return [
+        _Strided()
+        if x is None
+        else _Strided(x.data_ptr(), strides(*[0] * (3 - x.ndim), *x.stride()), x.dtype == torch.float32)
+        for x in tensors
+    ]
