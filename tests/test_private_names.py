@@ -20,6 +20,7 @@ FILES = {
     "engines/paged/batch.py",
     "engines/paged/compile.py",
     "engines/paged/self_check.py",
+    "engines/paged/states.py",
 }
 _PUBLIC = {"_exit", "_replace", "_name"}  # documented: of os, of named tuples, of libraries in ctypes
 _INTERNALS = {"__globals__", "__closure__", "__code__"}

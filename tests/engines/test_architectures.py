@@ -23,6 +23,7 @@ from tiny_models import (
     GPT2_LIKE,
     LLAMA_LIKE,
     MORE_ARCHITECTURES,
+    RECURRENT,
     REFUSED_ENCODER_DECODERS,
     T5_LIKE,
     TOKEN_IDS,
@@ -51,6 +52,7 @@ from tgis.ipc.request import Request
 NEW_TOKENS = 12
 # kinds of attention, positions, heads and layers that no other fast test has
 FAST = {"Mistral", "OPT, 350m", "GPTBigCode", "Falcon, 40b", "GptOss", "DeepseekV3", "T5", "Bart", "M2M100"}
+FAST |= {"Qwen3Next", "GraniteMoeHybrid, H", "Jamba", "Lfm2"}
 
 
 def read_table() -> dict[str, tuple[str, str]]:
@@ -104,11 +106,13 @@ def test_paged_rows_joining_at_random_equal_solo_runs(name: str, tmp_path: Path)
         with pytest.raises(Unsupported, match=MESSAGES[why]):
             PagedEngine(options)
         return
-    bounds = limits(
-        80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7, proposed_tokens=3
+    bounds = limits(80, padded=False, block_size=16, prefix_cache=True, max_batch_size=6, prefill_tokens=7)
+    kind = (
+        {"state_slots": 9}
+        if name in RECURRENT
+        else {"proposed_tokens": 3, "encoder_decoder": make_config(name).is_encoder_decoder}
     )
-    encodes = make_config(name).is_encoder_decoder
-    check(directory, PagedEngine(options), dataclasses.replace(bounds, encoder_decoder=encodes))
+    check(directory, PagedEngine(options), dataclasses.replace(bounds, **kind))
 
 
 def check(directory: Path, engine: Engine, bounds: BatchLimits) -> None:

@@ -107,10 +107,58 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
+HYBRID = LLAMA_LIKE | {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = HYBRID | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+DELTA_EXPERTS = DELTA | {
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+ONLY_STATES = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+SHARED_ATTENTION = LLAMA_LIKE | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "mamba_d_state": 8,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3Next": DELTA_EXPERTS,
+    "Qwen3_5Text": DELTA | {"head_dim": 8},
+    "Qwen3_5MoeText": DELTA_EXPERTS,
+    "OlmoHybrid": DELTA | {"linear_num_value_heads": 2},
+    "GraniteMoeHybrid, H": LLAMA_LIKE
+    | STATE_SPACE
+    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Bamba": LLAMA_LIKE | STATE_SPACE | {"attn_layer_indices": [1]},
+    "FalconH1": LLAMA_LIKE | STATE_SPACE | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
+    "NemotronH": LLAMA_LIKE
+    | {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "head_dim": 8}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
+    "Mamba2": ONLY_STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "Zamba2": SHARED_ATTENTION | {"n_mamba_heads": 4, "num_mem_blocks": 1, "hybrid_layer_ids": [1, 3]},
+    "Jamba": LLAMA_LIKE
+    | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    "Mamba": ONLY_STATES,
+    "FalconMamba": ONLY_STATES,
+    "Zamba": SHARED_ATTENTION | {"n_mamba_heads": 2},
+    "Lfm2": LLAMA_LIKE | {"layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": LLAMA_LIKE
+    | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+ARCHITECTURES |= RECURRENT
 HEAD = LLAMA_LIKE | {"head_dim": 8}
 SMALL_WINDOW = {"sliding_window": 8}
 LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-STATE_SPACE = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 # tests find out which engine runs these, but run no batches of joining and leaving sequences
 MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Apertus": LLAMA_LIKE,
@@ -123,8 +171,6 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DiffLlama": LLAMA_LIKE,
     "Ernie4_5": HEAD,
     "Exaone4": LLAMA_LIKE | SMALL_WINDOW,
-    "FalconH1": LLAMA_LIKE,
-    "FalconMamba": STATE_SPACE,
     "GPTNeoXJapanese": FALCON_LIKE | {"intermediate_multiple_size": 2},
     "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
     "Glm": HEAD,
@@ -137,11 +183,8 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"shared_intermediate_size": 48, "mamba_n_heads": 8},
     "Helium": HEAD,
     "HunYuanDenseV1": HEAD,
-    "Jamba": LLAMA_LIKE | {"num_experts": 2},
     "JetMoe": LLAMA_LIKE | LOCAL_EXPERTS | {"kv_channels": 8},
-    "Lfm2": LLAMA_LIKE | {"full_attn_idxs": [1]},
     "Llama4Text": HEAD | LOCAL_EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
-    "Mamba": STATE_SPACE,
     "MiniMax": HEAD | LOCAL_EXPERTS,
     "Ministral": HEAD | SMALL_WINDOW,
     "Ministral3": HEAD | SMALL_WINDOW,
@@ -152,7 +195,6 @@ MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Persimmon": LLAMA_LIKE,
     "Phimoe": LLAMA_LIKE | LOCAL_EXPERTS | {"sliding_window": 256},
     "Qwen2Moe": LLAMA_LIKE | FEW_EXPERTS | {"shared_expert_intermediate_size": 16},
-    "Qwen3Next": HEAD | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2},
     "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
     "Rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
     "SeedOss": HEAD,
@@ -246,6 +288,14 @@ EXPERTS: dict[str, PreTrainedConfig] = {  # more than a token chooses
         for name in ("Mixtral", "GraniteMoe", "GptOss")
     },
 }
+_WIDER = {"head_dim": 16, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_d_ssm": 64, "linear_key_head_dim": 24}
+_WIDER |= {"hidden_size": 64, "max_position_embeddings": 512}
+WIDE_RECURRENT: dict[str, PreTrainedConfig] = {
+    name: make_config(name, **{size: value for size, value in _WIDER.items() if size in settings})
+    for name, settings in RECURRENT.items()
+    if name != "Zamba"  # multiplies by a parameter for each head, with PyTorch
+}
+WIDE_RECURRENT["Mamba2"] = make_config("Mamba2", hidden_size=64, head_dim=16)
 WIDE_ENCODER_DECODERS = {
     name: make_wide_config(name, **LONG) for name in ("T5", "T5, flan", "UMT5", "Bart", "M2M100", "Marian")
 }

@@ -44,9 +44,10 @@ def load_engine(
     if options.kv_cache_dtype == "bfloat16" != info.dtype:
         raise StartError(f"KV_CACHE_DTYPE=bfloat16, but {info.model_class} is in {info.dtype}")
     if options.speculation == "lookup" and not info.proposed_tokens:
-        warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU")
+        warn(options, "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, and attention in all layers")
     if options.speculator_path and not info.drafted_tokens:
-        warn(options, "SPECULATOR_NAME has no effect: it needs tgis_native on a CPU, and SPECULATION_MAX_TOKENS")
+        needs = "tgis_native on a CPU, attention in all layers, and SPECULATION_MAX_TOKENS"
+        warn(options, f"SPECULATOR_NAME has no effect: it needs {needs}")
     store = options.adapter_store
     if store and store.path and not info.supports_adapters:
         warn(options, f"PREFIX_STORE_PATH has no effect: {info.model_class} takes no adapters")

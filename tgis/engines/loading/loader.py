@@ -13,6 +13,7 @@ import transformers
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -46,6 +47,10 @@ _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all name
 NO_TABLE = 1 << 40  # positions
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _MAX_NAMES = 3  # of weights in a warning
+_TEXT_TOWER = {  # names of its weights in checkpoints of models for images, and as the text model has them
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
+}
 
 
 def select_device(options: EngineOptions) -> torch.device:
@@ -72,7 +77,17 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1) < 1:
             raise StartError(f"{path}: num_hidden_layers must be at least 1")
+        return _text_tower(config)
+
+
+def _text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text model in a model of text and images that transformers loads as nothing else."""
+    text = config.get_text_config(decoder=True)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.text_tower_of = config.model_type
+    return text
 
 
 def engine_info(
@@ -133,6 +148,9 @@ def look_at_model(
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         size = check_model_fits(auto_class, options, config, dtype, device, quantization)
+        if options.num_shards > 1 and has_other_state(size[0]):
+            kind = type(size[0]).__name__
+            raise StartError(f"{options.model_path}: NUM_SHARD must be 1 for {kind}, which has recurrent layers")
         if quantization and quantization.checkpoint and options.num_shards > 1:
             check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
         return auto_class, config, dtype, quantization, size
@@ -264,6 +282,7 @@ def _from_pretrained(
         distributed_config=sharding.loading if sharding else None,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # else an error that does not say which
+        key_mapping=_TEXT_TOWER if hasattr(config, "text_tower_of") else None,
         **source,
     )
     kind = type(model).__name__
@@ -271,11 +290,11 @@ def _from_pretrained(
         raise StartError(f"{path}: {name} has the shape {[*shape]} in the files, {[*expected]} in {kind}")
     if missing := sorted(loading["missing_keys"]):  # transformers would fill them with random numbers
         raise StartError(f"{path}: {len(missing)} weights of {kind} are missing, {missing[0]} for one")
-    if unused := sorted(loading["unexpected_keys"]):
+    if hasattr(config, "text_tower_of"):
+        log.info("%s is served as %s, without its other parts", config.text_tower_of, kind)
+    elif unused := sorted(loading["unexpected_keys"]):
         names = ", ".join([*(f"{name:.100}" for name in unused[:_MAX_NAMES]), *["..."] * (len(unused) > _MAX_NAMES)])
         log.warning("%s: %d weights in the files have no place in %s: %s", path, len(unused), kind, names)
-    if _has_other_state(model):  # sequences could not leave the batch
-        raise StartError(f"{path}: models that keep more than a KV cache ({config.model_type}) are not supported")
     return model
 
 
@@ -295,7 +314,7 @@ def _check_finite(model: PreTrainedModel, path: str) -> None:
             raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {weight.dtype}")
 
 
-def _has_other_state(model: PreTrainedModel) -> bool:
+def has_other_state(model: PreTrainedModel) -> bool:
     """Whether some layer keeps state other than keys and values of all tokens: a convolution, a state space."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     return not _ATTENTION_LAYERS.issuperset(kinds) if kinds else model._is_stateful  # hybrids may be all attention

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tgis.batcher.capacity import check_max_sequence_length
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, kv_dtype_of
-from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, look_at_model, select_device
+from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, has_other_state, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
 from tgis.engines.sharding.plans import num_kv_heads
 from tgis.ipc.messages import EngineOptions
@@ -30,18 +30,28 @@ class UnloadedModel:
         coded = kv_dtype_of(options.kv_cache_dtype, self.device) is not None
         self.caches = _kv_bytes(self.model, coded=coded)
 
-    def table(self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, drafter: int = 0) -> list[str]:
+    def table(
+        self,
+        engine: str,
+        room: int,
+        kv_cache: tuple[int, float, int],
+        step: int,
+        drafter: int = 0,
+        states: tuple[int, int] = (0, 0),
+    ) -> list[str]:
         """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;
-        `drafter`: of the weights of a model that drafts.
+        `drafter`: of the weights of a model that drafts; `states`: slots for them, the bytes of each.
 
         StartError without `room`, in tokens, for the longest request.
         """
         check_max_sequence_length(room, self._options.max_sequence_length)
         tokens, token_bytes, fixed_bytes = kv_cache
+        slots, slot_bytes = states
         rows = {
             "weights, as loaded": self.weights,
             "weights of SPECULATOR_NAME": drafter,
             f"KV cache, full: {tokens} tokens of {format_bytes(token_bytes)}": tokens * token_bytes + fixed_bytes,
+            f"states of recurrent layers: {slots} slots of {format_bytes(slot_bytes)}": slots * slot_bytes,
             "the largest step beside it, estimated": step,
         }
         memory = f"{format_bytes(available_memory(self.device))} of {format_bytes(total_memory(self.device))} are free"
@@ -67,15 +77,19 @@ def _kv_bytes(model: PreTrainedModel, *, coded: bool) -> list[list[int]]:
         return size + SCALE_BYTES if coded else size * states.itemsize
 
     encodes = model.config.is_encoder_decoder
-    names = ("input_ids", "decoder_input_ids") if encodes else ("input_ids", "attention_mask")
+    names = ["input_ids"]
+    if encodes or not has_other_state(model):  # recurrent layers look for zeros in a mask
+        names.append("decoder_input_ids" if encodes else "attention_mask")
     ids = torch.ones(1, 2, dtype=torch.int64, device="meta")
     try:
         model.set_attn_implementation("eager")  # other masks depend on values, as other mixtures of experts do
         model.set_experts_implementation("batched_mm")
         with torch.device("meta"), torch.inference_mode():
-            cache = model.eval()(**dict.fromkeys(names, ids), use_cache=True).past_key_values
+            output = model.eval()(**dict.fromkeys(names, ids), use_cache=True)
+        cache = output.get("past_key_values", output.get("cache_params"))
         caches = [cache.self_attention_cache, cache.cross_attention_cache] if encodes else [cache]
-        states = [[(layer.keys, layer.values) for layer in part.layers] for part in caches]
+        layers = [[layer for layer in part.layers if getattr(layer, "keys", None) is not None] for part in caches]
+        states = [[(layer.keys, layer.values) for layer in part] for part in layers]
     except (RuntimeError, ValueError, AttributeError):
         return []
     return [[sum(t.shape[1] * row(t) for t in pair) for pair in layers] for layers in states]

@@ -66,4 +66,5 @@ def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, T
 def _look_up(cos: Tensor, sin: Tensor, compute: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != cos.dtype:
         return compute(x, position_ids)
+    position_ids = position_ids[0] if position_ids.ndim > 2 else position_ids  # of text all dimensions are the same
     return embedding(position_ids, cos), embedding(position_ids, sin)

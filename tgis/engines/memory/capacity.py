@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,12 +75,25 @@ class KVBudget:
     to_load: int = 0  # bytes of weights that are not loaded yet
     extra_blocks: int = 0  # an encoder-decoder's, beyond those of its tokens in one row
 
+    def with_states(self, slot_bytes: int, measure: Measure) -> tuple[int, "KVBudget"]:
+        """The number of slots for the states of recurrent layers, and what they leave for the KV cache: for each
+        sequence a slot and a snapshot, in at most half of what there is for sequences. StartError for none.
+        """
+        most = self._available_bytes(measure) // 2 // slot_bytes
+        if most < 1:
+            raise StartError(f"no memory is left for states of {format_bytes(slot_bytes)}: grant more memory")
+        slots = min(2 * self.max_batch_size, most)
+        rows = min(self.max_batch_size, slots)
+        return slots, replace(self, max_batch_size=rows, to_load=self.to_load + slots * slot_bytes)
+
     def num_blocks(self, block_bytes: int, measure: Measure) -> int:
         """The number of blocks that fit into memory, but no more than the largest batch can fill. StartError for none,
         or if the options want more.
         """
         longest = -(-self.options.max_sequence_length // self.block_size) + self.extra_blocks
         blocks = self.max_batch_size * longest
+        if not block_bytes:  # no layer has attention
+            return blocks
         if self.options.kv_cache_bytes is not None:
             blocks = min(blocks, self.options.kv_cache_bytes // self.options.num_shards // block_bytes)
         elif self.options.estimate_memory == "manual":

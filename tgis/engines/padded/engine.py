@@ -21,7 +21,7 @@ from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.profiler import DummyRunner, profile
 from tgis.engines.padded.causal_lm import CausalLM
 from tgis.engines.padded.kv_cache import padded_cost
-from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, PaddedModel
+from tgis.engines.padded.model import MAX_LOGPROB_TOKENS, MAX_PREFILL_TOKENS, PaddedModel, check_states
 from tgis.engines.padded.seq2seq_lm import Seq2SeqLM
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.sampler import BatchSampler
@@ -40,6 +40,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PaddedModel:
 def describe_memory(options: EngineOptions) -> list[str]:
     """The memory that a start will need; StartError if it does not fit."""
     unloaded = UnloadedModel(options)
+    check_states(unloaded.model, options)
     if not unloaded.caches:
         return unknown_memory("hf_transformers", options)
     rows, longest = unloaded.max_batch_size, options.max_sequence_length

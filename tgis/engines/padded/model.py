@@ -11,14 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence
-from tgis.engines.loading.loader import engine_info, load_model, select_kernels
+from tgis.engines.loading.loader import engine_info, has_other_state, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import encoder_input
 from tgis.engines.memory.capacity import KVCacheCost
 from tgis.engines.padded.kv_cache import PaddedKVCache, padding_mask
 from tgis.engines.sampling.logprobs import first_prompt_logprobs, prompt_logprobs
+from tgis.errors import StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import TokenLogprobs
 
@@ -87,6 +89,7 @@ class TransformersModel(PaddedModel):
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.model = load_model(options, device)
+        check_states(self.model, options)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
         self.info = engine_info(
@@ -98,6 +101,13 @@ class TransformersModel(PaddedModel):
             max_prefill_tokens=MAX_PREFILL_TOKENS[device.type],
             lora_targets=self.lora.targets,
         )
+
+
+def check_states(model: PreTrainedModel, options: EngineOptions) -> None:
+    """StartError for a model with states besides its KV cache, which sequences could not take along."""
+    if has_other_state(model):
+        kind = model.config.model_type
+        raise StartError(f"{options.model_path}: models that keep more than a KV cache ({kind}) are not supported")
 
 
 def chunked_prefill(

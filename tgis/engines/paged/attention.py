@@ -26,6 +26,7 @@ from tgis.engines.paged.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
     from tgis.engines.paged.batch import FlatBatch
+    from tgis.engines.paged.states import RecurrentStates
 
 _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding included
 _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many there are
@@ -97,6 +98,8 @@ class PagedAttention:
         self._self_test = KernelSelfTest()
         self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
+        self.states: RecurrentStates | None = None  # of recurrent layers
+        self.shares_modules = False  # layers that have called
         self.cache = PagedKVCache(0, block_size)
         self._key_scales: dict[nn.Module, Tensor] = {}  # of codes, fixed by the first keys that a module gives
         self.windows: set[int | None] = set()  # of layers that have called
@@ -138,10 +141,12 @@ class PagedAttention:
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
             return self.attend(batch.attention, query, key, value, kv_cache, whole)
-        kv_cache = self.cache.layer(module.layer_idx, key, value)
+        index = module.layer_idx if self.states is None else self.states.attention_layer_of(module)
+        self.shares_modules |= index != module.layer_idx
+        kv_cache = self.cache.layer(index, key, value)
         if self.cache.kv_dtype and module not in self._key_scales:
             self._key_scales[module] = channel_scales(key[0])
-        self.modules[module.layer_idx] = module
+        self.modules[index] = module
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
         scales = self._key_scales.get(module)

@@ -2,6 +2,7 @@
 tensors from which replayed steps read theirs.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,6 +38,7 @@ class FlatBatch:
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are computed
     spans: list[PromptSpan]  # of soft prompts
     all_logits: bool = False  # `logits_indices` are all tokens, in order
+    state_slots: Tensor | None = None  # int64 [tokens, 3], as in recurrence.py; None: no recurrent layers
     adapters: PlacedAdapters | None = None  # by token; None: no sequence has an adapter
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
     encoder: "FlatBatch | None" = None  # inputs to encode before this pass
@@ -78,8 +80,9 @@ class BatchBuilder:
 
     _has_prompt_logprobs = True
 
-    def __init__(self, block_size: int, device: torch.device, lora: LoraLayers) -> None:
+    def __init__(self, block_size: int, device: torch.device, lora: LoraLayers, *, has_states: bool = False) -> None:
         self._block_size = block_size
+        self._has_states = has_states
         self._device = device
         self._lora = lora
         self._tables = _BlockTables()
@@ -145,10 +148,13 @@ class BatchBuilder:
             logits_indices,
             step_metadata,
             self._lora.place(adapters_of(work)),
+            [number for row in state_slots(work) for number in row] if self._has_states else [],
             *(self._block_table(seq)[: -(-positions.stop // size)] for seq, positions in prefills),
         ]
         on_device = upload(parts, self._device)
-        tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, adapters, *chunk_tables = on_device
+        tokens, positions, slot_mapping, tables, seq_lens, indices, metadata, adapters, states, *chunk_tables = (
+            on_device
+        )
         chunks, start = [], len(decodes)
         for (_, computed), block_table in zip(prefills, chunk_tables, strict=True):
             chunks.append(PrefillChunk(slice(start, start + len(computed)), computed.start, block_table))
@@ -158,6 +164,7 @@ class BatchBuilder:
             spans=[],
             all_logits=logits_indices == list(range(len(input_ids))),
             adapters=self._lora.placed(adapters),
+            state_slots=states.view(-1, 3) if self._has_states else None,
             step_metadata=metadata,
         )
 
@@ -165,6 +172,14 @@ class BatchBuilder:
 def slots(block_table: SequenceOf[int], positions: range, block_size: int) -> list[int]:
     """The slots of the KV cache, counted in tokens, in which the keys and values of these positions are."""
     return [block_table[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def state_slots(work: Work) -> Iterator[tuple[int, int, int]]:
+    """For each token the slots of its sequence's states, as in recurrence.py."""
+    for seq, positions in work:
+        source = seq.state_source if seq.state_source >= 0 or not positions.start else seq.state_slot
+        for position in positions:
+            yield source, seq.state_slot, seq.state_saves.get(position, -1)
 
 
 def adapters_of(work: Work) -> list[LoraAdapter | None]:
@@ -182,13 +197,22 @@ class StaticInputs:
     more. Cross-attention has the blocks and the lengths of the encoded inputs by row.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, *, cross_attention: bool = False) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device,
+        *,
+        cross_attention: bool = False,
+        has_states: bool = False,
+    ) -> None:
         """Make room for `max_rows` tokens of sequences of up to `max_blocks` blocks."""
         columns = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)]
         block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
         self.max_rows = max_rows
         self._buffers = *columns, block_tables
         self._indices = torch.arange(max_rows, device=device)
+        self._state_slots = columns[0].new_full((max_rows, 3), -1) if has_states else None
         self.cross = None
         if cross_attention:
             self.cross = AttentionMetadata.decodes(torch.zeros_like(block_tables), torch.zeros_like(columns[0]))
@@ -204,6 +228,7 @@ class StaticInputs:
             *(input_ids, positions, AttentionMetadata(slot_mapping, tables, seq_lens, []), self._indices[:size], []),
             all_logits=True,
             adapters=None if adapter_version is None else PlacedAdapters(adapters, adapter_version),
+            state_slots=None if self._state_slots is None else self._state_slots[:size],
             cross=self.cross and AttentionMetadata.decodes(self.cross.block_tables[:size], self.cross.seq_lens[:size]),
         )
 
@@ -215,6 +240,8 @@ class StaticInputs:
         inputs = [batch.input_ids, batch.positions, attention.slot_mapping, seq_lens]
         inputs += [batch.adapters.first_columns] if batch.adapters else []
         torch._foreach_copy_(columns[: len(inputs)], inputs)  # one kernel
+        if self._state_slots is not None and batch.state_slots is not None:
+            self._state_slots[: len(batch.state_slots)].copy_(batch.state_slots)
         num_decodes, width = attention.block_tables.shape
         block_tables[:num_decodes, :width].copy_(attention.block_tables)
         for chunk in attention.chunks:

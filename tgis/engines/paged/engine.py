@@ -14,7 +14,7 @@ import torch
 
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.base import BaseEngine, StepResult, warn
 from tgis.engines.host_memory import upload
 from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
@@ -27,6 +27,7 @@ from tgis.engines.paged.attention import PagedKVCache
 from tgis.engines.paged.attention_hooks import cross_attention_modules, repeats_of_keys
 from tgis.engines.paged.encoder_decoder import EXTRA_BLOCKS
 from tgis.engines.paged.model_runner import ModelRunner
+from tgis.engines.paged.states import RecurrentStates, unloaded_slot_bytes
 from tgis.engines.sampling.draws import select_ops
 from tgis.engines.sampling.grammar_masks import append_forced_tokens
 from tgis.engines.sampling.logprobs import PromptLogprobs
@@ -37,6 +38,7 @@ from tgis.engines.speculation.proposals import Drafter, keep_what_follows, with_
 from tgis.errors import Unsupported, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.ipc.request import Request, SamplingParams
+from tgis.utils.logs import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +65,12 @@ def describe_memory(options: EngineOptions) -> list[str]:
     token_bytes = sum(sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config) for model in models)
     extra = EXTRA_BLOCKS if encodes else 0
     to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
+    slot_bytes = unloaded_slot_bytes(unloaded.model)
     budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
+    num_slots, budget = budget.with_states(slot_bytes, lambda: step) if slot_bytes else (0, budget)
     room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter)
+    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter, (num_slots, slot_bytes))
 
 
 class PagedEngine(BaseEngine):
@@ -118,7 +122,7 @@ class PagedEngine(BaseEngine):
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[device.type],
-            proposed_tokens=0 if lookahead else _proposed_tokens(self._options, device),
+            proposed_tokens=0 if lookahead or runner.states is not None else _proposed_tokens(self._options, device),
             drafted_tokens=self._drafter.max_tokens,
             max_positions=encoder.max_positions if encoder else max_positions(runner.model),
             decoder_start_token_id=encoder.outputs.decoder_start_token_id if encoder else None,
@@ -129,7 +133,7 @@ class PagedEngine(BaseEngine):
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
-        if not _drafts(self._options, self.runner.device):
+        if self.runner.states is not None or not _drafts(self._options, self.runner.device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
         return load_drafter(self._options, self.runner.model, load)
@@ -155,6 +159,8 @@ class PagedEngine(BaseEngine):
         extra = EXTRA_BLOCKS if self.runner.encoder else 0
         rows, device = self.info.max_batch_size, self.runner.device
         budget = KVBudget(self._options, device, rows, self._block_size, extra_blocks=extra)
+        if self.runner.states is not None:
+            budget = self._allocate_states(self.runner.states, budget)
         num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, self._step_bytes))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
         self.runner.attention.cache = PagedKVCache(num_blocks + scratch_blocks, self._block_size, self.runner.kv_dtype)
@@ -173,6 +179,18 @@ class PagedEngine(BaseEngine):
             max_request_tokens=encoder_decoder_room(capacity, self._block_size) if self.runner.encoder else capacity,
             kv_cache_bytes=sum_of_ranks(num_blocks * bytes_per_block),
         )
+
+    def _allocate_states(self, states: RecurrentStates, budget: KVBudget) -> KVBudget:
+        """Take memory for states, and for as many snapshots; what is left for the KV cache and the rows."""
+        slot_bytes = states.bytes_per_slot
+        num_slots, budget = budget.with_states(slot_bytes, self._step_bytes)
+        rows = budget.max_batch_size
+        if rows < self.info.max_batch_size:
+            warn(self._options, f"MAX_BATCH_SIZE is {rows}: each sequence has {format_bytes(slot_bytes)} of states")
+        log.info("states of recurrent layers: %d slots of %s", num_slots, format_bytes(slot_bytes))
+        states.allocate(num_slots)
+        self.info = msgspec.structs.replace(self.info, max_batch_size=rows, state_slots=num_slots)
+        return budget
 
     def _step_bytes(self) -> int:
         """Bytes that the largest step takes beside the KV cache. An estimate is good enough on CPUs, where the cache

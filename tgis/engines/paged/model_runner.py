@@ -6,6 +6,7 @@ The model code is transformers' own, its attention replaced by ours, which is ch
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 
@@ -39,6 +40,7 @@ from tgis.engines.paged.self_check import (
     verify_encoder_decoder,
     verify_steps,
 )
+from tgis.engines.paged.states import install_states
 from tgis.engines.sharding.collectives import least_of_ranks, reduces_in_kernels
 from tgis.errors import Unsupported
 from tgis.ipc.messages import EngineInfo, EngineOptions
@@ -67,7 +69,9 @@ class ModelRunner:
         self.kernels = select_kernels(options, self.device)
         self.lora = LoraLayers(self.model, self.kernels, _MIN_LORA_COLUMNS[self.device.type])
         self.attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self.kernels)
-        self.batch_builder = BatchBuilder(block_size, self.device, self.lora)
+        self.states = self.attention.states = install_states(self.model, self.kernels)
+        has_states = self.states is not None
+        self.batch_builder = BatchBuilder(block_size, self.device, self.lora, has_states=has_states)
         self.encoder: PagedEncoder | None = None
         if self.model.config.is_encoder_decoder:
             self._max_blocks += EXTRA_BLOCKS
@@ -121,7 +125,7 @@ class ModelRunner:
         if self.kernels and self.attention.runs_cpu_kernel and reduces_in_kernels(self.model):
             tabulate_angles(self.model, self._max_blocks * self._block_size)
             inputs = self._static_inputs(max(info.max_batch_size, 1 + info.proposed_tokens))
-            self.graphs = RecordedSteps(self._forward, self.kernels, inputs, info.max_prefill_tokens)
+            self.graphs = RecordedSteps(self._forward, self.kernels, inputs, info.max_prefill_tokens, self.states)
             for _ in ("recorded", "verified"):
                 self.dummy_logits()
 
@@ -137,7 +141,8 @@ class ModelRunner:
             self.graphs = None
 
     def _static_inputs(self, rows: int) -> StaticInputs:
-        return StaticInputs(rows, self._max_blocks, self.device, cross_attention=bool(self.encoder))
+        encodes, has_states = self.encoder is not None, self.states is not None
+        return StaticInputs(rows, self._max_blocks, self.device, cross_attention=encodes, has_states=has_states)
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""
@@ -150,11 +155,12 @@ class ModelRunner:
                 arguments["logits_to_keep"] = batch.logits_indices
             # Compiled graphs guard the storage offset of a view, which differs from step to step.
             arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
+        carried_on = self.states.using(batch.state_slots, arguments) if self.states is not None else nullcontext()
 
         def forward() -> torch.Tensor:
             return self.model(use_cache=False, **arguments).logits[0]
 
-        with self.lora.using(batch.adapters):
+        with self.lora.using(batch.adapters), carried_on:
             return self.compiled.run(forward) if self.compiled else forward()
 
     def _verify_attention(self) -> None:

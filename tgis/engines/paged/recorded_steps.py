@@ -9,6 +9,7 @@ on what else is in the batch.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 
@@ -20,6 +21,7 @@ from tgis.engines.kernels.cpu.recording import Recorder
 from tgis.engines.kernels.cpu.replay import RecordedPass, ResizablePass
 from tgis.engines.paged.attention_metadata import AttentionMetadata
 from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_stale
+from tgis.engines.paged.states import RecurrentStates
 from tgis.errors import Unsupported
 
 log = logging.getLogger(__name__)
@@ -34,17 +36,28 @@ Replay = Callable[[FlatBatch], Tensor | None]  # the logits until the next call;
 class RecordedSteps:
     """The recorded steps of one engine. A model that cannot be recorded runs eagerly."""
 
-    def __init__(self, forward: Forward, kernels: CpuKernels, inputs: StaticInputs, max_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        kernels: CpuKernels,
+        inputs: StaticInputs,
+        max_prefill_tokens: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
         """Steps have up to `max_prefill_tokens` tokens of prompts, beside the decodes that `inputs` have rows for."""
         tokens, rows = max_prefill_tokens + inputs.max_rows, inputs.max_rows
-        self._decodes = _Attempts("decode steps", lambda: RecordedDecodes(forward, Recorder(kernels), inputs).run)
+        self._decodes = _Attempts(
+            "decode steps", lambda: RecordedDecodes(forward, Recorder(kernels), inputs, states).run
+        )
         self._prefills = _Attempts(
             "steps with prompts", lambda: RecordedPrefill(forward, Recorder(kernels), tokens, rows).run
         )
 
     def run(self, batch: FlatBatch) -> Tensor | None:
         """The logits of a batch, until the next call; None if it has to run eagerly."""
-        return (self._prefills if batch.attention.chunks else self._decodes).run(batch)
+        if batch.attention.chunks:
+            return self._prefills.run(batch) if batch.state_slots is None else None
+        return self._decodes.run(batch)
 
 
 class _Attempts:
@@ -90,8 +103,11 @@ class _RecordedStep:
 class RecordedDecodes:
     """The recorded passes of decodes, by number of sequences and version of the adapters."""
 
-    def __init__(self, forward: Forward, recorder: Recorder, inputs: StaticInputs) -> None:
+    def __init__(
+        self, forward: Forward, recorder: Recorder, inputs: StaticInputs, states: RecurrentStates | None = None
+    ) -> None:
         self._forward = forward
+        self._states = states
         self._recorder = recorder
         self._inputs = inputs
         self._steps: dict[StepKey, _RecordedStep] = {}
@@ -103,18 +119,25 @@ class RecordedDecodes:
         adapters = batch.adapters.version if batch.adapters else None
         key = batch.attention.num_decodes, adapters
         static, step = self._inputs.batch(*key), self._steps.get(key)
-        if step is None:
-            if adapters is not None:
-                self._steps = without_stale(self._steps, adapters)
-            self._steps[key] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(static)))
-        elif step.verified:
+        if step and step.verified:
             step.replay()
-        else:
-            eager = self._forward(static)
-            step.replay()
-            if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
-                raise Unsupported(_OTHER_LOGITS)
-            step.verified = True
+            return step.logits
+        if step is None and adapters is not None:
+            self._steps = without_stale(self._steps, adapters)
+        with (
+            self._states.preserved(static.state_slots)
+            if self._states is not None
+            else nullcontext(lambda: None) as restore
+        ):
+            if step is None:
+                self._steps[key] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(static)))
+            else:
+                eager = self._forward(static)
+                restore()
+                step.replay()
+                if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
+                    raise Unsupported(_OTHER_LOGITS)
+                step.verified = True
         return step.logits
 
 

@@ -24,6 +24,7 @@ from tgis.engines.loading.loader import input_vocab_size
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hooked_modules, install_hooks
 from tgis.engines.paged.batch import FlatBatch
+from tgis.engines.paged.states import recurrent_modules
 from tgis.engines.sharding.collectives import least_of_ranks
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
@@ -64,7 +65,7 @@ def verify_attention(
     install_hooks(model, attention, -(-max(max_sequence_length, _NUM_TOKENS) // block_size) * block_size)
     logits, outputs = _paged_logits(tokens, attention, compute_logits, calls)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(attention.cache) != num_layers:
+    if len(attention.cache) != num_layers and not recurrent_modules(model):  # of hybrids the logits tell
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"
@@ -168,6 +169,7 @@ def dummy_sequence(
     options = LogprobOptions(input_tokens=prompt_logprobs)
     seq = Sequence(Request(-1, tokens, 2, logprob_options=options), arrival_time=0.0)
     seq.tokens += output or []
+    seq.state_slot = 0
     seq.block_table = list(range(-(-len(seq.tokens) // block_size) + 1))
     return seq
 
@@ -248,6 +250,9 @@ def _paged_logits(
         computed, prompt_slices = compute_logits(StepPlan([seq], [count], [], has_prefill=True))
         logits.append(computed[prompt_slices[seq.id]])
         chunk = slice(seq.num_computed_tokens, seq.num_computed_tokens + count)
+        if attention.shares_modules:  # a call does not tell its layer
+            calls.clear()
+            outputs.clear()
         for call, output in zip(calls, outputs, strict=True):  # of the batch that was just computed
             output.append(call.repeat(chunk))
         seq.num_computed_tokens += count

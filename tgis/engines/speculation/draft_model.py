@@ -42,6 +42,8 @@ def load_drafter(
             return MLPSpeculator(Path(path), config, model, rows)
     try:
         engine = load(_draft_options(options))
+        if engine.runner.states is not None:
+            raise Unsupported("states of recurrent layers cannot be taken back")
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error
     sizes = input_vocab_size(model), model.get_output_embeddings().out_features

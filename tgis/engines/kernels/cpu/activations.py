@@ -8,11 +8,14 @@ import copy
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu, softplus
+from torch.overrides import TorchFunctionMode
 
+from tgis.engines.kernels.cpu.gemm import CpuGemm
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, is_special, rows_close
 
@@ -32,14 +35,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elemen
 
 
 class Activation(nn.Module):  # type: ignore[misc]
-    """An activation, as the module `plain` computes it."""
+    """An activation, as `plain` computes it."""
 
     runs_cpu_kernel = True
 
-    def __init__(self, plain: nn.Module, name: str, kernels: CpuKernels) -> None:
+    def __init__(self, plain: Callable[[Tensor], Tensor], name: str, kernels: CpuKernels) -> None:
         super().__init__()
         argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 6
-        self._plain = plain.forward
+        self._plain = plain
         self._functions = kernels.functions("activation", argtypes)
         self._kind = list(ACTIVATIONS).index(name)
 
@@ -61,7 +64,7 @@ class GatedMlp(Activation):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), as the module `plain` computes it, whose names it keeps."""
 
     def __init__(self, plain: nn.Module, activation: str, kernels: CpuKernels) -> None:
-        super().__init__(plain, activation, kernels)
+        super().__init__(plain.forward, activation, kernels)
         self._names = _gated_projections(plain)
         for name in self._names:
             setattr(self, name, getattr(plain, name))
@@ -76,6 +79,40 @@ class GatedMlp(Activation):
         return down_proj(self._run(gate, up))
 
 
+class InvariantFunctions(TorchFunctionMode):  # type: ignore[misc]
+    """Within it our kernels compute activations, and means of rows, wherever a model calls PyTorch's functions, as in
+    gates of recurrent layers.
+    """
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__()
+        names: dict[str, tuple[Any, ...]] = {
+            name: (getattr(torch, name), getattr(Tensor, name)) for name in ("exp", "sigmoid", "tanh")
+        }
+        names |= {"silu": (silu,), "softplus": (softplus,)}
+        self._cpu_kernels = kernels
+        self._means: dict[int, CpuGemm] = {}  # by size
+        self._kernels = {
+            function: Activation(function, name, kernels) for name, functions in names.items() for function in functions
+        }
+
+    def __torch_function__(self, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
+        kernel, kwargs = self._kernels.get(function), kwargs or {}
+        if kernel is not None and len(args) == 1 and not any(kwargs.values()):  # silu may get inplace=False
+            return kernel(args[0])
+        is_mean = function is Tensor.mean and args[1:] == (-1,) and kwargs == {"keepdim": True}
+        if is_mean and args[0].dtype == torch.float32:
+            return self._mean(args[0])
+        return function(*args, **kwargs)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """The mean over the last dimension, which stays."""
+        size = x.shape[-1]
+        if size not in self._means:
+            self._means[size] = CpuGemm(torch.full((1, size), 1 / size), self._cpu_kernels, torch.float32)
+        return self._means[size](x, None)
+
+
 def as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
     """A replacement for the module, if that is an activation."""
     if [*module.children(), *module.parameters(), *module.buffers()] or is_special(module):
@@ -83,7 +120,7 @@ def as_activation(module: nn.Module, kernels: CpuKernels) -> Activation | None:
     x = inputs_of_all_sizes()
     output = module(x.clone())
     name = next((name for name, function in ACTIVATIONS.items() if rows_close(function(x), output)), None)
-    return None if name is None else Activation(module, name, kernels)
+    return None if name is None else Activation(module.forward, name, kernels)
 
 
 def as_gated_mlp(module: nn.Module, kernels: CpuKernels) -> GatedMlp | None:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass
+from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -206,7 +207,7 @@ class _RouterWeight:
 
 def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernels) -> int:
     """Replace the experts of a CPU model, and their routers, in place; how many layers have others from then on."""
-    sigmoid = Activation(nn.Sigmoid(), "sigmoid", kernels)
+    sigmoid = Activation(torch.sigmoid, "sigmoid", kernels)
     gates: dict[type, _Gate | None] = {}
     reasons: Counter[str] = Counter()
     places = [
@@ -282,6 +283,8 @@ def _pack_router(router: Any, gemms: GemmSelector, sigmoid: Activation) -> None:
         return
     del router.weight
     router.weight = _RouterWeight(gemm, sigmoid)
-    if output_of(router, torch.randn(2, weight.shape[1], dtype=weight.dtype), name=type(router).__name__) is None:
+    x, bias = (torch.randn(*size, dtype=weight.dtype) for size in ((2, weight.shape[1]), weight.shape[:1]))
+    inputs = (x, bias)[: len(signature(router.forward).parameters)]  # some get a bias for the choice of experts
+    if output_of(router, *inputs, name=type(router).__name__) is None:
         del router.weight
         router.register_parameter("weight", weight)

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,8 @@ def as_norm(module: nn.Module, kernels: CpuKernels) -> Norm | None:
     """A replacement for the module, if that is a norm."""
     size, dtypes = _norm_size(module), {parameter.dtype for parameter in module.parameters()}
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", _DEFAULT_EPS))
-    if not size or len(dtypes) > 1 or not dtypes.issubset(DTYPES) or not isinstance(eps, float):
+    is_gated = len(signature(type(module).forward).parameters) > 2
+    if is_gated or not size or len(dtypes) > 1 or not dtypes.issubset(DTYPES) or not isinstance(eps, float):
         return None
     formulas = (NormFormula(eps, offset, centered) for offset in (0.0, 1.0) for centered in (False, True))
     formula = next((formula for formula in formulas if _computes_norm(module, size, formula)), None)

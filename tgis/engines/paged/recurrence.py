@@ -1,0 +1,121 @@
+"""The operators of recurrent layers over a flat batch, in plain PyTorch. C kernels must give the same.
+
+`slots` are int64 [tokens, 3]: of each token the slot from which the state of its sequence comes (-1: zeros; read at
+the first token only), the slot that keeps it, and one that gets a copy of it after the token (-1: none). Consecutive
+tokens with the same slot are a sequence, in order.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+from transformers.activations import ACT2FN
+
+Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # of a state and a token: the next state, and the output
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tails: Tensor, slots: Tensor
+) -> Tensor:
+    """A convolution of each channel over the last tokens: x [T, C], weight [C, K], tails [slots, K - 1, C]."""
+
+    def step(tail: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        window = torch.cat([tail, x[token : token + 1]])
+        return window[1:], (window.float() * weight.T.float()).sum(0)
+
+    y = _scan(step, tails, slots)
+    y = y if bias is None else y + bias.float()
+    return (ACT2FN[activation](y) if activation else y).to(x.dtype)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, *, normalize: bool
+) -> Tensor:
+    """Linear attention with a delta rule: q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
+
+    Keys and queries are normalized if asked for. A state decays by e^g before the token's key and value are added.
+    """
+    heads, scale = v.shape[1] // k.shape[1], k.shape[2] ** -0.5
+    q, k = (x.float().repeat_interleave(heads, 1) for x in (q, k))
+    if normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    decay, values, factors = g.float().exp(), v.float(), beta.float()
+
+    def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        state = state * decay[token, :, None, None]
+        missing = values[token] - (state * k[token, :, :, None]).sum(1)
+        state = state + k[token, :, :, None] * (missing * factors[token, :, None])[:, None]
+        return state, (state * q[token, :, :, None]).sum(1) * scale
+
+    return _scan(step, states, slots).to(v.dtype)
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+    states: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Mamba 2: x [T, H, P], dt [T, H], a [H], b, c [T, G, N], d, dt_bias [H], states [slots, H, P, N]."""
+    repeats = x.shape[1] // b.shape[1]
+    b, c = (each.float().repeat_interleave(repeats, 1) for each in (b, c))
+    dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*dt_limit)
+    decay, inputs = (dt * a).exp(), x.float() * dt[..., None]
+
+    def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        state = state * decay[token, :, None, None] + inputs[token, :, :, None] * b[token, :, None]
+        return state, (state * c[token, :, None]).sum(-1)
+
+    y = _scan(step, states, slots)
+    return (y if d is None else y + x.float() * d.float()[:, None]).to(x.dtype)
+
+
+def mamba_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Mamba 1: x, dt, z [T, I], a [I, N], b, c [T, N], d, dt_bias [I], states [slots, I, N]; z gates the output."""
+    dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float())
+
+    def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+        inputs = (dt[token] * x[token].float())[:, None] * b[token].float()
+        state = state * (dt[token, :, None] * a).exp() + inputs
+        return state, (state * c[token].float()).sum(-1)
+
+    y = _scan(step, states, slots)
+    y = y if d is None else y + x.float() * d.float()
+    return (y if z is None else y * silu(z.float())).to(x.dtype)
+
+
+def _scan(step: Step, states: Tensor, slots: Tensor) -> Tensor:
+    """The outputs of all tokens, each computed from the state before it."""
+    outputs = []
+    rows = slots.tolist()
+    for slot, tokens in groupby(range(len(rows)), key=lambda token: rows[token][1]):
+        state: Tensor | None = None
+        for token in tokens:
+            source, _, save = rows[token]
+            if state is None:
+                state = torch.zeros_like(states[0]) if source < 0 else states[source].clone()
+            state, output = step(state, token)
+            outputs.append(output)
+            if save >= 0:
+                states[save] = state
+        states[slot] = state
+    return torch.stack(outputs)

@@ -1,0 +1,258 @@
+"""States of recurrent layers (convolutions, linear attention, state spaces), in a slot for each sequence.
+
+The recurrent layers of all families in transformers call the same few functions of their module. In a step of the
+engine, functions of ours take their place, which carry the states of the flat batch's sequences on.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from tgis.engines.kernels.cpu.activations import InvariantFunctions
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
+from tgis.engines.loading.loader import has_other_state
+from tgis.engines.paged import recurrence
+from tgis.errors import Unsupported
+
+_CONV = "causal_conv1d_fn"  # of each module of transformers with recurrent layers
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+_NO_STATE = torch.empty(0)  # what models get as the state after a pass
+_current: "ContextVar[RecurrentStates | None]" = ContextVar("recurrent_states", default=None)
+
+
+class RecurrentStates(DynamicCache):  # type: ignore[misc]
+    """The states of one engine. Also what transformers' layers get as their cache, which has no states of its own, so
+    that passes of one token and of many take the same path.
+    """
+
+    def __init__(self, num_slots: int, argument: str, kernels: CpuKernels | None) -> None:
+        """`argument` is the name of the cache in the model's forward."""
+        super().__init__()
+        self.num_slots = num_slots
+        self._argument = argument
+        self._operators: Any = RecurrentKernels(kernels) if kernels else recurrence
+        self._functions: AbstractContextManager[Any] = InvariantFunctions(kernels) if kernels else nullcontext()
+        self.slots = torch.empty(0, 3, dtype=torch.int64)  # of the tokens of the step
+        self._states: dict[tuple[int, str, int], Tensor] = {}  # by layer, operator and call
+        self._attention_layer = self._layer = -1
+        self._num_scans = 0  # of the layer in this step
+
+    def allocate(self, num_slots: int) -> None:
+        """Have so many slots from now on, none of which has states."""
+        self.num_slots = num_slots
+        self._states = {key: state.new_empty(num_slots, *state.shape[1:]) for key, state in self._states.items()}
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of all layers seen, for one sequence."""
+        return sum(math.prod(state.shape[1:]) * state.itemsize for state in self._states.values())
+
+    @contextmanager
+    def using(self, slots: Tensor, arguments: dict[str, Any]) -> Iterator[None]:
+        """Let a pass of the model carry the states of these slots on; its `arguments` get this cache."""
+        self.slots = slots
+        arguments[self._argument] = self
+        token = _current.set(self)
+        try:
+            with self._functions:
+                yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def preserved(self, slots: Tensor) -> Iterator[Callable[[], None]]:
+        """Gives a function that takes back what a step of these slots has changed, and does so after an error."""
+        changed = slots[:, 1:].unique()
+        changed = changed[changed >= 0]
+        saved = {key: state[changed] for key, state in self._states.items()}
+
+        def restore() -> None:
+            for key, state in saved.items():
+                self._states[key][changed] = state
+
+        try:
+            yield restore
+        except BaseException:
+            restore()
+            raise
+
+    # What transformers asks of a cache.
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        """Begin with a layer: the functions get no index."""
+        self._layer, self._num_scans = layer_idx, 0
+        return x
+
+    def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
+        return state
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Note the layer of an attention, whose KV cache is elsewhere: layers may share a module."""
+        self._attention_layer = layer_idx
+        return key, value
+
+    def attention_layer_of(self, module: Any) -> int:
+        """The layer whose attention this module computes now."""
+        return int(module.layer_idx) if _current.get() is None else self._attention_layer
+
+    # What takes the place of transformers' functions.
+
+    def causal_conv1d_fn(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[1, C, T]"""
+        tails = self._of_layer("conv", hidden_states, (weight.shape[1] - 1, len(weight)), hidden_states.dtype)
+        y = self._operators.causal_conv(hidden_states[0].T, weight, bias, activation, tails, self.slots)
+        return y.T[None]
+
+    def torch_chunk_gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        states = self._of_layer("scan", value, (value.shape[2], key.shape[3], value.shape[3]))
+        inputs = query[0], key[0], value[0], g[0], beta[0]
+        y = self._operators.gated_delta_rule(*inputs, states, self.slots, normalize=use_qk_l2norm_in_kernel)
+        return y[None], _NO_STATE
+
+    def mamba2_chunk_scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        D: Tensor | None = None,  # noqa: N803 - transformers passes it by name
+        dt_bias: Tensor | None = None,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        states = self._of_layer("scan", hidden_states, (*hidden_states.shape[2:], b.shape[3]))
+        inputs = hidden_states[0], dt[0], a, b[0], c[0], D, dt_bias, dt_limit
+        return self._operators.mamba2_scan(*inputs, states, self.slots)[None], _NO_STATE
+
+    def mamba_selective_scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        D: Tensor | None = None,  # noqa: N803 - transformers passes it by name
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """[1, I, T]"""
+        states = self._of_layer("scan", hidden_states, a.shape)
+        gate = None if z is None else z[0].T
+        inputs = hidden_states[0].T, dt[0].T, a, b[0].T, c[0].T, D, gate, delta_bias
+        return self._operators.mamba_scan(*inputs, states, self.slots).T[None], _NO_STATE
+
+    def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The states of this call in the layer, [slots, *shape]."""
+        key = self._layer, kind, self._num_scans
+        self._num_scans += 1
+        if key not in self._states:
+            self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
+        return self._states[key]
+
+
+class _Matrix:
+    """What takes the place of the packed weight of Mamba's dt_proj, by which the models multiply from the left."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self._gemm = linear.gemm
+
+    def __matmul__(self, x: Tensor) -> Tensor:  # [1, in, T] -> [1, out, T]
+        return self._gemm(x.mT.contiguous(), None).mT
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose states we carry on."""
+    return [module for module in model.modules() if hasattr(module, "conv_kernel_size") and _CONV in _globals(module)]
+
+
+def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) -> RecurrentStates | None:
+    """Let states of ours replace those of a model's recurrent layers; None if it has none. Unsupported for others that
+    keep more than a KV cache.
+    """
+    modules = recurrent_modules(model)
+    if not modules:
+        if has_other_state(model):
+            raise Unsupported(f"{type(model).__name__} keeps more than a KV cache, which is unknown here")
+        return None
+    if model.device.type == "cuda":
+        raise Unsupported(f"recurrent layers of {type(model).__name__} run on CPUs only")
+    for module in modules:
+        functions = _globals(module)
+        for name in _FUNCTIONS & functions.keys():
+            functions[name] = _replaceable(functions[name], name)
+        if isinstance(projection := getattr(module, "dt_proj", None), PackedLinear):
+            projection.weight = _Matrix(projection)
+    argument = next(name for name in signature(model.forward).parameters if name in _CACHE_ARGUMENTS)
+    return RecurrentStates(1, argument, kernels if model.dtype in DTYPES else None)
+
+
+def unloaded_slot_bytes(model: PreTrainedModel) -> int:
+    """The bytes of a sequence's states for a model on the meta device; 0 without recurrent layers. Unsupported as in
+    `install_states`.
+    """
+    states = install_states(model)
+    if states is None:
+        return 0
+    arguments: dict[str, Any] = {"input_ids": torch.ones(1, 2, dtype=torch.int64, device="meta")}
+    with states.using(torch.tensor([[-1, 0, -1]] * 2), arguments), torch.device("meta"), torch.inference_mode():
+        model(use_cache=False, **arguments)
+    return states.bytes_per_slot
+
+
+def _globals(module: nn.Module) -> dict[str, Any]:
+    """The names that the forward of a module uses."""
+    names: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
+    return names
+
+
+def _replaceable(function: Any, name: str) -> Any:
+    if hasattr(function, "replaced_in_steps"):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        states = _current.get()
+        return function(*args, **kwargs) if states is None else getattr(states, name)(*args, **kwargs)
+
+    call.replaced_in_steps = True  # type: ignore[attr-defined]
+    return call
+
+
+_FUNCTIONS = {_CONV, "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"}
