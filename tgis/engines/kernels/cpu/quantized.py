@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages
+from tgis.engines.host_memory import HugePages, cache_lines
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
@@ -55,6 +55,8 @@ class QuantizedGemm:
         tiles = tiles.permute(0, 3, 2, 1)  # [tiles, groups, 1 or 2, tile]
         self._codes, self._groups = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
         self._order = weight.order
+        self.in_features, self.layout = self._in_features, weight.kind
+        self.num_bytes = cache_lines(self._codes) + cache_lines(self._groups)
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
             codes=self._codes.data_ptr(),
