@@ -36,7 +36,7 @@ from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import read_tensors
 from tgis.engines.quantization.config import Quantization, resolve_quantization
 from tgis.engines.quantization.experts import stored_weights
-from tgis.engines.quantization.mxfp4 import widened_tensors
+from tgis.engines.quantization.mxfp4 import stored_codes, widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
@@ -139,11 +139,16 @@ def look_at_model(
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
         kernels = select_kernels(options, device) if experts_of(model) and options.num_shards == 1 else None
-        if kernels and not (quantization and quantization.checkpoint) and not hasattr(config, "quantization_config"):
-            store_experts(model, packable_experts(model, kernels), read_tensors(Path(options.model_path))[0])
+        checkpoint = quantization.checkpoint if quantization else None
+        if kernels:
+            path, is_mxfp4 = Path(options.model_path), getattr(config, "quantization_config", None)
+            tensors = checkpoint.tensors if checkpoint else stored_codes(path) if is_mxfp4 else read_tensors(path)[0]
+            store_experts(model, packable_experts(model, kernels), tensors)
+        if checkpoint:
+            checkpoint.leave_out({name for weight in stored_weights(model).values() for name in weight.names})
         needed = check_model_fits(model, options, device, quantization)
-        if quantization and quantization.checkpoint and options.num_shards > 1:
-            check_quantized(model, quantization.checkpoint.layers, options.num_shards)
+        if checkpoint and options.num_shards > 1:
+            check_quantized(model, checkpoint.layers, options.num_shards)
         return auto_class, config, dtype, quantization, (model, needed)
 
 

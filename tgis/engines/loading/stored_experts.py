@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint are the weights of experts: transformers merges them into parameters."""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 
@@ -13,12 +13,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from tgis.engines.kernels.cpu.experts import experts_of
 from tgis.engines.kernels.cpu.probes import output_of
+from tgis.engines.quantization.checkpoint import QuantizedLayer
 from tgis.engines.quantization.experts import StoredWeight
 
 _STRIDE = 1 << 32  # rows of a tensor are numbered from its index times this on
 
 
-def store_experts(model: PreTrainedModel, kinds: Container[type], tensors: Mapping[str, Tensor]) -> None:
+def store_experts(
+    model: PreTrainedModel, kinds: Container[type], tensors: Mapping[str, Tensor | QuantizedLayer]
+) -> None:
     """Give the experts of these classes in a model on the meta device their weights in the files, `stored` by name of
     parameter. Those of which transformers changes more than the order of rows are left out.
     """
@@ -33,13 +36,16 @@ def store_experts(model: PreTrainedModel, kinds: Container[type], tensors: Mappi
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name in sorted(tensors, key=dot_natural_key):  # as transformers does
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if target.rpartition(".")[0] in experts and tensors[name].dim() > 1:
+        path, _, parameter = target.rpartition(".")
+        if path in experts and isinstance(tensors[name], StoredWeight):
+            experts[path].stored[parameter] = tensors[name]
+        elif path in experts and len(tensors[name].shape) > 1:
             rows = partial(_rows, len(names.setdefault(target, [])), tensors[name].shape)
             converter = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
             conversions.setdefault(target, converter).add_tensor(target, name, pattern or name, rows)
             names[target].append(name)
     for target, converter in conversions.items():
-        shape, (path, _, parameter) = model.get_parameter(target).shape, target.rpartition(".")
+        shape, (path, _, parameter) = parameters[target].shape, target.rpartition(".")
         converted = output_of(partial(converter.convert, target, model, model.config), name=target) or {}
         rows = converted.get(target, torch.empty(0))
         rows = rows[0] if isinstance(rows, list) else rows
@@ -49,15 +55,22 @@ def store_experts(model: PreTrainedModel, kinds: Container[type], tensors: Mappi
             experts[path].stored[parameter] = StoredWeight(parts)
 
 
-def _rows(index: int, shape: torch.Size) -> Tensor:  # [..., 1]
+def _rows(index: int, shape: Sequence[int]) -> Tensor:  # [..., 1]
     """The numbers of the rows of a tensor, which show what transformers does to them."""
     return (index * _STRIDE + torch.arange(math.prod(shape[:-1]))).view(*shape[:-1], 1)
 
 
-def _parts(rows: Tensor, names: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _parts(
+    rows: Tensor, names: list[str], tensors: Mapping[str, Tensor | QuantizedLayer]
+) -> list[tuple[str, Tensor | QuantizedLayer]]:
     """The tensors that have these rows, one after the other, with their names."""
     parts = []
     for run in rows.tensor_split((rows.diff() != 1).nonzero().flatten() + 1):
         index, first = divmod(int(run[0]), _STRIDE)
-        parts.append((names[index], tensors[names[index]].flatten(0, -2)[first : first + len(run)]))
+        part, places = tensors[names[index]], torch.arange(first, first + len(run))
+        if isinstance(part, Tensor):
+            part = part.flatten(0, -2)[first : first + len(run)]
+        elif len(run) < part.shape[0]:
+            part = part.part(places, 0)
+        parts.append((names[index], part))
     return parts

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tgis.engines.quantization.checkpoint import QuantizedLayer
+from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 from tgis.errors import StartError
 
 
@@ -13,25 +15,40 @@ from tgis.errors import StartError
 class StoredWeight:
     """A parameter [experts, outputs, inputs] of a module, or [experts, inputs, outputs] if that is transposed."""
 
-    parts: list[list[tuple[str, Tensor]]]  # by expert: tensors with their names, concatenated along their rows
+    parts: list[list[tuple[str, Tensor | QuantizedLayer]]]  # by expert, with names: concatenated along rows
 
     @property
     def names(self) -> set[str]:
         """The tensors in the files."""
         return {name for parts in self.parts for name, _ in parts}
 
-    def expert(self, index: int, dtype: torch.dtype) -> Tensor:
-        """The weight of an expert in the dtype of the files; StartError if it is not finite as `dtype`."""
-        for name, part in self.parts[index]:
-            if not torch.stack(torch.aminmax(part)).to(dtype).isfinite().all():
-                raise StartError(f"the weight {name} has values that are NaN or infinite as {dtype}")
-        return torch.cat([part for _, part in self.parts[index]])
+    def expert(self, index: int, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        """The weight of an expert as in the files, but codes of several kinds are dequantized; StartError if it is not
+        finite as `dtype`.
+        """
+        weights = [_checked(name, part, dtype) for name, part in self.parts[index]]
+        coded = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if len(coded) == len(weights) and (together := concatenate(coded)) is not None:
+            return together
+        return torch.cat([weight if isinstance(weight, Tensor) else weight.dequantized() for weight in weights])
 
     def packed_bytes(self, weight: Tensor, bits: int | None) -> int:
         """The bytes of the packed weight: in `bits`, else in the dtype of the model or the files, the smaller one."""
         if bits is not None:
             return quantized_bytes(weight, bits)
-        return weight.numel() * min(weight.itemsize, self.parts[0][0][1].itemsize)
+        parts = [part for parts in self.parts for _, part in parts]
+        size = weight.itemsize
+        return sum(
+            part.numel() * min(size, part.itemsize) if isinstance(part, Tensor) else part.num_bytes for part in parts
+        )
+
+
+def _checked(name: str, part: Tensor | QuantizedLayer, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    if isinstance(part, QuantizedLayer):
+        return part.checked()
+    if not torch.stack(torch.aminmax(part)).to(dtype).isfinite().all():
+        raise StartError(f"the weight {name} has values that are NaN or infinite as {dtype}")
+    return part
 
 
 def quantized_bytes(weight: Tensor, bits: int) -> int:  # [..., inputs]

@@ -25,7 +25,7 @@ from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
-from tgis.engines.quantization.weight import GROUP
+from tgis.engines.quantization.weight import GROUP, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _PackedLayer:
         self.outputs = order.shape[1]
         rows = pad(order, (0, -self.outputs % TILE_N)).flatten()  # outputs that fill up tiles are not read
         gemm, dtype = gemms.expert_gemm(
-            lambda expert: _expert(experts, name, expert)[rows], len(parameter), parameter.dtype
+            lambda expert: _expert(experts, name, expert, rows), len(parameter), parameter.dtype
         )
         if gemm.in_features % 2 or dtype not in DTYPES:
             raise ValueError(f"no kernel for {gemm.in_features} inputs in {dtype}")
@@ -96,11 +96,13 @@ class _PackedLayer:
         )
 
 
-def _expert(experts: Any, name: str, index: int) -> Tensor:
-    """The weight [outputs, inputs] of an expert, which is in files or was loaded."""
+def _expert(experts: Any, name: str, index: int, outputs: Tensor) -> Tensor | QuantizedWeight:
+    """Some outputs of the weight [outputs, inputs] of an expert, which is in files or was loaded."""
     parameter, stored = getattr(experts, name).detach(), getattr(experts, "stored", {})
     weight = stored[name].expert(index, parameter.dtype) if name in stored else parameter[index]
-    return weight.mT if experts.is_transposed else weight
+    if isinstance(weight, QuantizedWeight):
+        return weight.part(outputs, 0)
+    return (weight.mT if experts.is_transposed else weight)[outputs]
 
 
 def _order(experts: Any, name: str, outputs: int) -> Tensor:
@@ -251,7 +253,10 @@ def _load(experts: Any) -> None:
         parameter = getattr(experts, name)
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
         for index, expert in enumerate(parameter.data):
-            expert.copy_(weight.expert(index, parameter.dtype))
+            loaded = weight.expert(index, parameter.dtype)
+            if isinstance(loaded, QuantizedWeight):
+                loaded = loaded.dequantized().mT if experts.is_transposed else loaded.dequantized()
+            expert.copy_(loaded)
     vars(experts).pop("forward", None)
 
 

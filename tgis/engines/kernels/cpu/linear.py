@@ -74,7 +74,7 @@ class GemmSelector:
         return PlainGemm(weight)
 
     def expert_gemm(
-        self, weight_of: Callable[[int], Tensor], count: int, dtype: torch.dtype
+        self, weight_of: Callable[[int], Tensor | QuantizedWeight], count: int, dtype: torch.dtype
     ) -> tuple[Any, torch.dtype]:
         """The GEMM for the first expert's weight [out, in] of a linear layer, which those of the others follow, and the
         dtype of activations: `dtype`, if layers are not quantized. ValueError without a kernel.
@@ -91,13 +91,14 @@ class GemmSelector:
         trim_heap(collect=False)
         return first, dtype
 
-    def _gemm_of_expert(self, weight: Tensor, dtype: torch.dtype) -> CpuGemm | QuantizedGemm:
+    def _gemm_of_expert(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> CpuGemm | QuantizedGemm:
         how = self._quantization
-        if how and how.bits:
-            gemm: Gemm | None = self.quantized_gemm(quantize(weight, how.bits, how.activations_of()), dtype)
-        else:
-            gemm = self.gemm(weight, dtype)
-        if not isinstance(gemm, (CpuGemm, QuantizedGemm)):
+        if isinstance(weight, QuantizedWeight):
+            weight = replace(weight, activations=how.activations_of(weight) if how else None)
+        elif how and how.bits:
+            weight = quantize(weight, how.bits, how.activations_of())
+        gemm = self.gemm(weight, dtype) if isinstance(weight, Tensor) else self.quantized_gemm(weight, dtype)
+        if not isinstance(gemm, (CpuGemm, QuantizedGemm)) or getattr(weight, "order", None) is not None:
             raise ValueError(f"no kernel in {dtype}")
         return gemm
 

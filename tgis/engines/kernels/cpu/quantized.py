@@ -10,12 +10,13 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages, cache_lines
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
+from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _HALF_BLOCK = 16  # inputs, as there: the size of a group is a multiple
 _MAX_INPUTS = 1 << 16  # the sum of their products fits in 32 bits
-_KINDS = {id(INT4): (0, "int4"), id(INT8): (1, "int8"), id(E4M3): (2, "fp8")}  # as in codes.h, and for the log
+_TABLES = {"int4": INT4, "int8": INT8, "fp8": E4M3, "mxfp4": E2M1}  # names for the log, in the order of codes.h
+_KINDS = {id(table): (kind, name) for kind, (name, table) in enumerate(_TABLES.items())}
 
 
 class _CodesParams(ctypes.Structure):
