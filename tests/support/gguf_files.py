@@ -1,6 +1,6 @@
 """GGUF files with random weights, as llama.cpp's converter writes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ _HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q4_K": [0, 2]
 _SMALL = {"Q4_K": 1 / 64, "Q5_K": 1 / 64, "Q6_K": 1 / 256}  # they are multiplied by codes
 
 
-def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
+def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int, seed: int) -> np.ndarray:
     """Bytes [out, ...] of a weight [out, in]."""
     numbers, size = GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(rows)
+    random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // numbers, size), dtype=np.uint8)
     for at in _HALVES[kind.name]:
         halves = random.uniform(-1e-2, 1e-2, (*blocks.shape[:2], 1)) * _SMALL.get(kind.name, 1)
@@ -59,22 +59,34 @@ def write_gguf(
     table = get_tensor_name_map(number, config.num_hidden_layers)
     writer = GGUFWriter(file, architecture)
     header(writer)
-    for path, weight in model.named_parameters():  # without tied ones
-        module, _, suffix = path.rpartition(".")
-        name = f"{table.get_name(module)}.{suffix}"
+    for name, weight in _named_weights(model, table):
         torch.nn.init.normal_(weight, std=0.2)
-        type_ = GGMLQuantizationType[kind if weight.dim() > 1 and weight.shape[1] > 32 else "F32"]
+        is_plain = weight.dim() == 1 or weight.shape[1] <= 32 or "ffn_gate_inp" in name
+        type_ = GGMLQuantizationType["F32" if is_plain else kind]
         random = type_.name in _HALVES
-        content = _random_blocks(type_, *weight.shape) if random else rounded(weight.detach().numpy(), type_)
-        weight.data = torch.from_numpy(dequantize(content, type_).reshape(weight.shape).copy())
+        rows = weight.flatten(0, -2) if weight.dim() > 1 else weight
+        content = _random_blocks(type_, *rows.shape, len(rows) + len(name)) if random else rounded(rows.numpy(), type_)
+        weight.copy_(torch.from_numpy(dequantize(content, type_).reshape(weight.shape).copy()))
         changed = change(name, torch.from_numpy(content.copy())).contiguous().numpy()
-        writer.add_tensor(name, changed, raw_dtype=type_)
+        writer.add_tensor(name, changed.reshape(*weight.shape[:-1], -1), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     save_header(file)
     return model
+
+
+def _named_weights(model: PreTrainedModel, table: Any) -> Iterator[tuple[str, Tensor]]:
+    """By the names in a file, without tied ones; those of experts in parts."""
+    for path, parameter in model.named_parameters():
+        module, _, suffix = path.rpartition(".")
+        if parameter.dim() < 3:
+            yield f"{table.get_name(module)}.{suffix}", parameter.data
+            continue
+        parts = {"up": ("gate", "up"), "down": ("down",)}["up" if suffix == "gate_up_proj" else "down"]
+        for part, weight in zip(parts, parameter.data.chunk(len(parts), 1), strict=True):
+            yield f"{table.get_name(f'{module}.{part}_proj')}.weight", weight
 
 
 def save_header(file: Path) -> None:

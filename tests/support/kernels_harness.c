@@ -128,7 +128,7 @@ int main(void) {
     draw_inputs();
     multiply();
     multiply_codes(1, INT8);
-    multiply_codes(0, E4M3);
+    multiply_codes(0, E2M1);
     attend();
     compute_elements();
 }

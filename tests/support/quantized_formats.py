@@ -255,6 +255,23 @@ def quantized_copy(
     return expected
 
 
+def experts_in_codes(path: Path, quantize: Quantize, config: dict[str, Any]) -> PreTrainedModel:
+    """Quantize the experts in the files of a model in place, each with other scales; also what they stand for."""
+    tensors, coded = load_file(path / "model.safetensors"), dict[str, Tensor]()
+    for index, name in enumerate([name for name in tensors if ".experts." in name]):
+        codes, numbers = quantize(tensors[name])
+        factor, layer = 2.0 ** -(index % 5), name.removesuffix(".weight")
+        tensors[name] = numbers.float() * factor
+        coded |= {f"{layer}.{key}": x * factor if "scale" in key or key == "SCB" else x for key, x in codes.items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(path, experts_implementation="batched_mm").float().eval()
+    plain = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    save_file(plain | {name: x.contiguous() for name, x in coded.items()}, path / "model.safetensors", {"format": "pt"})
+    file = path / "config.json"
+    file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+    return expected
+
+
 def experts_in_mxfp4(path: Path) -> None:
     """Give the experts of a model random codes, and exponents for each 32 of them."""
     tensors, draw = load_file(path / "model.safetensors"), np.random.default_rng(0)

@@ -24,6 +24,7 @@ from quantized_formats import (
     Quantize,
     awq,
     compressed_tensors,
+    experts_in_codes,
     experts_in_mxfp4,
     gptq,
     in_bytes,
@@ -33,10 +34,11 @@ from quantized_formats import (
 )
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
-from tiny_models import make_config, make_model, make_model_from_config
+from tiny_models import make_config, make_model, make_model_from_config, make_wide_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.loading import loader
 from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
 from tgis.engines.quantization.gguf import read_gguf
@@ -205,6 +207,21 @@ def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
             load(path)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_kernels_multiply_by_the_codes_of_mxfp4(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of the widened weights."""
+    path = make_model_from_config(make_wide_config("GptOss", hidden_size=64, intermediate_size=96), tmp_path)
+    experts_in_mxfp4(path)
+    *_, (sized, size) = loader.look_at_model(engine_options(path, dtype=dtype), torch.device("cpu"))
+    logits = load(path, dtype=dtype)(IDS).logits
+    monkeypatch.setattr(loader, "store_experts", lambda *_: None)
+    *_, (_, widened) = loader.look_at_model(engine_options(path, dtype=dtype), torch.device("cpu"))
+    assert torch.equal(load(path, dtype=dtype)(IDS).logits, logits)
+    weights = sum(weight.numel() for weight in sized.parameters() if weight.dim() == 3)
+    assert widened - size == weights * (sized.dtype.itemsize * 16 - 9) // 16
+
+
 @pytest.mark.parametrize("name", ["gptq", "gptq_8_bits", "auto_round"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_files_of_auto_round(name: str, tmp_path: Path) -> None:
@@ -285,18 +302,45 @@ def test_unknown_layouts(config: dict[str, Any], error: str, tmp_path: Path) -> 
         load(path)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    path = make_model("Qwen3Moe", tmp_path)
-    tensors, _ = gptq(4, 16, 1)(torch.empty(16, 32))
-    layer = "model.layers.0.mlp.experts.1.up_proj"
-    found = load_file(path / "model.safetensors") | {f"{layer}.{key}": tensor for key, tensor in tensors.items()}
-    save_file(found, path / "model.safetensors", {"format": "pt"})
-    (path / "quantize_config.json").write_bytes(msgspec.json.encode(GPTQ))
-    with pytest.raises(StartError, match=f"^{layer}: experts quantized as gptq are not supported$"):
+NOT_PACKED = {"gptq, act-order", "gptq, 8 bits, ragged", "compressed-tensors, act-order", "fp8"}  # blocks of 24 inputs
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["gptq", "gptq, act-order", "compressed-tensors", "fp8 by AutoFP8"], FORMATS)
+)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_experts_in_codes(name: str, tmp_path: Path) -> None:
+    """They are multiplied as codes where plain layers are; without kernels they are refused."""
+    config, quantize = FORMATS[name]
+    path = make_model_from_config(make_wide_config("Qwen3Moe", moe_intermediate_size=32), tmp_path)
+    expected = experts_in_codes(path, quantize, config)
+    model = load(path)
+    check_logits(model, expected)
+    packed = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(packed) == (0 if name in NOT_PACKED else 2)
+    layer = r"model\.layers\.0\.mlp\.experts\.0\.\w+"
+    with pytest.raises(StartError, match=f"^{layer}: experts quantized as {config['quant_method']} need the kernels"):
+        load(path, cpu_isa="none")
+
+
+def test_experts_in_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = make_model_from_config(make_wide_config("Qwen3Moe", moe_intermediate_size=32), tmp_path)
+    experts_in_codes(path, gptq(4, 16, 1), GPTQ)
+    tensors, layer = load_file(path / "model.safetensors"), "model.layers.0.mlp.experts.1.up_proj"
+    save_file(tensors | {f"{layer}.scales": torch.ones(3, 32)}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=rf"{layer}: qzeros are those of \[4, 32\], scales \[3, 32\]$"):
         load(path)
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "d_model": 256, "d_ff": 256, "d_kv": 64}
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "d_model": 256,
+    "d_ff": 256,
+    "d_kv": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +351,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "d_model":
         ("Gemma2", "gemma2", "Q8_0"),
         ("Gemma3Text", "gemma3", "Q6_K"),
         ("T5", "t5", "Q4_K"),
+        ("Qwen3Moe", "qwen3moe", "Q4_K"),
+        ("Qwen3Moe", "qwen3moe", "Q8_0"),
     ],
 )
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -319,8 +365,9 @@ def test_logits_of_gguf(model: str, architecture: str, kind: str, tmp_path: Path
     write_directory(tmp_path, config)
     expected = write_gguf(tmp_path / "model.gguf", config, architecture, kind, changed)
     checkpoint = read_gguf(tmp_path, config)
-    for layer in (*checkpoint.layers, *checkpoint.embeddings):
+    for layer in (*checkpoint.layers, *checkpoint.embeddings) if model != "Qwen3Moe" else ():
         assert torch.equal(layer.checked().dequantized(), expected.get_parameter(f"{layer.name}.weight")), layer.name
+    expected.set_experts_implementation("batched_mm")
     check_logits(load(tmp_path), expected)
 
 

@@ -38,7 +38,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
 
 
 def check(options: EngineOptions, dtype: torch.dtype, device: torch.device, family: Any = AutoModelForCausalLM) -> None:
-    model_size.check_model_fits(family, options, load_config(options), dtype, device)
+    with torch.device("meta"):
+        model = family.from_config(load_config(options), dtype=dtype)
+    model_size.check_model_fits(model, options, device)
 
 
 packs_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else its weights stay in mapped files

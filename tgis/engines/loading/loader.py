@@ -1,5 +1,6 @@
 """Loading a model from a local directory: device, dtype, weights. No download, no remote code."""
 
+import copy
 import itertools
 import logging
 import re
@@ -23,17 +24,20 @@ from transformers import (
 )
 
 from tgis.engines.kernels.cpu.embedding import TokenEmbeddings
-from tgis.engines.kernels.cpu.experts import pack_experts
+from tgis.engines.kernels.cpu.experts import experts_of, pack_experts, packable_experts
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_kernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
+from tgis.engines.loading.stored_experts import store_experts
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
+from tgis.engines.quantization.checkpoint import read_tensors
 from tgis.engines.quantization.config import Quantization, resolve_quantization
-from tgis.engines.quantization.mxfp4 import widened_tensors
+from tgis.engines.quantization.experts import stored_weights
+from tgis.engines.quantization.mxfp4 import stored_codes, widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
@@ -147,13 +151,23 @@ def look_at_model(
         quantization = resolve_quantization(options, config, dtype)
         weights = f", linear layers quantized {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
-        size = check_model_fits(auto_class, options, config, dtype, device, quantization)
-        if options.num_shards > 1 and has_other_state(size[0]):
-            kind = type(size[0]).__name__
+        with torch.device("meta"):
+            model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+        if options.num_shards > 1 and has_other_state(model):
+            kind = type(model).__name__
             raise StartError(f"{options.model_path}: NUM_SHARD must be 1 for {kind}, which has recurrent layers")
-        if quantization and quantization.checkpoint and options.num_shards > 1:
-            check_quantized(size[0], quantization.checkpoint.layers, options.num_shards)
-        return auto_class, config, dtype, quantization, size
+        kernels = select_kernels(options, device) if experts_of(model) and options.num_shards == 1 else None
+        checkpoint = quantization.checkpoint if quantization else None
+        if kernels:
+            path, is_mxfp4 = Path(options.model_path), getattr(config, "quantization_config", None)
+            tensors = checkpoint.tensors if checkpoint else stored_codes(path) if is_mxfp4 else read_tensors(path)[0]
+            store_experts(model, packable_experts(model, kernels), tensors)
+        if checkpoint:
+            checkpoint.leave_out({name for weight in stored_weights(model).values() for name in weight.names})
+        needed = check_model_fits(model, options, device, quantization)
+        if checkpoint and options.num_shards > 1:
+            check_quantized(model, checkpoint.layers, options.num_shards)
+        return auto_class, config, dtype, quantization, (model, needed)
 
 
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
@@ -170,16 +184,17 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         collectives = collectives_of(options, select_kernels(options, device), dtype)
         sharding = Sharding(sized, collectives, is_quantized=checkpoint is not None)
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"), progress:
-        state_dict: Any = None
-        if checkpoint:
-            state_dict = checkpoint.state_dict(dtype)  # whose placeholders tell where codes are
-        elif vars(config).pop("quantization_config", None):
-            state_dict = widened_tensors(Path(options.model_path), dtype)
+        state_dict = _state_dict(options, config, dtype, quantization, sized)
+        loaded = "auto" if quantization and not checkpoint else dtype
         if state_dict is not None:
-            model = _from_pretrained(type(sized), options, config, dtype, sharding, state_dict=state_dict)
+            model = _from_pretrained(type(sized), options, config, loaded, sharding, state_dict=state_dict)
             model.generation_config = load_generation_config(options, config)
         else:
-            model = _from_pretrained(auto_class, options, config, "auto" if quantization else dtype, sharding)
+            model = _from_pretrained(auto_class, options, config, loaded, sharding)
+        for path, experts in experts_of(sized).items():
+            if weights := getattr(experts, "stored", None):
+                skip = lambda hidden_states, *_: torch.zeros_like(hidden_states)  # noqa: E731 - until they are packed
+                vars(model.get_submodule(path)).update(stored=weights, forward=skip)
         if checkpoint:
             checkpoint.attach(model)
         if sharding:
@@ -200,6 +215,27 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     model.step_bytes = partial(step_bytes, sized)
     log.info("loaded %s in %.1f s", type(model).__name__, time.monotonic() - started)
     return model
+
+
+def _state_dict(
+    options: EngineOptions, config: Any, dtype: torch.dtype, quantization: Quantization | None, sized: PreTrainedModel
+) -> dict[str, Any] | None:
+    """The tensors that transformers loads; None: those in the files. Placeholders tell where codes are, and stand for
+    stored weights.
+    """
+    stored, checkpoint = stored_weights(sized), quantization.checkpoint if quantization else None
+    if checkpoint:
+        tensors: dict[str, Any] = checkpoint.state_dict(dtype)
+    elif vars(config).pop("quantization_config", None):
+        tensors = widened_tensors(Path(options.model_path), dtype)
+    elif stored:
+        tensors, _ = read_tensors(Path(options.model_path))
+    else:
+        return None
+    names = {name for weight in stored.values() for name in weight.names}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
+    zero = torch.zeros((), dtype=dtype if checkpoint or not quantization else config.dtype)
+    return tensors | {name: zero.expand(sized.get_parameter(name).shape) for name in stored}
 
 
 def _optimize(
@@ -299,18 +335,20 @@ def _from_pretrained(
 
 
 def _check_written(model: PreTrainedModel, *, packed: bool) -> None:
-    """No parameter is a placeholder, except those of quantized layers until they are packed."""
+    """No parameter is a placeholder, except those of quantized layers and stored experts until they are packed."""
     for name, module in model.named_modules():
         for kind, weight in module.named_parameters(recurse=False):
             is_written = weight.untyped_storage().nbytes() >= weight.nbytes
-            assert is_written or (not packed and hasattr(module, "quantized")), f"{name}.{kind} is a placeholder"
+            may_wait = not packed and (hasattr(module, "quantized") or kind in getattr(module, "stored", ()))
+            assert is_written or may_wait, f"{name}.{kind} is a placeholder"
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:
     """StartError for a NaN or infinite weight: a broken file, or a type with too small a range."""
     for name, weight in model.named_parameters():
         checkable = weight.is_floating_point() and weight.itemsize > 1 and weight.numel() > 0  # of one byte: quantized
-        if checkable and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():  # which needs no memory
+        is_written = any(weight.stride() or [1])
+        if checkable and is_written and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
             raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {weight.dtype}")
 
 

@@ -3,18 +3,17 @@
 The sizes come from the model built on the meta device. What is converted or packed may take more for a while.
 """
 
-import copy
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tgis.engines.memory.available import rank_memory
 from tgis.engines.quantization.config import Quantization
+from tgis.engines.quantization.experts import quantized_bytes, stored_weights
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -23,27 +22,24 @@ log = logging.getLogger(__name__)
 
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
 _BESIDE = 2  # bytes for each number of a weight: as saved and merged with others, or codes before they are packed
+_QUANTIZING, _PART = 16, 1 << 20  # bytes for each number of a part that is quantized at a time, and its numbers
 
 
 def check_model_fits(
-    auto_class: Any,
-    options: EngineOptions,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: Quantization | None = None,
-) -> SizedModel:
-    """StartError if loading the model as `dtype` needs more memory than is available.
-
-    `auto_class` is one of transformers' AutoModel classes.
+    model: PreTrainedModel, options: EngineOptions, device: torch.device, quantization: Quantization | None = None
+) -> int:
+    """The bytes that a rank's share of a model takes; `model` is on the meta device. StartError if that is more than
+    is available.
     """
-    with torch.device("meta"):
-        model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     if quantization and quantization.checkpoint:
         quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
     together = sum(_quantized_bytes(model, quantization, options.num_shards)) if quantization else weights
+    bits = quantization.bits if quantization else None
+    for name, weight in stored_weights(model).items():
+        parameter = model.get_parameter(name)
+        together += weight.packed_bytes(parameter, bits) - parameter.nbytes
     needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
     if needed > free:
         raise StartError(
@@ -51,7 +47,7 @@ def check_model_fits(
             f" {format_bytes(needed)} of memory on {device}, and {format_bytes(free)} are free; grant more memory,"
             " choose a smaller DTYPE or share the model among NUM_SHARD devices"
         )
-    return model, needed
+    return needed
 
 
 def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int) -> Iterator[int]:
@@ -68,10 +64,10 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int)
     quantized = {module.weight for module in linears if how.logits or module is not head}
     for module in linears:
         bits = 8 if module is head else how.bits
-        scales = 4 / module.in_features if bits == 8 else 4 / 32
-        yield int(module.weight.numel() * (bits / 8 + scales)) if module.weight in quantized else module.weight.nbytes
+        yield quantized_bytes(module.weight, bits) if module.weight in quantized else module.weight.nbytes
     others = {
         parameter for module in model.modules() if module not in linears for parameter in module.parameters(False)
     }
     yield sum(parameter.nbytes for parameter in others)
-    yield max((_BESIDE * weight.numel() for weight in quantized), default=0)
+    largest = max((weight.numel() for weight in quantized), default=0)
+    yield _BESIDE * largest + _QUANTIZING * min(largest, _PART)

@@ -76,6 +76,11 @@ class QuantizedCheckpoint:
     embeddings: list[QuantizedLayer] = field(default_factory=list)
     _placeholders: dict[int, tuple[Tensor, QuantizedLayer]] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> dict[str, Tensor | QuantizedLayer]:
+        """All tensors by name, each layer as one."""
+        return self.plain | {f"{layer.name}.weight": layer for layer in self.layers}
+
     def find_embeddings(self, model: PreTrainedModel) -> None:
         """Set the embeddings apart from the layers. They are widened, but multiplied as codes, with activations that
         are not rounded, where they are tied to a linear layer.
@@ -83,6 +88,13 @@ class QuantizedCheckpoint:
         names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self.embeddings = [layer.unrounded() for layer in self.layers if layer.name in names]
         self.layers = [layer for layer in self.layers if layer.name not in names]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Leave out layers that are experts and have these weights; StartError for other experts."""
+        self.layers = [layer for layer in self.layers if f"{layer.name}.weight" not in names]
+        if left := next((layer.name for layer in self.layers if ".experts." in layer.name), None):
+            needed = "the kernels for CPUs, one rank and the layout of Linear layers"
+            raise StartError(f"{left}: experts quantized as {self.method} need {needed}")
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors by name; those of quantized weights are zeros that take no memory."""
@@ -181,8 +193,6 @@ def read_checkpoint(path: Path, method: str, layout: Format) -> QuantizedCheckpo
                     raise StartError(f"{tensors.name}: {suffix} has codes, but no {' or '.join(sorted(layout.marks))}")
                 plain[f"{tensors.name}.{suffix}"] = tensor
             continue
-        if ".experts." in tensors.name:
-            raise StartError(f"{tensors.name}: experts quantized as {method} are not supported")
         size = sum(_packed_bytes(tensor) for tensor in tensors.values())
         read = lambda tensors=tensors: layout.read(tensors)  # noqa: E731
         layers.append(QuantizedLayer(tensors.name, layout.shape(tensors), size, read))

@@ -1,8 +1,9 @@
 """GGUF files: blocks of codes as llama.cpp defines them, under the names and in the order that transformers has."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from tgis.errors import StartError
 from tgis.models.gguf import BLOCKS, WEIGHTS, GgufTensor, read_header
 
 # llama.cpp writes weights of these as they are, with their rows in another order, or with norms that differ by 1
-_ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "phi3", "starcoder2", "nemotron", "gemma2", "gemma3", "t5"})
+_ARCHITECTURES = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3moe", "phi3", "starcoder2", "nemotron", "gemma2", "gemma3", "t5"}
+)
+_EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # parameters, and matrices of the file
+_EXPERT_DIMS = 3
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Bytes that a number takes where it is multiplied
 _PACKED_BYTES = {"Q4_0": 0.75, "Q4_1": 0.75, "Q4_K": 0.75, "Q8_0": 1.125, "Q5_0": 1.125, "Q5_K": 1.25, "Q6_K": 1.25}
@@ -40,7 +45,7 @@ def read_gguf(path: Path, config: PreTrainedConfig) -> QuantizedCheckpoint:
     data = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
     plain: dict[str, Tensor] = {}
     layers: list[QuantizedLayer] = []
-    for name, tensor in header.tensors.items():
+    for name, tensor in _matrices(header.tensors):
         if name.startswith(_ROPE):
             continue
         if name not in names or (tensor.kind not in _PLAIN and len(tensor.shape) != 2):
@@ -63,10 +68,26 @@ def _names(model: PreTrainedModel, architecture: str) -> dict[str, str]:
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(number, model.config.get_text_config(decoder=True).num_hidden_layers)
     names: dict[str, str] = {}
-    for name in model.state_dict():
+    for name, weight in model.state_dict().items():
         module, dot, kind = name.rpartition(".")
         names.setdefault(f"{table.get_name(module)}{dot}{kind}", name)
+        if weight.dim() == _EXPERT_DIMS:
+            layer = name.removeprefix("model.layers.").partition(".")[0]
+            for expert, part in product(range(len(weight)), _EXPERTS.get(kind, ())):
+                names[f"{expert}.blk.{layer}.ffn_{part}_exps.weight"] = f"{module}.{expert}.{part}_proj.weight"
     return names
+
+
+def _matrices(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """Tensors by name; those of experts as one matrix for each, whose name begins with its number."""
+    for name, tensor in tensors.items():
+        if len(tensor.shape) != _EXPERT_DIMS:
+            yield name, tensor
+            continue
+        count, *shape = tensor.shape
+        size = tensor.num_bytes // count
+        for expert in range(count):
+            yield f"{expert}.{name}", GgufTensor(tensor.kind, tuple(shape), tensor.start + expert * size, size)
 
 
 def _rows(data: Tensor, tensor: GgufTensor, processor: Any, name: str) -> Tensor:

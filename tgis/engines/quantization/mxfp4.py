@@ -1,18 +1,19 @@
-"""Experts in MXFP4, as gpt-oss has them: blocks of 32 values in 4 bits with a power of two as scale. A model that is
-loaded has them widened, each rank its part.
+"""Experts in MXFP4, as gpt-oss has them: blocks of 32 values in 4 bits with a power of two as scale. Our kernels
+multiply by the codes; without them a model that is loaded has widened weights, each rank its part.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tgis.engines.quantization.checkpoint import read_tensors
+from tgis.engines.quantization.checkpoint import QuantizedLayer, read_tensors
+from tgis.engines.quantization.experts import StoredWeight
+from tgis.engines.quantization.weight import E2M1, QuantizedWeight
 from tgis.errors import StartError
 
-_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-_TABLE = torch.cat([_VALUES, -_VALUES])
 _BLOCK = 32
 _BIAS = 127  # of exponents
 
@@ -29,12 +30,29 @@ def widened_tensors(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     return tensors
 
 
+def stored_codes(path: Path) -> dict[str, StoredWeight]:
+    """The weights of experts by parameter."""
+    weights = widened_tensors(path, torch.bfloat16).items()
+    return {name: weight.stored(name) for name, weight in weights if isinstance(weight, _Widened)}
+
+
 class _Widened:
     """A weight [experts, inputs, outputs], of which parts are read as of a tensor in a file."""
 
     def __init__(self, codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
         """Codes [experts, outputs, groups, 16], two in each, and exponents [experts, outputs, groups]."""
         self._codes, self._exponents, self._dtype = codes, exponents, dtype
+
+    def stored(self, name: str) -> StoredWeight:
+        experts, inputs, outputs = self.get_shape()
+        size = outputs * inputs * 9 // 16  # scales are packed in bfloat16
+        reads = [partial(self._codes_of, expert) for expert in range(experts)]
+        return StoredWeight([[(name, QuantizedLayer(name, (outputs, inputs), size, read))] for read in reads])
+
+    def _codes_of(self, expert: int) -> QuantizedWeight:
+        exponents = self._exponents[expert].int() - _BIAS
+        scale = torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()
+        return QuantizedWeight(_nibbles(self._codes[expert]).flatten(1), E2M1, scale, None, _BLOCK)
 
     def get_shape(self) -> list[int]:
         experts, outputs, groups = self._exponents.shape
@@ -53,6 +71,10 @@ class _Widened:
         first = inputs.start // _BLOCK
         blocks = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
         codes, exponents = self._codes[blocks], self._exponents[blocks].int() - _BIAS
-        mantissas = _TABLE[torch.stack([codes & 15, codes >> 4], -1).flatten(2).int()]
+        mantissas = E2M1[_nibbles(codes).int()]
         weight = torch.ldexp(mantissas, exponents[..., None]).flatten(1).T
         return weight[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]
+
+
+def _nibbles(codes: Tensor) -> Tensor:  # [..., n] -> [..., 2 n]
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

@@ -12,6 +12,7 @@ from tgis.errors import StartError
 GROUP = 32  # inputs with one scale, in int4 weights and in blocks of activations
 INT4, INT8 = torch.arange(16.0), torch.arange(-128.0, 128.0)  # values by code
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _CHUNK = 1 << 20  # elements of a weight that are quantized at a time
 _TINY = 2.0**-100  # smaller activations are zero
 
@@ -68,7 +69,7 @@ class QuantizedWeight:
     @property
     def has_integers(self) -> bool:
         """Whether codes are integers, so that products with codes of activations are exact."""
-        return self.table is not E4M3
+        return self.table is INT4 or self.table is INT8
 
     def dequantized(self) -> Tensor:  # float32 [out, in]
         inputs = self.codes.shape[1]

@@ -22,12 +22,11 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation
-from tgis.engines.kernels.cpu.gemm import TILE_N, CpuGemm, Gemm
+from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
-from tgis.engines.kernels.cpu.quantized import QuantizedGemm
-from tgis.engines.quantization.weight import GROUP
+from tgis.engines.quantization.weight import GROUP, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("multiply", "quantize", "weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("k", "n")),
+        *((name, ctypes.c_int64) for name in ("stride", "k", "n")),
         *((name, ctypes.c_void_p) for name in ("x", "y", "codes")),
         ("num_rows", ctypes.c_int64),
     )
@@ -75,38 +74,44 @@ class _PackedLayer:
 
     def __init__(self, experts: Any, name: str, gemms: GemmSelector, kernels: CpuKernels) -> None:
         """ValueError without a kernel."""
-        parts = _parts(experts, name)
-        self.outputs, weight = parts.shape[2], _tiles(parts)
-        gemm, dtype = gemms.expert_gemm(weight.flatten(0, 2))
-        inputs = weight.shape[3]
-        if not isinstance(gemm, (CpuGemm, QuantizedGemm)) or inputs % 2 or dtype not in DTYPES:
-            raise ValueError(f"no kernel for {inputs} inputs in {dtype}")
+        parameter = getattr(experts, name)
+        order = _order(experts, name, parameter.shape[2 if experts.is_transposed else 1])
+        self.outputs = order.shape[1]
+        rows = pad(order, (0, -self.outputs % TILE_N)).flatten()  # outputs that fill up tiles are not read
+        gemm, dtype = gemms.expert_gemm(
+            lambda expert: _expert(experts, name, expert, rows), len(parameter), parameter.dtype
+        )
+        if gemm.in_features % 2 or dtype not in DTYPES:
+            raise ValueError(f"no kernel for {gemm.in_features} inputs in {dtype}")
         self.dtype, self.rounds_inputs, self._gemm = dtype, getattr(gemm, "rounds_inputs", False), gemm
-        self._bias = _tiles(_parts(experts, f"{name}_bias")).to(dtype) if experts.has_bias else None
+        self._bias = getattr(experts, f"{name}_bias").detach()[:, rows].to(dtype) if experts.has_bias else None
         function, address = gemm.for_experts
         self.params = _Layer(
             multiply=kernels.address(function, dtype),
             quantize=kernels.address("quantize_expert_row", dtype) if self.rounds_inputs else None,
             weight=address,
             bias=None if self._bias is None else self._bias.data_ptr(),
-            k=inputs,
-            n=weight[0, ..., 0].numel(),
+            stride=gemm.num_bytes,
+            k=gemm.in_features,
+            n=len(rows),
         )
 
 
-def _parts(experts: Any, name: str) -> Tensor:
-    """A weight [experts, parts, outputs, inputs] or bias [experts, parts, outputs]: gate and up are two parts."""
-    x = getattr(experts, name).detach()
-    x = x.mT if experts.is_transposed and x.ndim > 2 else x
+def _expert(experts: Any, name: str, index: int, outputs: Tensor) -> Tensor | QuantizedWeight:
+    """Some outputs of the weight [outputs, inputs] of an expert, which is in files or was loaded."""
+    parameter, stored = getattr(experts, name).detach(), getattr(experts, "stored", {})
+    weight = stored[name].expert(index, parameter.dtype) if name in stored else parameter[index]
+    if isinstance(weight, QuantizedWeight):
+        return weight.part(outputs, 0)
+    return (weight.mT if experts.is_transposed else weight)[outputs]
+
+
+def _order(experts: Any, name: str, outputs: int) -> Tensor:
+    """The outputs of a layer in the order of our kernel, [parts, outputs]: gate and up are two parts."""
+    order = torch.arange(outputs)
     if not name.startswith("gate_up"):
-        return x[:, None]
-    return x.unflatten(1, (2, -1)) if experts.is_concatenated else x.unflatten(1, (-1, 2)).transpose(1, 2)
-
-
-def _tiles(x: Tensor) -> Tensor:
-    """Outputs of `_parts` filled up with zeros to tiles, contiguous."""
-    missing = -x.shape[2] % TILE_N
-    return pad(x, (0, 0) * (x.ndim - 3) + (0, missing)).contiguous() if missing else x.contiguous()
+        return order[None]
+    return order.unflatten(0, (2, -1)) if experts.is_concatenated else order.unflatten(0, (-1, 2)).T
 
 
 class PackedExperts(nn.Module):  # type: ignore[misc]
@@ -205,28 +210,34 @@ class _RouterWeight:
         return logits(*args, **kwargs or {})
 
 
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """The modules of transformers' ExpertsInterface in a model, by path."""
+    modules = model.named_modules()
+    return {path: x for path, x in modules if hasattr(x, "_apply_gate") and hasattr(x, "is_concatenated")}
+
+
+def packable_experts(model: nn.Module, kernels: CpuKernels) -> dict[type, _Gate]:
+    """The classes of experts in a model whose formula our kernels compute, with their gates."""
+    kinds = {type(experts): experts for experts in experts_of(model).values()}
+    gates = {kind: output_of(_gate_of, experts, kernels, name=kind.__name__) for kind, experts in kinds.items()}
+    return {kind: gate for kind, gate in gates.items() if gate is not None}
+
+
 def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernels) -> int:
     """Replace the experts of a CPU model, and their routers, in place; how many layers have others from then on."""
     sigmoid = Activation(torch.sigmoid, "sigmoid", kernels)
-    gates: dict[type, _Gate | None] = {}
+    gates, paths = packable_experts(model, kernels), [*experts_of(model)]
     reasons: Counter[str] = Counter()
-    places = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if hasattr(child, "_apply_gate") and hasattr(child, "is_concatenated")
-    ]
-    for parent, name in places:
-        experts = getattr(parent, name)
+    for path in paths:
+        experts, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
         kind = type(experts)
-        if kind not in gates:
-            gates[kind] = output_of(_gate_of, experts, kernels, name=kind.__name__)
         try:
-            if (gate := gates[kind]) is None:
+            if kind not in gates:
                 raise ValueError("our kernels compute another formula")
-            setattr(parent, name, PackedExperts(experts, gate, gemms, kernels))
+            model.set_submodule(path, PackedExperts(experts, gates[kind], gemms, kernels))
         except ValueError as error:
             reasons[f"{kind.__name__}: {error}"] += 1
+            _load(experts)
             continue
         for child_name, child in [*parent.named_children()]:
             if type(child) is nn.Linear and child.out_features == 1 and (packed := gemms.pack(child, child_name)):
@@ -234,7 +245,20 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
             _pack_router(child, gemms, sigmoid)
     for reason, count in reasons.items():
         log.warning("experts of %d layers are not packed, %s", count, reason)
-    return len(places) - reasons.total()
+    return len(paths) - reasons.total()
+
+
+def _load(experts: Any) -> None:
+    """Give experts that are not packed their weights in the files."""
+    for name, weight in vars(experts).pop("stored", {}).items():
+        parameter = getattr(experts, name)
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for index, expert in enumerate(parameter.data):
+            loaded = weight.expert(index, parameter.dtype)
+            if isinstance(loaded, QuantizedWeight):
+                loaded = loaded.dequantized().mT if experts.is_transposed else loaded.dequantized()
+            expert.copy_(loaded)
+    vars(experts).pop("forward", None)
 
 
 def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
@@ -256,6 +280,7 @@ def _computes(experts: Any, gate: _Gate, kernels: CpuKernels) -> bool:
     """Whether few small experts of this class give what transformers computes."""
     num_experts, hidden, size = 3, 24, 40
     probe, draw = copy.copy(experts), torch.Generator().manual_seed(0)
+    probe.stored = {}
     up, name = (2 * size, "gate_up_proj") if experts.has_gate else (size, "up_proj")
     shapes = {name: (up, hidden), "down_proj": (hidden, size)}
     weights = {

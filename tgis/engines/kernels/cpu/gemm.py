@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages
+from tgis.engines.host_memory import HugePages, cache_lines
 from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
 
@@ -66,6 +66,7 @@ class CpuGemm:
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
         packed = pairs.transpose(1, 2)  # [tiles, in / pair, tile, pair]
         self.packed = memory.copy_of(packed) if memory else packed.contiguous()
+        self.in_features, self.layout, self.num_bytes = self._in_features, weight.dtype, cache_lines(self.packed)
 
     @property
     def for_experts(self) -> tuple[str, int]:

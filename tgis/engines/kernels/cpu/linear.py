@@ -3,7 +3,9 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgis.engines.host_memory import HugePages
-from tgis.engines.kernels.cpu.gemm import Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
+from tgis.engines.kernels.cpu.gemm import CpuGemm, Gemm, MakeGemm, OneDnnGemm, is_right, our_gemms, smallest
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.quantized import (
     PlainGemm,
@@ -41,7 +43,7 @@ class GemmSelector:
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
         self._kernels = kernels
         self._quantization = quantization
-        self._memory = HugePages()
+        self._memory: Any = HugePages()  # None: packed weights are plain tensors
         self._right: dict[Hashable, bool] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
@@ -72,15 +74,34 @@ class GemmSelector:
         self.counts[f"{kind} by PyTorch"] += 1
         return PlainGemm(weight)
 
-    def expert_gemm(self, weight: Tensor) -> tuple[Gemm | None, torch.dtype]:
-        """The GEMM for a linear layer of all experts, [out, in], and the dtype of its activations."""
-        how = self._quantization
-        if how is None or how.bits is None:
-            dtype = how.dtype if how else weight.dtype
-            return self.gemm(weight, dtype), dtype
-        gemm = self.quantized_gemm(quantize(weight, how.bits, how.activations_of()), how.dtype)
+    def expert_gemm(
+        self, weight_of: Callable[[int], Tensor | QuantizedWeight], count: int, dtype: torch.dtype
+    ) -> tuple[Any, torch.dtype]:
+        """The GEMM for the first expert's weight [out, in] of a linear layer, which those of the others follow, and the
+        dtype of activations: `dtype`, if layers are not quantized. ValueError without a kernel.
+        """
+        dtype = self._quantization.dtype if self._quantization else dtype
+        scratch = copy(self)
+        scratch._memory = None
+        sample = scratch._gemm_of_expert(weight_of(0), dtype)
+        self._memory.reserve(count * sample.num_bytes)
+        first = self._gemm_of_expert(weight_of(0), dtype)
+        for expert in range(1, count):
+            if self._gemm_of_expert(weight_of(expert), dtype).layout != first.layout:
+                raise ValueError("the formats of experts differ")
         trim_heap(collect=False)
-        return gemm, how.dtype
+        return first, dtype
+
+    def _gemm_of_expert(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> CpuGemm | QuantizedGemm:
+        how = self._quantization
+        if isinstance(weight, QuantizedWeight):
+            weight = replace(weight, activations=how.activations_of(weight) if how else None)
+        elif how and how.bits:
+            weight = quantize(weight, how.bits, how.activations_of())
+        gemm = self.gemm(weight, dtype) if isinstance(weight, Tensor) else self.quantized_gemm(weight, dtype)
+        if not isinstance(gemm, (CpuGemm, QuantizedGemm)) or getattr(weight, "order", None) is not None:
+            raise ValueError(f"no kernel in {dtype}")
+        return gemm
 
     def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
         """The layer with the packed weight."""

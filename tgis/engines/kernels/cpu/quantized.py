@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages
+from tgis.engines.host_memory import HugePages, cache_lines
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.quantization.weight import E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
+from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
 _HALF_BLOCK = 16  # inputs, as there: the size of a group is a multiple
 _MAX_INPUTS = 1 << 16  # the sum of their products fits in 32 bits
-_KINDS = {id(INT4): (0, "int4"), id(INT8): (1, "int8"), id(E4M3): (2, "fp8")}  # as in codes.h, and for the log
+_TABLES = {"int4": INT4, "int8": INT8, "fp8": E4M3, "mxfp4": E2M1}  # names for the log, in the order of codes.h
+_KINDS = {id(table): (kind, name) for kind, (name, table) in enumerate(_TABLES.items())}
 
 
 class _CodesParams(ctypes.Structure):
@@ -55,6 +56,8 @@ class QuantizedGemm:
         tiles = tiles.permute(0, 3, 2, 1)  # [tiles, groups, 1 or 2, tile]
         self._codes, self._groups = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
         self._order = weight.order
+        self.in_features, self.layout = self._in_features, weight.kind
+        self.num_bytes = cache_lines(self._codes) + cache_lines(self._groups)
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
             codes=self._codes.data_ptr(),

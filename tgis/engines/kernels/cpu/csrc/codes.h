@@ -13,7 +13,7 @@
 #define CODES_AHEAD 4096 /* bytes that are fetched ahead */
 #define GROUPS_AHEAD 32  /* the same */
 
-enum { INT4, INT8, E4M3 }; /* values of codes: the code; the code less 128; the float of these bits */
+enum { INT4, INT8, E4M3, E2M1 }; /* values of codes: the code; the code less 128; the float of these bits, of 8 or 4 */
 
 typedef struct {
     const uint8_t *codes;
@@ -24,6 +24,8 @@ typedef struct {
     float steps, scale;       /* of x, see weight.py; 0: none */
     int64_t may_use_amx;      /* with INT8: whether the CPU has it and the system allows it */
 } packed_codes;
+
+static inline int code_bits(int64_t kind) { return kind == INT4 || kind == E2M1 ? 4 : 8; }
 
 static inline int64_t padded_inputs(int64_t k) { return (k + BLOCK - 1) / BLOCK * BLOCK; }
 

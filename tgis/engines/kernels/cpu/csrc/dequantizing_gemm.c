@@ -17,7 +17,7 @@ INLINE void multiply_dequantized(
         if (late) memset(sums[row], 0, sizeof bias);
         else memcpy(sums[row], bias, sizeof bias);
     scalar_t dequantized[2 * DEQUANT_INPUTS * TILE_N];
-    const uint8_t *codes = packed->codes + tile * inputs * TILE_N * (kind == INT4 ? 4 : 8) / 8;
+    const uint8_t *codes = packed->codes + tile * inputs * TILE_N * code_bits(kind) / 8;
     const int64_t part = OVERLAP_DEQUANT && rows <= 2 * TILE_M ? DEQUANT_INPUTS / 2 : DEQUANT_INPUTS;
     const int64_t interval = (rows > 3 * TILE_M ? 4 : rows > TILE_M ? 2 : 1) * (HALF_BLOCK / 4) - 1;
     dequant_state next = {
@@ -46,6 +46,7 @@ INLINE void multiply_dequantized(
 static void multiply_part(const gemm_args *args, const packed_codes *packed, int64_t first, int64_t last, int64_t tile) {
     if (packed->kind == INT4) multiply_dequantized(INT4, args, packed, first, last, tile);
     else if (packed->kind == INT8 && has_one_scale(packed)) multiply_dequantized(INT8_UNSCALED, args, packed, first, last, tile);
+    else if (packed->kind == E2M1) multiply_dequantized(E2M1, args, packed, first, last, tile);
     else if (packed->kind == INT8) multiply_dequantized(INT8, args, packed, first, last, tile);
     else multiply_dequantized(E4M3, args, packed, first, last, tile);
 }

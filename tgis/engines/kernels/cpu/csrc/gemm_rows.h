@@ -22,7 +22,7 @@
 #define BLOCK_STEPS (WIDENS || VECTORS * LANES < TILE_N ? 8192 / (TILE_N * PAIR * (int)sizeof(packed_t)) : 1 << 20)
 
 /* What multiply_rows dequantizes meanwhile, beside other kinds of codes: INT8 without its scale, exact in scalar_t; nothing. */
-enum { INT8_UNSCALED = E4M3 + 1, PLAIN };
+enum { INT8_UNSCALED = E2M1 + 1, PLAIN };
 
 /* DEQUANT_INPUTS of a weight in codes multiply x while the next ones are dequantized, if registers are left for that. */
 #if BF16 && defined(__AVX512BF16__)
@@ -36,19 +36,24 @@ enum { INT8_UNSCALED = E4M3 + 1, PLAIN };
 /* The values of LANES codes, each in the bits of a lane from `bit` on. */
 INLINE f32_vec values_of(const int kind, u32_vec codes, int bit) {
 #if defined(__AVX512F__)
-    const f32_vec values = LANE_INDEX; /* LANES of them, as many as codes of 4 bits */
-    if (kind == INT4) return (f32_vec)_mm512_permutexvar_ps((__m512i)(codes >> bit), (__m512)values);
+    const f32_vec integers = LANE_INDEX; /* LANES of them, as many as codes of 4 bits */
+    const f32_vec floats = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    if (code_bits(kind) == 4)
+        return (f32_vec)_mm512_permutexvar_ps((__m512i)(codes >> bit), (__m512)(kind == INT4 ? integers : floats));
 #endif
-    if (kind != E4M3) { /* they become the lowest bits of 2^(23 - bit), of which the unit is at this bit */
+    if (kind != E4M3 && kind != E2M1) { /* they become the lowest bits of 2^(23 - bit), of which the unit is at this bit */
         const uint32_t mask = kind == INT4 ? 15 : 255, zero = kind == INT4 ? 0 : 128;
         if (bit > 12) codes >>= 16, bit -= 16;
         return (f32_vec)((codes & mask << bit) | (150u - bit) << 23) - (float)((1u << (23 - bit)) + zero);
     }
     codes >>= bit;
-    /* Exponents get a bias of 127 in place of 7. With the lowest one there is no leading 1: it is subtracted. */
-    const u32_vec size = codes & 0x7f, is_tiny = (u32_vec)(size < 8), is_nan = (u32_vec)(size == 0x7f);
-    const f32_vec value = (f32_vec)((size << 20) + 0x3c000000 + (is_tiny & 0x00800000)) - (f32_vec)(is_tiny & 0x3c800000);
-    return (f32_vec)((u32_vec)value | (codes & 0x80) << 24 | is_nan);
+    /* Exponents get a bias of 127 in place of 7 or 1. With the lowest one there is no leading 1: it is subtracted. */
+    const int bits = code_bits(kind), mantissa = kind == E2M1 ? 1 : 3;
+    const uint32_t one = 0x00800000, bias = kind == E2M1 ? 126 * one : 120 * one;
+    const u32_vec size = codes & ((1u << (bits - 1)) - 1), is_tiny = (u32_vec)(size < 1u << mantissa);
+    const u32_vec is_nan = (u32_vec)(size == (kind == E2M1 ? 8u : 0x7fu));
+    const f32_vec value = (f32_vec)((size << (23 - mantissa)) + bias + (is_tiny & one)) - (f32_vec)(is_tiny & (bias + one));
+    return (f32_vec)((u32_vec)value | (codes & 1u << (bits - 1)) << (32 - bits) | is_nan);
 }
 
 /* Two inputs by LANES outputs as packed weights have them. */
@@ -83,7 +88,7 @@ typedef struct {
 
 /* Dequantizes HALF_BLOCK inputs of LANES outputs. */
 INLINE void dequantize_some(const int kind, dequant_state *w) {
-    const int bits = kind == INT4 ? 4 : 8;
+    const int bits = code_bits(kind);
     const packed_codes *packed = w->packed;
     const uint8_t *codes = w->codes + w->at * TILE_N * bits / 8 + w->first * 4;
     scalar_t *to = w->weights + (w->at & w->last) * TILE_N + w->first * PAIR;

@@ -1,0 +1,70 @@
+"""Experts that stay in files until they are packed: as transformers loads them, in the memory of the result."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import engine_options
+from safetensors.torch import load_file, save_file
+from slow_cases import slow_except
+from tiny_models import EXPERTS, make_model_from_config, make_wide_config
+from torch import Tensor
+
+from tgis.engines.kernels.cpu.experts import PackedExperts
+from tgis.engines.loading import loader
+from tgis.engines.quantization.experts import stored_weights
+from tgis.errors import StartError
+
+CPU, IDS = torch.device("cpu"), torch.arange(3, 40)[None]
+ODD = make_wide_config("Qwen3Moe", moe_intermediate_size=15)  # there is no kernel for odd inputs
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def loaded(path: Path, **options: Any) -> tuple[Tensor, int]:
+    """Logits, and how many layers have packed experts."""
+    model = loader.load_model(engine_options(path, **options), CPU)
+    return model(IDS).logits, sum(isinstance(module, PackedExperts) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    slow_except(
+        [("Qwen3Moe", {"quantize": "int4"}), ("GptOss", {"dtype": "bfloat16"}), ("odd", {})],
+        [(name, changes) for name in EXPERTS for changes in ({}, {"dtype": "bfloat16"}, {"quantize": "int8"})],
+    ),
+)
+def test_bits_are_those_of_weights_that_transformers_loads(
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_model_from_config((EXPERTS | {"odd": ODD})[name], tmp_path)
+    *_, (sized, _) = loader.look_at_model(engine_options(path, **changes), CPU)
+    assert stored_weights(sized).keys() == {key for key, weight in sized.named_parameters() if weight.dim() == 3}
+    logits, packed = loaded(path, **changes)
+    monkeypatch.setattr(loader, "store_experts", lambda *_: None)
+    expected, expected_packed = loaded(path, **changes)
+    assert torch.equal(logits, expected)
+    assert packed == expected_packed == (0 if name == "odd" else 2 - (name == "Glm4Moe"))
+
+
+def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    path = make_model_from_config(EXPERTS["Qwen3Moe"], tmp_path)
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.7.down_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite as torch.float32$"):
+        loaded(path)
+
+
+@pytest.mark.parametrize(("dtype", "quantize", "bits"), [("float32", "none", 16), ("bfloat16", "int4", 5)])
+def test_a_check_counts_experts_as_they_are_packed(dtype: str, quantize: str, bits: int, tmp_path: Path) -> None:
+    """Those in files of 16 bits stay in 16 bits beside activations in float32."""
+    path = make_model_from_config(EXPERTS["Qwen3Moe"], tmp_path)
+    tensors = {name: weight.bfloat16() for name, weight in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    options = engine_options(path, dtype=dtype, quantize=quantize)
+    *_, (sized, said) = loader.look_at_model(options, CPU)
+    sizes = {name: weight.numel() for name, weight in sized.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts
+    assert experts * bits // 8 < said < experts * bits // 8 + (others + 20 * 64 * 64) * 4
