@@ -187,6 +187,7 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         state_dict = _state_dict(options, config, dtype, quantization, sized)
         loaded = "auto" if quantization and not checkpoint else dtype
         if state_dict is not None:
+            config = config if type(config) is type(sized.config) else sized.config  # of its text model alone
             model = _from_pretrained(type(sized), options, config, loaded, sharding, state_dict=state_dict)
             model.generation_config = load_generation_config(options, config)
         else:
