@@ -199,7 +199,9 @@ def test_only_weights_of_one_kind_are_concatenated(other: dict[str, Any]) -> Non
     assert concatenate([weight, replace(weight, **other)]) is None
 
 
-@pytest.mark.parametrize(("name", "is_kept"), [("Llama", True), ("GPT2", True), ("Mixtral", True), ("Gemma3Text", False)])
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("Llama", True), ("GPT2", True), ("Mixtral", True), ("Gemma3Text", False)]
+)
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_weights_loaded_as_saved_give_the_logits_of_float32(name: str, is_kept: bool, tmp_path: Path) -> None:
     """Those of the same weights in float32 files. Gemma 3 has a constant that 16 bits would round."""
