@@ -20,7 +20,7 @@ def packed(name: str, saved: torch.dtype, dtype: torch.dtype, kernels: CpuKernel
     model = AutoModelForCausalLM.from_config(config).to(saved).to(dtype).eval()
     embeddings = TokenEmbeddings(model)
     pack_linears(model, GemmSelector(kernels))
-    embeddings.pack(model, kernels)
+    embeddings.pack(model, kernels, dtype)
     return model
 
 

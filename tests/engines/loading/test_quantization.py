@@ -197,3 +197,19 @@ def test_only_weights_of_one_kind_are_concatenated(other: dict[str, Any]) -> Non
     assert together is not None
     assert len(together.codes) == 6
     assert concatenate([weight, replace(weight, **other)]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("Llama", True), ("GPT2", True), ("Mixtral", True), ("Gemma3Text", False)]
+)
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def test_weights_loaded_as_saved_give_the_logits_of_float32(name: str, is_kept: bool, tmp_path: Path) -> None:
+    """Those of the same weights in float32 files. Gemma 3 has a constant that 16 bits would round."""
+    AutoModelForCausalLM.from_config(make_config(name)).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).save_pretrained(tmp_path / "widened")
+    saved, widened = (engine_options(tmp_path / files, dtype="float32") for files in ("saved", "widened"))
+    assert (loader.look_at_model(saved, CPU)[3] is not None) == is_kept
+    assert loader.look_at_model(widened, CPU)[3] is None
+    logits, expected = (loader.load_model(options, CPU)(IDS).logits for options in (saved, widened))
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, expected)

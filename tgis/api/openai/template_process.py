@@ -12,9 +12,8 @@ import sys
 import threading
 from typing import Any
 
-from jinja2 import TemplateError as JinjaError
-
 from tgis.errors import SHUTTING_DOWN, InvalidRequest, Unavailable
+from tgis.utils.memory import return_unused_memory
 
 _MAX_BYTES = 512 << 20  # beyond what the child has imported
 _MAX_ANSWER_BYTES = 64 << 20
@@ -68,8 +67,10 @@ class TemplateProcess:
 
 def main() -> None:
     """Answer each line of arguments with a problem and a text, until the parent has gone."""
+    from jinja2 import TemplateError as JinjaError  # noqa: PLC0415 - only for the child, as all of transformers
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - 0.7 s, and 50 MB
 
+    return_unused_memory()
     with open("/proc/self/statm") as sizes:
         size = int(sizes.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_BYTES, size + _MAX_BYTES))

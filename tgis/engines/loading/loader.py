@@ -35,7 +35,7 @@ from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import read_tensors
-from tgis.engines.quantization.config import Quantization, resolve_quantization
+from tgis.engines.quantization.config import Quantization, kept_as_saved, resolve_quantization
 from tgis.engines.quantization.experts import stored_weights
 from tgis.engines.quantization.mxfp4 import stored_codes, widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
@@ -149,7 +149,9 @@ def look_at_model(
     with library_errors(f"{options.model_path}: {auto_class.__name__} cannot load it"):
         dtype = getattr(torch, options.dtype) if options.dtype else default_dtype(options, config, device)
         quantization = resolve_quantization(options, config, dtype)
-        weights = f", linear layers quantized {quantization}" if quantization else ""
+        if quantization is None and device.type == "cpu":
+            quantization = kept_as_saved(auto_class, options, config, dtype)
+        weights = f", linear layers {quantization}" if quantization else ""
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
@@ -263,12 +265,12 @@ def _optimize(
         if kernels and (layers := pack_experts(model, gemms, kernels)):
             log.info("packed the experts of %d layers", layers)
         pack_linears(model, gemms)
+        if kernels:
+            embeddings.pack(model, kernels, quantization.dtype if quantization else model.dtype)
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
         fused = fuse(model, kernels, called_classes)
-        if kernels:
-            embeddings.pack(model, kernels)
         log.debug(
             "packed %d linear layers (%s), fused the small operators of %d others", gemms.counts.total(), by, fused
         )

@@ -59,7 +59,11 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int)
         yield sum(layer.num_bytes for layer in (*layers, *tied))
         yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0) * num_shards  # each reads all
         return
-    assert how.bits is not None
+    if how.bits is None:  # weights in 16 bits, one after the other in float32
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        yield 2 * sum(sizes)
+        yield how.dtype.itemsize * max(sizes)
+        return
     head, linears = model.get_output_embeddings(), {module for module in model.modules() if type(module) is nn.Linear}
     quantized = {module.weight for module in linears if how.logits or module is not head}
     for module in linears:

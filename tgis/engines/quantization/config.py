@@ -1,5 +1,6 @@
 """What QUANTIZE means for a model: how it is quantized while it is loaded, or how its files are quantized."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,13 +68,15 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """The name of the format, else int8 or int4."""
-        return self.checkpoint.method if self.checkpoint else f"int{self.bits}"
+        """The name of the format, else int8, int4 or none."""
+        return self.checkpoint.method if self.checkpoint else f"int{self.bits}" if self.bits else "none"
 
     def __str__(self) -> str:
+        if self.name == "none":
+            return "as saved"
         heads = ", that of the logits to int8" if self.logits else ""
         kind = f"{'as' if self.checkpoint else 'to'} {self.name}"
-        return f"{kind}{heads}, with {self.activations} activations"
+        return f"quantized {kind}{heads}, with {self.activations} activations"
 
     def activations_of(self, weight: QuantizedWeight | None = None) -> ActivationCodes | None:
         """How the activations of a weight are rounded, or of one that is quantized while it is loaded (None)."""
@@ -120,6 +123,22 @@ def resolve_quantization(options: EngineOptions, config: PreTrainedConfig, dtype
     vars(config).pop("quantization_config", None)
     checkpoint = read_gguf(path, config) if method == _GGUF else read_checkpoint(path, method, _layout(method, stated))
     return Quantization(None, logits, activations, dtype, checkpoint)
+
+
+def kept_as_saved(auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A Quantization that quantizes nothing and keeps weights in the 16 bits of the files until they are packed, for
+    CPUs that compute in float32; None for a model that would compute constants in 16 bits when it is loaded so.
+    """
+    saved = config.dtype
+    if dtype != torch.float32 or saved not in (torch.bfloat16, torch.float16) or options.cpu_isa == "none":
+        return None
+    if config.is_encoder_decoder or options.num_shards > 1:  # tables of positions are weights that no file has
+        return None
+    with torch.device("meta"):
+        buffers = auto_class.from_config(copy.deepcopy(config), dtype=saved, trust_remote_code=False).buffers()
+    tensors = [*read_tensors(Path(options.model_path))[0].values(), *(x for x in buffers if x.dtype == saved)]
+    is_saved = all(tensor.dtype == saved and tensor.device.type != "meta" for tensor in tensors)
+    return Quantization(None, logits=False, activations="none", dtype=dtype) if is_saved else None
 
 
 def _layout(method: str, description: Mapping[str, Any]) -> Format:

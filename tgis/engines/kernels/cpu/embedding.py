@@ -46,15 +46,15 @@ class TokenEmbeddings:
         head = model.get_output_embeddings()
         self._tied = {embedding for embedding in self._embeddings if getattr(embedding, "weight", None) is head.weight}
 
-    def pack(self, model: PreTrainedModel, kernels: CpuKernels) -> None:
-        """Replace in place those whose forward is not wrapped."""
+    def pack(self, model: PreTrainedModel, kernels: CpuKernels, dtype: torch.dtype) -> None:
+        """Replace in place those whose forward is not wrapped, by some that give values of this dtype."""
         gemm = getattr(model.get_output_embeddings(), "gemm", None)
         head = gemm if isinstance(gemm, CpuGemm) else None
         halves: dict[Tensor, Tensor] = {}
         for embedding in self._embeddings:
             is_wrapped = not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding)
             is_shared = hasattr(embedding, "sharding")  # among ranks, each of which has some of the rows
-            if is_wrapped or is_shared or (dtype := embedding.weight.dtype) not in DTYPES:
+            if is_wrapped or is_shared or dtype not in DTYPES:
                 continue
             if head and embedding in self._tied:
                 packed, tile_n = head.packed, TILE_N

@@ -98,12 +98,15 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None, dtype: torch.dtype) ->
 
 def smallest(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as `dtype`, or in 16 bits that hold the same values: most models are saved in bfloat16."""
+    halves = [half for x, half in _BY if x == dtype and half.itemsize < dtype.itemsize]
+    halves = [half for half in halves if weight.shape[-1] % _PAIR[half] == 0]
+    if weight.dtype in halves:
+        return weight
     weight = weight.to(dtype)
-    for x, half in _BY:
-        if x == dtype and half.itemsize < dtype.itemsize and weight.shape[-1] % _PAIR[half] == 0:
-            parts = weight.split(_COMPARED_ROWS)
-            if all(torch.equal(part.to(half).to(dtype), part) for part in parts):
-                return weight.to(half)
+    for half in halves:
+        parts = weight.split(_COMPARED_ROWS)
+        if all(torch.equal(part.to(half).to(dtype), part) for part in parts):
+            return weight.to(half)
     return weight
 
 

@@ -49,7 +49,8 @@ class GemmSelector:
 
     def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
         """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch."""
-        for packed in (smallest(weight, dtype), weight.to(dtype)):
+        for convert in (smallest, Tensor.to):
+            packed = convert(weight, dtype)
             ours = our_gemms(packed, self._kernels, dtype)
             for name, make in reversed(ours.items()):
                 if self._is_right(name, make, packed.dtype, dtype):

@@ -1,5 +1,6 @@
 """The memory of recorded passes."""
 
+import mmap
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tgis.errors import Unsupported
 
-_ALIGNMENT = 64  # bytes: a cache line
+_MIN_BYTES = 64  # of a block: a cache line
 
 
 class RecorderMemory:
@@ -33,7 +34,7 @@ class RecorderMemory:
     def empty(self, like: Tensor) -> Tensor:
         """A tensor of the same dtype, shape and strides."""
         if self._repeated is None:
-            lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _ALIGNMENT - 1).bit_length())
+            lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _MIN_BYTES - 1).bit_length())
         elif self._repeated:
             lease = self._repeated.popleft()
         else:
@@ -80,9 +81,8 @@ class RecorderMemory:
         return lease
 
     def _new_block(self, size: int) -> NDArray[np.uint8]:
-        memory = np.zeros(size + _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        block = memory[start : start + size]
+        """Zeros that take memory when they are first written: few prompts are as long as the longest."""
+        block = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
         self._blocks[block.ctypes.data] = block
         return block
 
