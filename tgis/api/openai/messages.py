@@ -1,7 +1,7 @@
 """Converts the messages and tools of a chat to the variables of its template."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,15 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def message_variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages, and what to try next with a template that refuses them."""
+    yield messages
+    plain = plain_messages(messages)
+    yield plain
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_json_arguments(message) for message in plain]
+
+
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for a template that refuses them: with a content, a single system message, which is the first, and
     user messages that follow one another as one.
@@ -37,6 +46,15 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message for templates of DeepSeek: arguments are JSON, and there is a content, which may be null."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+    calls = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
+    return message | {"content": message["content"] or None, "tool_calls": calls}
+
+
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Convert tools, without null fields; schemas may be large and are not copied."""
     return [{"type": tool.type, "function": _without_nulls(tool.function, strict=None)} for tool in tools]
@@ -45,7 +63,7 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     content = _text(message.refusal if message.content is None else message.content, path)
     parts = message.content if isinstance(message.content, list) else ()
-    thoughts = message.reasoning_content or "".join(part.thinking or "" for part in parts)
+    thoughts = message.reasoning_content or message.reasoning or "".join(part.thinking or "" for part in parts)
     if content is None and not message.tool_calls:
         if message.tool_calls is None:
             raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
@@ -53,7 +71,7 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     calls = [_tool_call(call) for call in message.tool_calls or ()]
     role = _ROLES.get(message.role, message.role)
     changes = {"role": role, "content": content, "reasoning_content": thoughts or None, "tool_calls": calls or None}
-    return _without_nulls(message, refusal=None, **changes)
+    return _without_nulls(message, refusal=None, reasoning=None, **changes)
 
 
 def _without_nulls(struct: msgspec.Struct, **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Finds out how a model calls tools and thinks: from what its chat template writes for an earlier call and thought."""
+
+import json
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from tgis.api.openai.messages import message_variants
+from tgis.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
+from tgis.api.openai.template_process import TemplateError
+from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
+from tgis.api.openai.tool_formats import TOOL_FORMATS, ToolFormat
+from tgis.errors import StartError
+
+_NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
+_SCHEMA = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "x"}}}
+_TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}]
+_USER = {"role": "user", "content": "x"}
+_CALL = {"type": "function", "id": "a1B2c3D4e", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+_THOUGHT = {"role": "assistant", "content": "x", "reasoning_content": "x"}
+_THINKING = {"enable_thinking": True, "thinking": True}
+
+
+class OutputFormats(NamedTuple):
+    """How a model writes calls and thoughts, as far as that is known."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+def probe_template(
+    render: Callable[..., str], tool_call_parser: str | None = None, reasoning_parser: str | None = None
+) -> OutputFormats:
+    """The formats of these names, or those of the texts that `render` makes of messages and tools."""
+
+    def rendered(messages: list[dict[str, Any]], *arguments: Any, add_generation_prompt: bool) -> str:
+        for variant in message_variants(messages):
+            with suppress(TemplateError):
+                return render(variant, *arguments, add_generation_prompt=add_generation_prompt)
+        return ""
+
+    user = rendered([_USER], _TOOLS, add_generation_prompt=False)
+    prompt = rendered([_USER], _TOOLS, add_generation_prompt=True)
+    called = rendered([_USER, {"role": "assistant", "tool_calls": [_CALL]}], _TOOLS, add_generation_prompt=False)
+    known_tools, known_reasoning = _named(TOOL_FORMATS, tool_call_parser), _named(REASONING_FORMATS, reasoning_parser)
+    forms = [form for forms in known_tools.values() for form in forms]
+    tools = _tool_format(forms, prompt, [_rest(called, before) for before in (prompt, user)]) or (
+        forms[0] if tool_call_parser else None
+    )
+    if reasoning_parser:
+        return OutputFormats(tools, *known_reasoning.values())
+    thought = rendered([_USER, _THOUGHT], None, add_generation_prompt=False)
+    thinking = rendered([_USER], None, _THINKING, add_generation_prompt=True)
+    texts = prompt + called + thought + thinking
+    return OutputFormats(tools, next((form for form in known_reasoning.values() if _shows(texts, form)), None))
+
+
+def _named(formats: dict[str, Any], name: str | None) -> dict[str, Any]:
+    if name is None:
+        return formats
+    if name not in formats:
+        raise StartError(f"unknown parser {name}; known are {', '.join(formats)}")
+    return {name: formats[name]}
+
+
+def _rest(text: str, beginning: str) -> str:
+    """What follows the common beginning of two texts."""
+    length = next((at for at, pair in enumerate(zip(text, beginning, strict=False)) if pair[0] != pair[1]), None)
+    return text[len(beginning) if length is None else length :]
+
+
+def _tool_format(forms: Collection[ToolFormat], prompt: str, answers: Collection[str]) -> ToolFormat | None:
+    """The format of the call in an answer, else the one whose mark is in the instructions."""
+    readers = [form for form in forms if any(_reads_call(form, answer) for answer in answers)]
+    if readers:
+        return max(readers, key=lambda form: any(form.call[0] % _NAME in answer for answer in answers))
+    return next((form for form in forms if form.start in prompt), None)
+
+
+def _reads_call(form: ToolFormat, written: str) -> bool:
+    parser = ToolCallParser(form, {_NAME: _SCHEMA})
+    _, calls = complete_calls([*parser.add(written), *parser.finish()])
+    with suppress(ValueError):
+        return [(name, json.loads(arguments)) for name, arguments in calls] == [(_NAME, _ARGUMENTS)]
+    return False
+
+
+def _shows(texts: str, form: ReasoningFormat) -> bool:
+    return any(mark in texts for mark in form.hidden[:1] or (form.begin, form.end))
