@@ -1,7 +1,7 @@
 """Finds out how a model calls tools and thinks: from what its chat template writes for an earlier call and thought."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -69,11 +69,11 @@ def _rest(text: str, beginning: str) -> str:
     return text[len(beginning) if length is None else length :]
 
 
-def _tool_format(forms: Collection[ToolFormat], prompt: str, answers: Collection[str]) -> ToolFormat | None:
+def _tool_format(forms: Collection[ToolFormat], prompt: str, answers: Sequence[str]) -> ToolFormat | None:
     """The format of the call in an answer, else the one whose mark is in the instructions."""
     readers = [form for form in forms if any(_reads_call(form, answer) for answer in answers)]
     if readers:
-        return max(readers, key=lambda form: any(form.call[0] % _NAME in answer for answer in answers))
+        return max(readers, key=lambda form: all(part in answers[0] for part in form.call[0].split("%s")))
     return next((form for form in forms if form.start in prompt), None)
 
 
