@@ -21,7 +21,7 @@ from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputP
 from tgis.api.openai.tool_calls import complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HARMONY as HARMONY_CALLS
-from tgis.api.openai.tool_formats import HERMES
+from tgis.api.openai.tool_formats import HERMES, TOOL_FORMATS
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 
@@ -38,11 +38,11 @@ def parsed(parser: OutputParser, parts: list[str]) -> tuple[str, str, list[tuple
 
 @table("tool_formats", "reasoning")
 def test_thoughts_in_every_cut(row: dict[str, Any]) -> None:
-    text = row["output"]
+    text, tools = row["output"], TOOL_FORMATS[row.get("tools", "hermes")][0]
     for size in range(1, len(text) + 1):
-        parser = OutputParser(None, None, REASONING_FORMATS[row["format"]], row["prompt"])
+        parser = OutputParser(tools, {"w": None}, REASONING_FORMATS[row["format"]], row["prompt"])
         parts = [text[at : at + size] for at in range(0, len(text), size)]
-        assert parsed(parser, parts) == (row["thought"], row["text"], [])
+        assert parsed(parser, parts) == (row["thought"], row["text"], [*map(tuple, row.get("calls", ()))])
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.begin)
@@ -59,18 +59,6 @@ def test_any_output_is_the_same_in_any_parts(form: ReasoningFormat, data: st.Dat
     assert results[0] == results[1] == results[2]
     marked = any(mark in text for mark in (form.begin, *form.hidden))
     assert marked or results[0] == ("", *parsed(OutputParser(HERMES, tools), [text])[1:])
-
-
-@pytest.mark.parametrize(
-    "header", ["<|channel|>commentary to=functions.w <|constrain|>json", " to=functions.w<|channel|>commentary json"]
-)
-def test_calls_of_harmony_are_behind_thoughts(header: str) -> None:
-    thought = 'I call to=functions.w<|message|>{"a": 0}'
-    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{header}<|message|>" + '{"a": 1}<|call|>'
-    for size in range(1, len(text) + 1):
-        parser = OutputParser(HARMONY_CALLS, {"w": None}, HARMONY)
-        parts = [text[at : at + size] for at in range(0, len(text), size)]
-        assert parsed(parser, parts) == (thought, "", [("w", '{"a": 1}')])
 
 
 THINKS = (

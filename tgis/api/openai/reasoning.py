@@ -78,20 +78,19 @@ class ReasoningParser:
     def add(self, text: str, *, ended: bool) -> list[str | Thought]:
         """Parse more text, perhaps the last one."""
         parts: list[str | Thought] = []
-        self._held += text
-        while self._held:
-            mark = self._pattern().search(self._held, partial=not ended)
-            text = self._held[: mark.start() if mark else None]
-            self._held = self._held[mark.start() :] if mark else ""
-            if shown := text.lstrip() if self._in_gap else text:
+        held, at = self._held + text, 0
+        while at < len(held):
+            mark = self._pattern().search(held, at, partial=not ended)
+            part, at = held[at : mark.start() if mark else None], mark.start() if mark else len(held)
+            if shown := part.lstrip() if self._in_gap else part:
                 self._in_gap = self._may_begin = False
                 parts.append(Thought(shown) if self._in_thought else shown)
             if mark is None or mark.partial:
                 break
-            self._held = self._held[len(mark[0]) :]
             begins = not self._in_thought and mark[0].endswith(self._form.begin)
             self._in_gap = self._in_gap or begins or self._in_thought
-            self._in_thought, self._may_begin = begins, False
+            self._in_thought, self._may_begin, at = begins, False, mark.end()
+        self._held = held[at:]
         return parts
 
     def _pattern(self) -> "regex.Pattern[str]":

@@ -1,7 +1,8 @@
 """Finds out how a model calls tools and thinks: from what its chat template writes for an earlier call and thought."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from tgis.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
 from tgis.api.openai.template_process import TemplateError
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_formats import TOOL_FORMATS, ToolFormat
-from tgis.errors import StartError
+
+log = logging.getLogger(__name__)
 
 _NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
 _SCHEMA = {"type": "object", "properties": {"probe_key": {"type": "string", "description": "x"}}}
@@ -31,7 +33,7 @@ class OutputFormats(NamedTuple):
 def probe_template(
     render: Callable[..., str], tool_call_parser: str | None = None, reasoning_parser: str | None = None
 ) -> OutputFormats:
-    """The formats of these names, or those of the texts that `render` makes of messages and tools."""
+    """The formats of these names of vLLM, or those of the texts that `render` makes of messages and tools."""
 
     def rendered(messages: list[dict[str, Any]], *arguments: Any, add_generation_prompt: bool) -> str:
         for variant in message_variants(messages):
@@ -42,25 +44,24 @@ def probe_template(
     user = rendered([_USER], _TOOLS, add_generation_prompt=False)
     prompt = rendered([_USER], _TOOLS, add_generation_prompt=True)
     called = rendered([_USER, {"role": "assistant", "tool_calls": [_CALL]}], _TOOLS, add_generation_prompt=False)
-    known_tools, known_reasoning = _named(TOOL_FORMATS, tool_call_parser), _named(REASONING_FORMATS, reasoning_parser)
-    forms = [form for forms in known_tools.values() for form in forms]
-    tools = _tool_format(forms, prompt, [_rest(called, before) for before in (prompt, user)]) or (
-        forms[0] if tool_call_parser else None
-    )
-    if reasoning_parser:
-        return OutputFormats(tools, *known_reasoning.values())
+    answers = [_rest(called, before) for before in (prompt, user)]
+    forms = [form for forms in _candidates(TOOL_FORMATS, tool_call_parser) for form in forms]
+    tools = _tool_format(forms, prompt, answers) or (forms[0] if tool_call_parser in TOOL_FORMATS else None)
     thought = rendered([_USER, _THOUGHT], None, add_generation_prompt=False)
     thinking = rendered([_USER], None, _THINKING, add_generation_prompt=True)
     texts = prompt + called + thought + thinking
-    return OutputFormats(tools, next((form for form in known_reasoning.values() if _shows(texts, form)), None))
+    named = reasoning_parser in REASONING_FORMATS
+    thoughts = (form for form in _candidates(REASONING_FORMATS, reasoning_parser) if named or _shows(texts, form))
+    return OutputFormats(tools, next(thoughts, None))
 
 
-def _named(formats: dict[str, Any], name: str | None) -> dict[str, Any]:
-    if name is None:
-        return formats
-    if name not in formats:
-        raise StartError(f"unknown parser {name}; known are {', '.join(formats)}")
-    return {name: formats[name]}
+def _candidates(formats: Mapping[str, Any], name: str | None) -> list[Any]:
+    """The format of this name, else all."""
+    if name is not None and name in formats:
+        return [formats[name]]
+    if name is not None:
+        log.warning("unknown parser %s: the chat template is probed; known are %s", name, ", ".join(formats))
+    return [*formats.values()]
 
 
 def _rest(text: str, beginning: str) -> str:
