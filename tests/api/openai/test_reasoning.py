@@ -17,8 +17,8 @@ from tables import table
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.marks import GrammarMarks
-from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningFormat, Thought
-from tgis.api.openai.tool_calls import complete_calls
+from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
+from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HARMONY as HARMONY_CALLS
 from tgis.api.openai.tool_formats import HERMES, TOOL_FORMATS
@@ -38,27 +38,27 @@ def parsed(parser: OutputParser, parts: list[str]) -> tuple[str, str, list[tuple
 
 @table("tool_formats", "reasoning")
 def test_thoughts_in_every_cut(row: dict[str, Any]) -> None:
-    text, tools = row["output"], TOOL_FORMATS[row.get("tools", "hermes")][0]
+    text, form, tools = row["output"], REASONING_FORMATS[row["format"]], TOOL_FORMATS[row.get("tools", "hermes")][0]
     for size in range(1, len(text) + 1):
-        parser = OutputParser(tools, {"w": None}, REASONING_FORMATS[row["format"]], row["prompt"])
+        parser = OutputParser(ToolCallParser(tools, {"w": None}), ReasoningParser(form, row["prompt"]))
         parts = [text[at : at + size] for at in range(0, len(text), size)]
         assert parsed(parser, parts) == (row["thought"], row["text"], [*map(tuple, row.get("calls", ()))])
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.begin)
 @given(data=st.data())
-def test_any_output_is_the_same_in_any_parts(form: ReasoningFormat, data: st.DataObject) -> None:
+def test_any_output_is_the_same_in_any_parts(form: Any, data: st.DataObject) -> None:
     marks = [form.begin, form.end, *form.hidden, CALL, " ", "\n", "<", "x"]
     pieces = st.one_of(st.sampled_from(marks), st.text("".join(marks), max_size=5))
     text = data.draw(st.lists(pieces, max_size=9).map("".join))
     tools: dict[str, Any] = {"w": None}
     results = [
-        parsed(OutputParser(HERMES, tools, form), parts)
+        parsed(OutputParser(ToolCallParser(HERMES, tools), ReasoningParser(form, "x")), parts)
         for parts in ([text], [*text], [text[at : at + 3] for at in range(0, len(text), 3)])
     ]
     assert results[0] == results[1] == results[2]
     marked = any(mark in text for mark in (form.begin, *form.hidden))
-    assert marked or results[0] == ("", *parsed(OutputParser(HERMES, tools), [text])[1:])
+    assert marked or results[0] == ("", *parsed(OutputParser(ToolCallParser(HERMES, tools)), [text])[1:])
 
 
 THINKS = (
@@ -142,23 +142,21 @@ def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str,
     assert accepts(msgspec.structs.replace(spec, after_thought=rules), text) is accepted
 
 
-@pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 @run_async
-async def test_answers_have_thoughts_and_their_tokens(stream: bool, shown: bool) -> None:
+async def test_answers_have_thoughts_and_their_tokens(stream: bool) -> None:
     texts = ["<thi", "nk>\nHm ", CALL, "</think>\n", "\n", CALL]
     outputs = [output(text, generated_token_count=20 * at) for at, text in enumerate(texts, 1)]
     outputs.append(output(stop_reason="EOS_TOKEN", generated_token_count=140))
     if not stream:
         outputs = [output("".join(texts), stop_reason="EOS_TOKEN", generated_token_count=140)]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "w"}}], "stream": stream}
-    body |= {"include_reasoning": shown, "stream_options": {"include_usage": True}}
+    body["stream_options"] = {"include_usage": True}
     answer = await ask("/v1/chat/completions", body, *outputs, reasoning=THINK)
     parts = [choice for event in answer.body[:-1] for choice in event["choices"]] if stream else answer.body["choices"]
     deltas = [part["delta" if stream else "message"] for part in parts]
-    thought = f"Hm {CALL}" if shown else ""
     for name in ("reasoning", "reasoning_content"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == thought
+        assert "".join(delta.get(name) or "" for delta in deltas) == f"Hm {CALL}"
     assert not any(delta.get("content") for delta in deltas)
     calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
     assert json.loads("".join(call["arguments"] for call in calls)) == {"a": 1}

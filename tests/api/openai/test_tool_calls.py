@@ -102,7 +102,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
     size = -(-len(output) // parts)
     body = ChatCompletionRequest(messages=[])
-    choice = Choice(0, body, OutputParser(HERMES, TOOLS), TokenTexts(decoder))
+    choice = Choice(0, body, OutputParser(ToolCallParser(HERMES, TOOLS)), TokenTexts(decoder))
     messages = [
         RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
     ]

@@ -56,8 +56,6 @@ def test_formats_read_what_their_templates_write(row: dict[str, Any], tmp_path: 
     if (output := row.get("output")) is None:
         calls = CALLS[: 2 if form.between is not None or form.arguments != "{}" else 1]
         messages = [USER, message(calls)]
-        if "+ c.arguments" in row["calls"]:  # JSON
-            messages = [USER, message([(name, json.dumps(arguments)) for name, arguments in calls])]
         prompt, end = template.render([USER]), row["end"].strip()
         output = template.render(messages, add_generation_prompt=False).removeprefix(prompt).rpartition(end)[0]
     for size in (1, 2, 3, 7, len(output)):

@@ -108,7 +108,6 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None  # null: true if the assistant wrote it and add_generation_prompt is null
     enable_thinking: bool | None = None  # a variable of many templates; also in chat_template_kwargs
-    include_reasoning: bool | None = None  # null: true
     logprobs: bool | None = None
     max_completion_tokens: Limit | None = None
     parallel_tool_calls: bool | None = None

@@ -3,7 +3,6 @@
 import functools
 import random
 import string
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from tgis.api.openai.bodies import (
 )
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.messages import message_variants, template_messages, template_tools
+from tgis.api.openai.messages import plain_messages, template_messages, template_tools
 from tgis.api.openai.reasoning import OutputParser, Part, Thought
 from tgis.api.openai.template_process import TemplateError
 from tgis.api.openai.tool_calls import ToolCallPiece, complete_calls
@@ -48,11 +47,11 @@ def render(template: ChatTemplate | None, body: ChatCompletionRequest) -> str:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    *attempts, last = message_variants(template_messages(body.messages))
-    for messages in attempts:
-        with suppress(TemplateError):
-            return apply(messages)
-    return apply(last)  # which raises what else is wrong
+    messages = template_messages(body.messages)
+    try:
+        return apply(messages)
+    except TemplateError:  # the second attempt raises what else is wrong
+        return apply(plain_messages(messages))
 
 
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Choice:
             CalledTool(CalledFunction(arguments, name), id=_new_id(), type="function") for name, arguments in named
         ]
         message = AssistantMessage(text or (None if calls or self.thoughts else ""), tool_calls=calls or UNSET)
-        if self.thoughts and self.body.include_reasoning is not False:
+        if self.thoughts:
             message.reasoning = message.reasoning_content = "".join(self.thoughts)
         return ChatChoice(self.index, message, self._logprobs(output), self._finish_reason(output) or "stop")
 
@@ -91,8 +90,7 @@ class Choice:
         """Convert an output message of a stream."""
         if not output.generated_token_count and not output.stop_reason:
             return []  # before the first token
-        shown = self.body.include_reasoning is not False
-        deltas = [self._delta(piece) for piece in self._pieces(output) if shown or not isinstance(piece, Thought)]
+        deltas = [self._delta(piece) for piece in self._pieces(output)]
         finish, logprobs = self._finish_reason(output), self._logprobs(output)
         if not deltas and (finish or logprobs):
             deltas = [Delta() if finish else Delta(content="")]

@@ -1,7 +1,7 @@
 """Converts the messages and tools of a chat to the variables of its template."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,15 +24,6 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def message_variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages, and what to try next with a template that refuses them."""
-    yield messages
-    plain = plain_messages(messages)
-    yield plain
-    if any(message.get("tool_calls") for message in messages):
-        yield [_with_json_arguments(message) for message in plain]
-
-
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages for a template that refuses them: with a content, a single system message, which is the first, and
     user messages that follow one another as one.
@@ -44,15 +35,6 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if role in ("system", "user") and last.get("role") == role:
             merged[-2:] = [last | {"content": f"{last['content']}\n\n{merged[-1]['content']}"}]
     return merged
-
-
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message for templates of DeepSeek: arguments are JSON, and there is a content, which may be null."""
-    if not (calls := message.get("tool_calls")):
-        return message
-    functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
-    calls = [call | {"function": function} for call, function in zip(calls, functions, strict=True)]
-    return message | {"content": message["content"] or None, "tool_calls": calls}
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -31,9 +31,10 @@ from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.marks import GrammarMarks
 from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import chat_params, check_numbers, completion_params, num_candidates
-from tgis.api.openai.reasoning import OutputParser
+from tgis.api.openai.reasoning import OutputParser, ReasoningParser
 from tgis.api.openai.requests import RequestReader
 from tgis.api.openai.template_probe import OutputFormats
+from tgis.api.openai.tool_calls import ToolCallParser
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.config import Config
 from tgis.frontend.calls import TokenizeCall
@@ -93,8 +94,12 @@ class OpenAIApi:
             params.grammar = msgspec.structs.replace(params.grammar, after_thought=rules)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
-        parsers = [OutputParser(form, choice.schemas, reasoning, text) for _ in range(n)]
-        choices = [Choice(index, body, parser, TokenTexts(decoder)) for index, parser in enumerate(parsers)]
+
+        def make_parser() -> OutputParser:
+            tools = ToolCallParser(form, choice.schemas) if form else None
+            return OutputParser(tools, ReasoningParser(reasoning, text) if reasoning else None)
+
+        choices = [Choice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
         if reasoning:
             answer.count_reasoning = lambda: decoder.tokenizer.count(["".join(choice.thoughts) for choice in choices])
 

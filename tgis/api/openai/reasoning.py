@@ -1,14 +1,11 @@
 """Separates the thoughts of an output from its answer, as it grows; white space around a thought is dropped."""
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import regex
 
 from tgis.api.openai.tool_calls import Piece, ToolCallParser
-from tgis.api.openai.tool_formats import ToolFormat
 
 _MAX_GAP = 64  # characters of white space before a thought
 
@@ -28,20 +25,15 @@ THINK = ReasoningFormat("<think>", "</think>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 GRANITE = ReasoningFormat("Here is my thought process:", "Here is my response:")
 COMMAND = ReasoningFormat(
-    "<|START_THINKING|>",
-    "<|END_THINKING|>",
-    hidden=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    answer="<|START_RESPONSE|>",
+    "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), answer="<|START_RESPONSE|>"
 )
+_FINAL = "<|channel|>final<|message|>"
 HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
-    hidden=(
-        *("<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|start|>assistant"),
-        *("<|end|>", "<|return|>", "<|call|>"),
-    ),
+    (_FINAL, "<|channel|>commentary<|message|>", "<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
     next_message="<|start|>assistant",
-    answer="<|channel|>final<|message|>",
+    answer=_FINAL,
 )
 
 # By the names of vLLM's parsers, in the order in which their marks are looked for.
@@ -119,16 +111,9 @@ def thought_state(form: ReasoningFormat, prompt: str) -> bool | None:
 class OutputParser:
     """Finds thoughts and tool calls in one output. Nothing in a thought is a tool call."""
 
-    def __init__(
-        self,
-        tools: ToolFormat | None = None,
-        schemas: Mapping[str, Any] | None = None,
-        reasoning: ReasoningFormat | None = None,
-        prompt: str = "",
-    ) -> None:
-        """Without formats, all is text."""
-        self._tools = ToolCallParser(tools, schemas or {}) if tools else None
-        self._reasoning = ReasoningParser(reasoning, prompt) if reasoning else None
+    def __init__(self, tools: ToolCallParser | None = None, reasoning: ReasoningParser | None = None) -> None:
+        """Without parsers, all is text."""
+        self._tools, self._reasoning = tools, reasoning
 
     @property
     def num_calls(self) -> int:

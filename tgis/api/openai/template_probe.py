@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from tgis.api.openai.messages import message_variants
+from tgis.api.openai.messages import plain_messages
 from tgis.api.openai.reasoning import REASONING_FORMATS, ReasoningFormat
 from tgis.api.openai.template_process import TemplateError
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
@@ -36,7 +36,7 @@ def probe_template(
     """The formats of these names of vLLM, or those of the texts that `render` makes of messages and tools."""
 
     def rendered(messages: list[dict[str, Any]], *arguments: Any, add_generation_prompt: bool) -> str:
-        for variant in message_variants(messages):
+        for variant in (messages, plain_messages(messages)):
             with suppress(TemplateError):
                 return render(variant, *arguments, add_generation_prompt=add_generation_prompt)
         return ""
