@@ -21,7 +21,7 @@ from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher
 
-NAMES = "hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic", "granite", "cohere_command3", "deepseek_v31"
+NAMES = "hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic", "granite", "deepseek_v31"
 FORMATS = {name: TOOL_FORMATS[name][0] for name in NAMES} | {"mistral-args": MISTRAL_ARGS}
 SPECIAL = {text: 257 + index for index, text in enumerate(("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "<|python_tag|>"))}
 TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
@@ -149,6 +149,30 @@ def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
+
+
+SEATS, NAME = "<parameter=seats>\n", "<parameter=name>\n"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "allowed"),
+    [
+        (f"{SEATS}1\n</parameter>\n{NAME}a <b>\n</p\n</parameter>\n<parameter=row>\nB\n</parameter>\n", True),
+        (f"{SEATS}1\n</parameter>\n<parameter=row>\nB\n</parameter>\n", True),
+        (f"{SEATS}1\n</parameter>\n<parameter=row>\nC", 49),
+        (f"{SEATS}x", len(SEATS)),
+        (NAME, len("<parameter=")),
+    ],
+)
+def test_parameters_match_their_schemas(parameters: str, allowed: bool | int) -> None:
+    row = {"type": "string", "enum": ["A", "B"]}
+    schema = closed(["seats"], seats=INTEGER, name={"type": "string"}, row=row)
+    matcher = compiled(
+        FORMATS["qwen3_coder"], request(tools=[{"function": {"name": "book", "strict": True, "parameters": schema}}])
+    )
+    begin = "I book.\n<tool_call>\n<function=book>\n"
+    end = "</function>\n</tool_call>" if allowed is True else ""
+    assert accepts(matcher, begin + parameters + end) == (allowed if allowed is True else len(begin) + allowed)
 
 
 MANY = [{"function": {"name": "now"}}] * 1024

@@ -79,7 +79,7 @@ def _part(schema: Any, key: str) -> dict[str, Any]:
 def _typed(text: str, schema: dict[str, Any]) -> Any:
     """The value of a text: itself if the schema allows texts, else JSON or a word of Python if it is that."""
     word = text.strip()
-    types = _types(schema)
+    types = schema_types(schema)
     if "string" in types:
         return None if "null" in types and word in ("null", "None") else text
     try:
@@ -88,7 +88,7 @@ def _typed(text: str, schema: dict[str, Any]) -> Any:
         return text
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
+def schema_types(schema: dict[str, Any]) -> set[str]:
     """The types that a schema and its alternatives name."""
     options = [option for name in ("anyOf", "oneOf") for option in schema.get(name) or () if isinstance(option, dict)]
     given = [part.get("type") for part in (schema, *options)]

@@ -22,7 +22,7 @@ class GrammarMarks:
 
     def until(self, name: str, mark: str, *others: str, any_text: str = "/(?s:.*)/") -> Iterator[str]:
         """Two rules: a terminal of text without these marks, with the name in capitals, and the text with the mark."""
-        marks = "|".join(re.escape(other).replace("/", r"\/") for other in (mark, *others) if other)
+        marks = "|".join(re.escape(other.strip()).replace("/", r"\/") for other in (mark, *others) if other)
         yield f"{name.upper()}: {any_text} & ~/(?s:.*)({marks})(?s:.*)/"
         lazy = "" if self._special_token_id(mark) is not None else "[lazy]"
         yield f"{name}_and_mark{lazy}: {name.upper()} {self.lark(mark)}"

@@ -3,6 +3,7 @@
 They must with a `tool_choice` of `required` or a function; arguments of `strict` functions always must.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 import msgspec
 
 from tgis.api.openai.bodies import ChatCompletionRequest, Tool
+from tgis.api.openai.call_arguments import schema_types
 from tgis.api.openai.marks import GrammarMarks
-from tgis.api.openai.tool_formats import LLAMA3, ToolFormat
+from tgis.api.openai.tool_formats import LLAMA3, ToolFormat, XmlParameters
 from tgis.errors import InvalidRequest
 from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
 
@@ -21,6 +23,9 @@ MAX_TOOLS = 1024
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"type": "object"}
+# In schemas of arguments that may be marked texts, and in schemas of texts that may not.
+_PARAMETERS_KEYWORDS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
+_TEXT_KEYWORDS = {"const", "pattern", "format", "minLength", "maxLength", "$ref"}
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -97,6 +102,17 @@ def _answer_schema(answer: GrammarSpec) -> str:
         raise InvalidRequest("response_format", f"the schema is not JSON: {error}") from None
 
 
+def _may_be_marked(schema: dict[str, Any]) -> bool:
+    """False if a schema has what only JSON can be held to."""
+    parts = schema.get("properties", {})
+    return (
+        schema.keys() <= _PARAMETERS_KEYWORDS
+        and all(map(_NAME.fullmatch, parts))
+        and all(isinstance(part, dict) and not part.keys() & _TEXT_KEYWORDS for part in parts.values())
+        and all(isinstance(option, str) for part in parts.values() for option in part.get("enum", ()))
+    )
+
+
 class ToolGrammar:
     """Grammars of outputs in one format: calls, or text that may end with calls."""
 
@@ -109,15 +125,15 @@ class ToolGrammar:
     def spec(self, choice: ToolChoice, answer: GrammarSpec | None = None) -> GrammarSpec:
         """InvalidRequest if a tool cannot be called. With an `answer`, the only text without a call is one."""
         calls = [""] * len(choice.tools)
-        before, after = self._format.call
         for index, name, arguments in choice.callable():
-            schema = msgspec.json.encode(arguments).decode()
-            calls[index] = f"call_{index}: {self._marks.lark(before % name)} %json {schema} {self._marks.lark(after)}"
+            calls[index] = f"call_{index}: {self._call(name, arguments)}"
         head = [self._start(choice, answer)]
         assert len(head) == FIRST_TOOL_LINE - 1
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
+        layout = self._format.arguments
+        values = self._marks.until("value", layout.parameter[1]) if isinstance(layout, XmlParameters) else ()
         text = [f"answer: %json {_answer_schema(answer)}"] if answer else self._text()
-        lines = [*head, *calls, f"call: {call}", self._calls(choice), *text]
+        lines = [*head, *calls, f"call: {call}", self._calls(choice), *values, *text]
         inexact = [line for line, tool in enumerate(choice.tools, FIRST_TOOL_LINE) if not tool.function.strict]
         if answer and not answer.exact:
             inexact.append(len(lines))
@@ -130,6 +146,31 @@ class ToolGrammar:
         if answer or self._answer_mark:
             return f"start: {mark} calls | {self._answer_mark} {'answer' if answer else 'TEXT'}"
         return f"start: {mark and 'text_and_mark'} calls | TEXT"
+
+    def _call(self, name: str, schema: dict[str, Any]) -> str:
+        layout, (before, after), lark = self._format.arguments, self._format.call, self._marks.lark
+        arguments = f"%json {msgspec.json.encode(schema).decode()}"
+        if isinstance(layout, XmlParameters) and _may_be_marked(schema):
+            before, after = layout.call
+            arguments = self._parameters(layout, schema)
+        return f"{lark(before % name)} {arguments} {lark(after)}"
+
+    def _parameters(self, layout: XmlParameters, schema: dict[str, Any]) -> str:
+        """Marked texts for the properties, in their order; without properties, for any."""
+        (before, after), lark = layout.parameter, self._marks.lark
+        if schema == _ANY_PARAMETERS:
+            head, tail = map(lark, before.split("%s"))
+            return rf"({head} /[^<>\n]+/ {tail} value_and_mark)*"
+        rules = list[str]()
+        for key, part in schema.get("properties", {}).items():
+            if "string" not in schema_types(part):
+                value = f"%json {msgspec.json.encode(part).decode()} {lark(after)}"
+            elif "enum" in part:
+                value = f"({' | '.join(map(json.dumps, part['enum']))}) {lark(after)}"
+            else:
+                value = "value_and_mark"
+            rules.append(f"({lark(before % key)} {value}){'' if key in schema.get('required', ()) else '?'}")
+        return " ".join(rules)
 
     def _calls(self, choice: ToolChoice) -> str:
         form, lark = self._format, self._marks.lark

@@ -14,6 +14,8 @@ class XmlParameters:
     before: str  # pattern before a value, with the parameter's name as the group `key`
     after: str  # pattern
     end: str  # mark after the last value
+    call: tuple[str, str]  # written before and after the arguments
+    parameter: tuple[str, str]  # written before and after a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,23 @@ HERMES = ToolFormat(
 QWEN3_CODER = replace(
     HERMES,
     named=f"<function={_NAME}>",
-    arguments=XmlParameters(r"<parameter=(?P<key>[^>\n]+)>\n?", r"\n?</parameter>", "</function>"),
+    arguments=XmlParameters(
+        *(r"<parameter=(?P<key>[^>\n]+)>\n?", r"\n?</parameter>", "</function>"),
+        call=("<function=%s>\n", "</function>"),
+        parameter=("<parameter=%s>\n", "\n</parameter>\n"),
+    ),
 )
-GLM = replace(
-    HERMES,
+GLM = ToolFormat(
+    "<tool_call>",
+    "</tool_call>",
     named=rf"{_NAME}\s*(?=<arg_key>|</tool_call>)",
-    arguments=XmlParameters(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "</tool_call>"),
+    arguments=XmlParameters(
+        *(r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "</tool_call>"),
+        call=("%s\n", ""),
+        parameter=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    between="</tool_call>\n<tool_call>",
+    closing="</tool_call>",
 )
 MISTRAL = ToolFormat(
     "[TOOL_CALLS]",
