@@ -85,7 +85,6 @@ GRAMMARS = [
     ("qwen3", "x", '<think>\nHm {"a": }</thin\n</think>\n\n{}', True),
     ("qwen3", "x", "{}", True),
     ("qwen3", "x", "<think>{}", False),
-    ("qwen3", "x</think>\n", "{}", True),
     ("qwen3", "x</think>\n", "<think></think>{}", None),
     ("qwen3", "x<think>", "{}", False),
     ("qwen3", "x<think>", "Hm</think>{}", True),
@@ -125,7 +124,6 @@ CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a":
     ("fields", "text", "accepted"),
     [
         ({"tool_choice": "required"}, ANALYSIS + CALLED, True),
-        ({"tool_choice": "required"}, CALLED, True),
         ({"tool_choice": "required"}, f"{ANALYSIS}<|channel|>final<|message|>x", None),
         ({}, ANALYSIS + CALLED, True),
         ({}, f"{ANALYSIS}<|channel|>final<|message|>x", True),

@@ -130,9 +130,12 @@ def test_a_call_or_an_answer_that_matches(form: str, strict: bool, choice: str) 
     assert kinds == ({"call"} if choice == "required" else {"call", "answer"})
 
 
+STRING = {"type": "string"}
+ROW = {"type": "string", "enum": ["A", "B"]}
 STRICT = [
     {"function": {"name": "book", "strict": True, "parameters": closed(seats=INTEGER)}},
     {"function": {"name": "free", "parameters": closed(seats=INTEGER)}},
+    {"function": {"name": "seat", "strict": True, "parameters": closed(["n"], n=INTEGER, text=STRING, row=ROW)}},
 ]
 BOOK_1 = '{"name": "book", "arguments": {"seats": 1}}'
 
@@ -149,30 +152,6 @@ def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
-
-
-SEATS, NAME = "<parameter=seats>\n", "<parameter=name>\n"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "allowed"),
-    [
-        (f"{SEATS}1\n</parameter>\n{NAME}a <b>\n</p\n</parameter>\n<parameter=row>\nB\n</parameter>\n", True),
-        (f"{SEATS}1\n</parameter>\n<parameter=row>\nB\n</parameter>\n", True),
-        (f"{SEATS}1\n</parameter>\n<parameter=row>\nC", 49),
-        (f"{SEATS}x", len(SEATS)),
-        (NAME, len("<parameter=")),
-    ],
-)
-def test_parameters_match_their_schemas(parameters: str, allowed: bool | int) -> None:
-    row = {"type": "string", "enum": ["A", "B"]}
-    schema = closed(["seats"], seats=INTEGER, name={"type": "string"}, row=row)
-    matcher = compiled(
-        FORMATS["qwen3_coder"], request(tools=[{"function": {"name": "book", "strict": True, "parameters": schema}}])
-    )
-    begin = "I book.\n<tool_call>\n<function=book>\n"
-    end = "</function>\n</tool_call>" if allowed is True else ""
-    assert accepts(matcher, begin + parameters + end) == (allowed if allowed is True else len(begin) + allowed)
 
 
 MANY = [{"function": {"name": "now"}}] * 1024
