@@ -261,6 +261,12 @@ class Config:
     generation_config: str = option(
         HTTP, choice("auto", "none", aliases={"vllm": "none"}),
         "sampling defaults of the OpenAI API: auto reads the generation_config.json of the model", "auto")
+    tool_call_parser: str | None = option(
+        HTTP, TEXT, "format of the model's tool calls in the OpenAI API, by the names of vLLM", None,
+        shown_default="what the chat template writes")
+    reasoning_parser: str | None = option(
+        HTTP, TEXT, "format of the model's thoughts in the OpenAI API, by the names of vLLM", None,
+        shown_default="what the chat template writes")
     api_key: Secret | None = option(
         HTTP, SECRET, "bearer token of the HTTP APIs, in addition to AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(

@@ -125,7 +125,8 @@ class Server:
         vocabulary = await asyncio.to_thread(decoder.vocabulary)
         self._process.send(vocabulary)
         path, process = self._preparation.template_path, self._template_process
-        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, path, process))
+        parsers = config.tool_call_parser, config.reasoning_parser
+        self._template.set_result(await asyncio.to_thread(ChatTemplate.load, path, process, *parsers))
         info = await asyncio.shield(self._process.ready)
         metrics = Metrics(self._preparation.limits, info)
         client = EngineClient(self._process, metrics)

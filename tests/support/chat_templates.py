@@ -15,7 +15,8 @@ HERMES, MISTRAL = TEMPLATES["hermes"], TEMPLATES["mistral"]
 # Of the engine `fake`, which repeats its prompt: the answer is the last message, whatever the tools; with `marks`, and
 # what ends a message and begins an answer.
 LAST_MESSAGE = (
-    "{%- if tools %}{# <tool_call> #}{% endif %}{{- messages[-1].content -}}"
+    "{%- if tools %}{% endif %}{{- messages[-1].content -}}"
+    "{% for call in messages[-1].tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if marks %}|{% if add_generation_prompt %}>{% endif %}{% endif %}"
 )
 
@@ -32,8 +33,8 @@ def write_template(directory: Path, template: str | list[dict[str, str]]) -> Non
 PROCESS = TemplateProcess()  # of all tests
 
 
-def load_template(directory: Path) -> ChatTemplate:
+def load_template(directory: Path, *parsers: str) -> ChatTemplate:
     """The template of a model that has one."""
-    template = ChatTemplate.load(directory, PROCESS)
+    template = ChatTemplate.load(directory, PROCESS, *parsers)
     assert template is not None
     return template

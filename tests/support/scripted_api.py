@@ -15,6 +15,9 @@ import http_port
 from scraped_metrics import make_metrics
 
 from demo.fake_model import make_fake_model
+from tgis.api.openai.reasoning import ReasoningFormat
+from tgis.api.openai.template_probe import OutputFormats
+from tgis.api.openai.tool_formats import HERMES
 from tgis.config import Config
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -70,19 +73,22 @@ class Answer(NamedTuple):
     call: GenerateCall | None
 
 
-def chat_template() -> Any:
+def chat_template(reasoning: ReasoningFormat | None = None) -> Any:
     """The prompt is the last message; the model calls tools as Hermes does."""
     return SimpleNamespace(
-        mentions=lambda text: text in ("tools", "<tool_call>"),
+        mentions=lambda text: text == "tools",
         render=lambda messages, *_, **_options: messages[-1]["content"],
+        formats=OutputFormats(HERMES, reasoning),
     )
 
 
 @contextlib.asynccontextmanager
-async def _client(generator: ScriptedGenerator, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+async def _client(
+    generator: ScriptedGenerator, reasoning: ReasoningFormat | None = None, **options: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
     loop = asyncio.get_running_loop()
     config, template, loaded = Config(**{"model_name": "m", **options}), loop.create_future(), loop.create_future()
-    template.set_result(chat_template())
+    template.set_result(chat_template(reasoning))
     loaded.set_result(generator)
     routes = [*http_port.api_routes(config, http_port.api_operations(config, template), loaded)]
     async with http_port.serving(routes) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:

@@ -59,16 +59,19 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def read(self, line: str) -> None:
-        """Write the answer as it grows. One that is interrupted counts as far as it was shown."""
+        """Write the answer as it grows, without its thought. One that is interrupted counts as far as it was shown."""
         if not line or line == "/reset":
             self._messages = self._messages if not line else []
             return
-        asked, answer = [*self._messages, {"role": "user", "content": line}], ""
+        asked, answer, thought = [*self._messages, {"role": "user", "content": line}], "", False
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []
         body = {"model": self.model, "messages": system + asked, "stream": True, "max_tokens": self._options.max_tokens}
         try:
             with contextlib.closing(self._lines("/v1/chat/completions", body, self._options.timeout)) as lines:
-                for part in map(_content, lines):
+                for thinks, part in map(_delta, lines):
+                    if thinks and not thought and sys.stdout.isatty():
+                        thought = True
+                        print("(thinking)")
                     answer += part
                     sys.stdout.write(client.terminal_safe(part) if sys.stdout.isatty() else part)
                     sys.stdout.flush()
@@ -96,14 +99,15 @@ class Chat:
                 yield from response
 
 
-def _content(line: bytes) -> str:
-    """The text in a line of the stream; StartError if the answer has failed."""
+def _delta(line: bytes) -> tuple[bool, str]:
+    """Whether a line of the stream has a part of a thought, and its text; StartError if the answer has failed."""
     if not line.startswith(b"data: {"):
-        return ""
+        return False, ""
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
         raise StartError(_message(line.removeprefix(b"data: ")))
-    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    deltas = [choice["delta"] for choice in event["choices"]]
+    return any(delta.get("reasoning") for delta in deltas), "".join(delta.get("content") or "" for delta in deltas)
 
 
 def _message(answer: bytes) -> str:

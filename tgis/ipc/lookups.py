@@ -58,6 +58,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     exact: bool = True  # else JSON schemas are enforced as far as possible, and oneOf means anyOf
     inexact_lines: tuple[int, ...] = ()  # lines of a TOOLS grammar whose schema is not exact
     rough: bool = False  # schemas that are not exact without the keywords that describe texts and numbers
+    after_thought: str = ""  # Lark with the rule `start`, which has a thought before `answer`, this grammar
     lark: str = ""  # the grammar as it is compiled; empty: the engine process converts it
 
     @property

@@ -48,7 +48,10 @@ _PLACE = re.compile(r"(?:(?:at )?(\d+)\((\d+)\): )?(.*)", re.DOTALL)
 @functools.lru_cache(maxsize=64)
 def to_lark(spec: GrammarSpec) -> str:
     """The grammar in Lark; GrammarError if it is invalid or above a limit."""
-    return _HEAD + _rules(spec)
+    rules = _rules(spec)
+    if spec.after_thought:  # the rules stay in their lines
+        rules = f"answer: %lark {{{rules}\n}}\n{spec.after_thought}\n"
+    return _HEAD + rules
 
 
 def _rules(spec: GrammarSpec) -> str:

@@ -43,13 +43,13 @@ def test_sampling_fields(row: dict[str, Any]) -> None:
     expected = {"fill_context": True, "include_stop_sequence": False} | row["params"]
     assert described(completion_params(completion_body(**body), CALL), "logprob_options") == expected
     for fields in (body, body | nulls):
-        chat = chat_params(chat_body(**fields), CALL, parses_tools=False)
+        chat = chat_params(chat_body(**fields), CALL, keeps_marks=False)
         assert described(chat, "logprob_options") == expected | {"add_special_tokens": False}
 
 
 @table("parameters", "openai chats")
 def test_fields_of_chats(row: dict[str, Any]) -> None:
-    plain_chat, tools = (chat_params(chat_body(**row["body"]), CALL, parses_tools=parses) for parses in (False, True))
+    plain_chat, tools = (chat_params(chat_body(**row["body"]), CALL, keeps_marks=parses) for parses in (False, True))
     assert {name: getattr(plain_chat, name) for name in row["params"]} == row["params"]
     assert tools.skip_special_tokens is False  # those around a call are read
 
@@ -59,7 +59,7 @@ def test_which_logprobs_are_asked_for(row: dict[str, Any]) -> None:
     expected = row["options"] | {"exact_top_n": True}
     assert plain(completion_params(completion_body(**row["completion"]), CALL).logprob_options) == expected
     if "chat" in row:
-        assert plain(chat_params(chat_body(**row["chat"]), CALL, parses_tools=False).logprob_options) == expected
+        assert plain(chat_params(chat_body(**row["chat"]), CALL, keeps_marks=False).logprob_options) == expected
 
 
 @table("parameters", "openai formats")

@@ -16,17 +16,9 @@ from tgis.api.openai import tool_calls
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.chat import Choice
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.tool_calls import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_ARGS,
-    Piece,
-    ToolCallParser,
-    ToolCallPiece,
-    ToolFormat,
-    complete_calls,
-)
+from tgis.api.openai.reasoning import OutputParser
+from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
+from tgis.api.openai.tool_formats import HERMES, MISTRAL_ARGS, TOOL_FORMATS, ToolFormat
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 from tgis.frontend.tokenizer import Tokenizer
@@ -39,7 +31,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
 
 
-NAMES = {"w", "x", "now", "get-w"}  # of the tools that are offered
+TOOLS: dict[str, Any] = {"w": {}, "x": None, "now": {"type": "object"}, "get-w": {}}  # that are offered
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
 
 
@@ -47,11 +39,12 @@ def call(name: str, arguments: Any, key: str = "arguments") -> str:
     return json.dumps({"name": name, key: arguments})
 
 
-FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS}
+FORMATS = {name: form for name, (form, *_) in TOOL_FORMATS.items()} | {"mistral-args": MISTRAL_ARGS}
+FORMATS = {name: form for name, form in FORMATS.items() if form not in [*FORMATS.values()][: [*FORMATS].index(name)]}
 
 
 def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
-    parser = ToolCallParser(tool_format, NAMES)
+    parser = ToolCallParser(tool_format, TOOLS)
     return [piece for part in parts for piece in parser.add(part)] + parser.finish()
 
 
@@ -73,25 +66,28 @@ def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
         assert [piece.index for piece in named] == list(range(len(calls)))
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+LAYOUTS = ["[ARGS]", "[CALL_ID]", "<function=w>", "<parameter=a>\n", "\n</parameter>", "</function>", "w(", "a=", "'"]
+LAYOUTS += ["w\n<arg_key>a</arg_key><arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>w<｜tool▁sep｜>", ")"]
+LAYOUTS += ["w<|message|>"]
 JSON = ['{"name": "w", "arguments": ', '"parameters": ', '{"name": "', "{}", '{"a": "}"}', "}"]
 JSON += ['"', "\\ud800", ", ", "\\q", "\n", "\u0000", "null"]
 ARGUMENTS = st.sampled_from([{}, PARIS, ROME, None, 1, "{}", "\ud800"])
 FRAGMENTS = st.one_of(
-    st.sampled_from([*MARKS, *JSON, "w", "rm"]),
+    st.sampled_from([*LAYOUTS, *JSON, "w", "rm"]),
     st.builds(call, st.sampled_from(["w", "x", "rm", "w\n"]), ARGUMENTS),
     st.text('<tool_call>/|python_tag[]TOOL_CALLS{}",:;name \n1\\', max_size=8),
 )
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
-@given(output=st.lists(FRAGMENTS, max_size=12).map("".join), data=st.data())
-def test_any_output_is_text_and_calls_of_offered_tools(
-    tool_format: ToolFormat, output: str, data: st.DataObject
-) -> None:
+@settings(max_examples=50)
+@given(data=st.data())
+def test_any_output_is_text_and_calls_of_offered_tools(tool_format: ToolFormat, data: st.DataObject) -> None:
     """However it is cut; without a call, the text is the output."""
+    marks = st.sampled_from([tool_format.start, tool_format.other_start, tool_format.end])
+    output = data.draw(st.lists(marks | FRAGMENTS, max_size=12).map("".join))
     text, calls = complete_calls(parse(tool_format, [output]))
-    assert {name for name, _ in calls} <= NAMES
+    assert {name for name, _ in calls} <= TOOLS.keys()
     assert calls or text == output
     "".join([text, *(arguments for _, arguments in calls)]).encode()  # raises for a lone surrogate
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
@@ -106,7 +102,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
     output = f"I look.\n<tool_call>\n{call('w', PARIS)}\n</tool_call>"
     size = -(-len(output) // parts)
     body = ChatCompletionRequest(messages=[])
-    choice = Choice(0, body, ToolCallParser(HERMES, NAMES), TokenTexts(decoder))
+    choice = Choice(0, body, OutputParser(ToolCallParser(HERMES, TOOLS)), TokenTexts(decoder))
     messages = [
         RequestOutput(text=output[at : at + size], generated_token_count=1) for at in range(0, len(output), size)
     ]
@@ -124,7 +120,7 @@ def test_the_last_chunk_of_a_stream_says_that_a_tool_is_called(decoder: TokenDec
 
 
 def test_arguments_are_streamed_as_they_come() -> None:
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, TOOLS)
     assert parser.add('<tool_call>{"name": "w", "arguments": ') == []
     assert parser.add('{"city"') == [ToolCallPiece(0, "", "w"), ToolCallPiece(0, '{"city"')]
     assert parser.add(': "Pa') == [ToolCallPiece(0, ': "Pa')]
@@ -143,6 +139,9 @@ HOSTILE = [
     "[",
     "x",
     '{{"name": "rm"',
+    "w(a='",
+    "<function=w><parameter=a>",
+    "w<arg_key>a</arg_key>",
 ]
 
 
@@ -170,7 +169,7 @@ def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 def test_twice_the_output_takes_twice_the_work(tool_format: ToolFormat, part: str, size: int) -> None:
     part = part.format(mark=tool_format.start)
-    outputs = (tool_format.start + part * n + "}" * n for n in (100, 200))
+    outputs = (tool_format.start + part * n + "}" * n for n in (50, 100))
     once, twice = (num_lines(tool_format, output, size) for output in outputs)
     assert twice <= 2.2 * once
 
@@ -178,6 +177,6 @@ def test_twice_the_output_takes_twice_the_work(tool_format: ToolFormat, part: st
 @pytest.mark.parametrize("parts", [1, 100])
 def test_brackets_without_end_are_text(parts: int) -> None:
     output = '<tool_call>{"arguments": ' + "[" * 100_000 + "}"
-    parser, size = ToolCallParser(HERMES, NAMES), -(-len(output) // parts)
+    parser, size = ToolCallParser(HERMES, TOOLS), -(-len(output) // parts)
     pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
     assert complete_calls([*pieces, *parser.finish()]) == (output, [])

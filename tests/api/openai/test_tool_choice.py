@@ -12,22 +12,17 @@ from tables import table
 
 from benchmarks.structured_output.features import BOOLEAN, INTEGER, NODE, PERSON, closed
 from tgis.api.openai.bodies import ChatCompletionRequest
-from tgis.api.openai.tool_calls import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    MISTRAL_ARGS,
-    ToolCallParser,
-    ToolFormat,
-    complete_calls,
-)
+from tgis.api.openai.marks import GrammarMarks
+from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
+from tgis.api.openai.tool_formats import HERMES, MISTRAL, MISTRAL_ARGS, TOOL_FORMATS, ToolFormat
 from tgis.errors import GrammarError, InvalidRequest
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 from tgis.structured_output.matcher import GrammarMatcher
 
-FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-args": MISTRAL_ARGS, "llama3": LLAMA3}
+NAMES = "hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic", "granite", "deepseek_v31"
+FORMATS = {name: TOOL_FORMATS[name][0] for name in NAMES} | {"mistral-args": MISTRAL_ARGS}
 SPECIAL = {text: 257 + index for index, text in enumerate(("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "<|python_tag|>"))}
 TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
 BOOK = closed(
@@ -51,7 +46,7 @@ def named(name: str) -> dict[str, Any]:
 def compiled(
     form: ToolFormat, body: ChatCompletionRequest, answer: GrammarSpec | None = None, *, special: bool = False
 ) -> GrammarMatcher:
-    spec = ToolGrammar(form, SPECIAL.get if special else lambda _: None).spec(ToolChoice.of(body), answer)
+    spec = ToolGrammar(form, GrammarMarks(SPECIAL.get if special else lambda _: None)).spec(ToolChoice.of(body), answer)
     try:
         return compile_grammar(spec, TABLE)
     except GrammarError:
@@ -98,7 +93,7 @@ def test_outputs_are_calls_with_arguments_that_match(form: str, choice: Any, spe
             counts.add(len(calls))
     if choice == "required":
         assert found == set(SCHEMAS)
-        assert counts == {1} if form == "llama3" else counts > {1}
+        assert counts == {1} if FORMATS[form].between is None else counts > {1}
     else:
         assert (found, counts) == ({"now" if choice == "now" else "book"}, {1})
 
@@ -123,7 +118,7 @@ def test_a_call_or_an_answer_that_matches(form: str, strict: bool, choice: str) 
     rng, kinds = random.Random(3), set()
     for _ in range(12):
         tokens, ended = walk(matcher, rng, 2000, eager=0.4)
-        parser = ToolCallParser(FORMATS[form], ["book"])
+        parser = ToolCallParser(FORMATS[form], {"book": BOOK})
         text, calls = complete_calls([*parser.add(text_of(tokens)), *parser.finish()])
         kinds.add("call" if calls else "answer")
         for _, arguments in calls if ended else ():
@@ -135,9 +130,12 @@ def test_a_call_or_an_answer_that_matches(form: str, strict: bool, choice: str) 
     assert kinds == ({"call"} if choice == "required" else {"call", "answer"})
 
 
+STRING = {"type": "string"}
+ROW = {"type": "string", "enum": ["A", "B"]}
 STRICT = [
     {"function": {"name": "book", "strict": True, "parameters": closed(seats=INTEGER)}},
     {"function": {"name": "free", "parameters": closed(seats=INTEGER)}},
+    {"function": {"name": "seat", "strict": True, "parameters": closed(["n"], n=INTEGER, text=STRING, row=ROW)}},
 ]
 BOOK_1 = '{"name": "book", "arguments": {"seats": 1}}'
 

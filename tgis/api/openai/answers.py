@@ -43,6 +43,7 @@ class Answer:
         self._call = call
         self._generate_call = generate_call
         self._is_echo_only = is_echo_only(body)
+        self.count_reasoning: Callable[[], int] | None = None  # tokens of all thoughts; None: they are not parsed
         self._options = body.stream_options or StreamOptions()
         self._common: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
@@ -61,14 +62,14 @@ class Answer:
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
             self._count(output)
-        usage = self._usage()
 
         def make_body() -> bytes:
-            return msgspec.json.encode(kind(usage=usage, **self._common, **make_fields(outputs)))
+            fields = make_fields(outputs)
+            return msgspec.json.encode(kind(usage=self._usage(final=True), **self._common, **fields))
 
         body = await self._call.generator.pool.run(sum(output.num_details for output in outputs), make_body)
         headers = self._call.compute_headers(self._generate_call.texts)
-        return json_response(body, headers | timing_headers(outputs, usage.prompt_tokens))
+        return json_response(body, headers | timing_headers(outputs, sum(self._prompt_tokens.values())))
 
     async def stream(self, kind: type[Chunk], make_choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
         """Stream an event for each choice; `make_choices` makes them from an output message."""
@@ -80,7 +81,7 @@ class Answer:
                 for choice in await self._call.generator.pool.run(output.num_details, convert):
                     await events.send(self._chunk(kind, [choice]))
         if self._options.include_usage:
-            await events.send(self._chunk(kind, []))
+            await events.send(await self._call.generator.pool.run(0, functools.partial(self._chunk, kind, [])))
         await events.send(ERRORS.last_event)
         return events.response
 
@@ -88,7 +89,8 @@ class Answer:
         """Encode an event; the last one has the total usage and no choices."""
         chunk = kind(choices=choices, **self._common)
         if self._options.include_usage:
-            chunk.usage = self._usage() if self._options.continuous_usage_stats or not choices else None
+            wanted = self._options.continuous_usage_stats or not choices
+            chunk.usage = self._usage(final=not choices) if wanted else None
         return msgspec.json.encode(chunk)
 
     def _count(self, output: RequestOutput) -> None:
@@ -104,6 +106,9 @@ class Answer:
         if output.generated_token_count:
             self._completion_tokens[output.index] = output.generated_token_count
 
-    def _usage(self) -> Usage:
+    def _usage(self, *, final: bool) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
-        return Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})
+        usage = Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})
+        if final and self.count_reasoning:
+            usage.completion_tokens_details = {"reasoning_tokens": min(self.count_reasoning(), completion)}
+        return usage

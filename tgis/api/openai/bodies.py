@@ -83,6 +83,7 @@ class ChatMessage(Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
@@ -106,9 +107,11 @@ class ChatCompletionRequest(SamplingBody, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None  # null: true if the assistant wrote it and add_generation_prompt is null
+    enable_thinking: bool | None = None  # a variable of many templates; also in chat_template_kwargs
     logprobs: bool | None = None
     max_completion_tokens: Limit | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     tool_choice: str | Tool | None = None
     tools: list[Tool] | None = None
     top_logprobs: Count | None = None
@@ -139,6 +142,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -176,6 +180,8 @@ class AssistantMessage(Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same, by its older name
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
@@ -214,6 +220,8 @@ class ChatCompletion(_Answer, kw_only=True):
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[CalledTool] | None = None
 
 

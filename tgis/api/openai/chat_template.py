@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any, Self
 
+from tgis.api.openai.template_probe import OutputFormats, probe_template
 from tgis.api.openai.template_process import TemplateError, TemplateProcess
 from tgis.errors import InvalidRequest, StartError
 from tgis.models.files import read_if_any, read_text, special_tokens
@@ -26,10 +27,14 @@ class ChatTemplate:
         self._templates = templates
         self._special_tokens = special_tokens
         self._process = process
+        self.formats = OutputFormats()
 
     @classmethod
-    def load(cls, directory: Path, process: TemplateProcess) -> Self | None:
-        """Read it from a model's files; None if the model has none, StartError if it is broken."""
+    def load(cls, directory: Path, process: TemplateProcess, *parsers: str | None) -> Self | None:
+        """Read it from a model's files; None if the model has none, StartError if it is broken.
+
+        `parsers` are the formats of tool calls and of thoughts, by vLLM's names; without, the template is probed.
+        """
         templates = _read_templates(directory)
         if not templates:
             return None
@@ -39,7 +44,9 @@ class ChatTemplate:
             except TemplateError as error:
                 text = "%s: the chat template %.80r does not compile: %.200s"
                 log.warning(text, directory, name, " ".join(error.detail.split()))
-        return cls(templates, special_tokens(directory), process)
+        loaded = cls(templates, special_tokens(directory), process)
+        loaded.formats = probe_template(loaded.render, *parsers)
+        return loaded
 
     def mentions(self, text: str) -> bool:
         """True if any of the templates contains the text."""

@@ -45,7 +45,7 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     content = _text(message.refusal if message.content is None else message.content, path)
     parts = message.content if isinstance(message.content, list) else ()
-    thoughts = message.reasoning_content or "".join(part.thinking or "" for part in parts)
+    thoughts = message.reasoning_content or message.reasoning or "".join(part.thinking or "" for part in parts)
     if content is None and not message.tool_calls:
         if message.tool_calls is None:
             raise InvalidRequest(path, f"{path} has neither content nor tool_calls")
@@ -53,7 +53,7 @@ def _message(message: ChatMessage, path: str) -> dict[str, Any]:
     calls = [_tool_call(call) for call in message.tool_calls or ()]
     role = _ROLES.get(message.role, message.role)
     changes = {"role": role, "content": content, "reasoning_content": thoughts or None, "tool_calls": calls or None}
-    return _without_nulls(message, refusal=None, **changes)
+    return _without_nulls(message, refusal=None, reasoning=None, **changes)
 
 
 def _without_nulls(struct: msgspec.Struct, **changes: Any) -> dict[str, Any]:

@@ -28,10 +28,13 @@ from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.completions import CompletionText, best_outputs, split_prompt
 from tgis.api.openai.errors import ERRORS
 from tgis.api.openai.logprobs import TokenTexts
+from tgis.api.openai.marks import GrammarMarks
 from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import chat_params, check_numbers, completion_params, num_candidates
+from tgis.api.openai.reasoning import OutputParser, ReasoningParser
 from tgis.api.openai.requests import RequestReader
-from tgis.api.openai.tool_calls import ToolCallParser, tool_format
+from tgis.api.openai.template_probe import OutputFormats
+from tgis.api.openai.tool_calls import ToolCallParser
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.config import Config
 from tgis.frontend.calls import TokenizeCall
@@ -75,18 +78,30 @@ class OpenAIApi:
         body = self._reader.read(call, ChatCompletionRequest)
         adapter = await self._models.adapter(body.model)
         check_numbers(body, call)
-        choice = ToolChoice.of(body)
-        form = tool_format(self._template.result(), required=choice.required) if choice.tools else None
+        choice, template = ToolChoice.of(body), self._template.result()
+        known = template.formats if template else OutputFormats()
+        form, reasoning = choice.format(known.tools), known.reasoning
         decoder = call.generator.token_decoder
-        params = chat_params(body, call, parses_tools=form is not None)
+        params = chat_params(body, call, keeps_marks=bool(form or reasoning))
+        marks = GrammarMarks(decoder.tokenizer.special_token_id)
         if form and (choice.needs_grammar or params.grammar):
-            params.grammar = ToolGrammar(form, decoder.tokenizer.special_token_id).spec(choice, params.grammar)
+            answer_mark = reasoning.answer if reasoning else ""
+            params.grammar = ToolGrammar(form, marks, answer_mark).spec(choice, params.grammar)
         n = body.n or 1
         text = await self.prompt(body)
+        if reasoning and params.grammar:
+            rules = marks.after_thought(reasoning, text, marks_answer=form is None)
+            params.grammar = msgspec.structs.replace(params.grammar, after_thought=rules)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
         answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
-        parsers = [ToolCallParser(form, choice.names) if form else None for _ in range(n)]
-        choices = [Choice(index, body, parser, TokenTexts(decoder)) for index, parser in enumerate(parsers)]
+
+        def make_parser() -> OutputParser:
+            tools = ToolCallParser(form, choice.schemas) if form else None
+            return OutputParser(tools, ReasoningParser(reasoning, text) if reasoning else None)
+
+        choices = [Choice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
+        if reasoning:
+            answer.count_reasoning = lambda: decoder.tokenizer.count(["".join(choice.thoughts) for choice in choices])
 
         def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
             return {

@@ -60,15 +60,15 @@ def check_numbers(body: SamplingBody, call: HttpCall, num_prompts: int = 1) -> N
             raise InvalidRequest(field, f"{field} must be {bound}", str(value)[:40])
 
 
-def chat_params(body: ChatCompletionRequest, call: HttpCall, *, parses_tools: bool) -> Params:
-    """Parameters of a chat completion; with `parses_tools` the output keeps the special tokens around tool calls."""
+def chat_params(body: ChatCompletionRequest, call: HttpCall, *, keeps_marks: bool) -> Params:
+    """Parameters of a chat completion; with `keeps_marks` the output has the special tokens around calls, thoughts."""
     return _params(
         body,
         call,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprob_options=_logprob_options(body, body.top_logprobs or 0 if body.logprobs else None),
         add_special_tokens=bool(body.add_special_tokens),
-        skip_special_tokens=False if parses_tools else body.skip_special_tokens,
+        skip_special_tokens=False if keeps_marks else body.skip_special_tokens,
     )
 
 

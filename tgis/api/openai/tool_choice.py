@@ -5,22 +5,27 @@ They must with a `tool_choice` of `required` or a function; arguments of `strict
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from tgis.api.openai.bodies import ChatCompletionRequest, Tool
-from tgis.api.openai.tool_calls import ToolFormat
+from tgis.api.openai.call_arguments import schema_types
+from tgis.api.openai.marks import GrammarMarks
+from tgis.api.openai.tool_formats import LLAMA3, ToolFormat, XmlParameters
 from tgis.errors import InvalidRequest
 from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_MARK = re.compile(r"(</?\|?\w+\|?>|\[[A-Z_]+\])")  # in a format: perhaps a special token
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_PARAMETERS = {"type": "object"}
+# In schemas of arguments that may be marked texts, and in schemas of texts that may not.
+_PARAMETERS_KEYWORDS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
+_TEXT_KEYWORDS = {"const", "pattern", "format", "minLength", "maxLength", "$ref"}
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -57,10 +62,14 @@ class ToolChoice:
         return self.required or any(tool.function.strict for tool in self.tools)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The functions that may be called."""
-        names = frozenset(tool.function.name for tool in self.tools)
-        return names if self.name is None else names & {self.name}
+    def schemas(self) -> dict[str, Any]:
+        """The functions that may be called, and the schemas of their arguments, which may be null."""
+        functions = (tool.function for tool in self.tools if self.name in (None, tool.function.name))
+        return {function.name: function.parameters for function in functions}
+
+    def format(self, known: ToolFormat | None) -> ToolFormat | None:
+        """The format of the model's calls if there may be any: required ones are JSON if its own is not `known`."""
+        return (known or (LLAMA3 if self.required else None)) if self.tools else None
 
     def callable(self) -> Iterator[tuple[int, str, Any]]:
         """Index and name of each function that may be called, and the schema of its arguments."""
@@ -93,50 +102,84 @@ def _answer_schema(answer: GrammarSpec) -> str:
         raise InvalidRequest("response_format", f"the schema is not JSON: {error}") from None
 
 
+def _may_be_marked(schema: dict[str, Any]) -> bool:
+    """False if a schema has what only JSON can be held to."""
+    parts = schema.get("properties", {})
+    return (
+        schema.keys() <= _PARAMETERS_KEYWORDS
+        and all(map(_NAME.fullmatch, parts))
+        and all(isinstance(part, dict) and not part.keys() & _TEXT_KEYWORDS for part in parts.values())
+        and all(isinstance(option, str) for part in parts.values() for option in part.get("enum", ()))
+    )
+
+
 class ToolGrammar:
     """Grammars of outputs in one format: calls, or text that may end with calls."""
 
-    def __init__(self, tool_format: ToolFormat, special_token_id: Callable[[str], int | None]) -> None:
-        """Marks of the format that are special tokens are matched as such."""
+    def __init__(self, tool_format: ToolFormat, marks: GrammarMarks, answer_mark: str = "") -> None:
+        """`answer_mark` is before text that is no call."""
         self._format = tool_format
-        self._special_token_id = special_token_id
+        self._marks = marks
+        self._answer_mark = marks.lark(answer_mark)
 
     def spec(self, choice: ToolChoice, answer: GrammarSpec | None = None) -> GrammarSpec:
         """InvalidRequest if a tool cannot be called. With an `answer`, the only text without a call is one."""
         calls = [""] * len(choice.tools)
-        before, after = self._format.call
         for index, name, arguments in choice.callable():
-            schema = msgspec.json.encode(arguments).decode()
-            calls[index] = f"call_{index}: {self._lark(before % name)} %json {schema} {self._lark(after)}"
+            calls[index] = f"call_{index}: {self._call(name, arguments)}"
         head = [self._start(choice, answer)]
         assert len(head) == FIRST_TOOL_LINE - 1
         call = " | ".join(rule.partition(":")[0] for rule in calls if rule)
+        layout = self._format.arguments
+        values = self._marks.until("value", layout.parameter[1]) if isinstance(layout, XmlParameters) else ()
         text = [f"answer: %json {_answer_schema(answer)}"] if answer else self._text()
-        lines = [*head, *calls, f"call: {call}", self._calls(choice), *text]
+        lines = [*head, *calls, f"call: {call}", self._calls(choice), *values, *text]
         inexact = [line for line, tool in enumerate(choice.tools, FIRST_TOOL_LINE) if not tool.function.strict]
         if answer and not answer.exact:
             inexact.append(len(lines))
         return GrammarSpec(GrammarKind.TOOLS, "\n".join(lines), inexact_lines=tuple(inexact))
 
     def _start(self, choice: ToolChoice, answer: GrammarSpec | None) -> str:
-        mark = "" if self._format.bare else self._lark(self._format.start)
+        mark = "" if self._format.bare else self._marks.lark(self._format.start)
         if choice.required:
             return f"start: {mark} calls"
-        return f"start: {mark} calls | answer" if answer else f"start: {mark and 'text_and_mark'} calls | TEXT"
+        if answer or self._answer_mark:
+            return f"start: {mark} calls | {self._answer_mark} {'answer' if answer else 'TEXT'}"
+        return f"start: {mark and 'text_and_mark'} calls | TEXT"
+
+    def _call(self, name: str, schema: dict[str, Any]) -> str:
+        layout, (before, after), lark = self._format.arguments, self._format.call, self._marks.lark
+        arguments = f"%json {msgspec.json.encode(schema).decode()}"
+        if isinstance(layout, XmlParameters) and _may_be_marked(schema):
+            before, after = layout.call
+            arguments = self._parameters(layout, schema)
+        return f"{lark(before % name)} {arguments} {lark(after)}"
+
+    def _parameters(self, layout: XmlParameters, schema: dict[str, Any]) -> str:
+        """Marked texts for the properties, in their order; without properties, for any."""
+        (before, after), lark = layout.parameter, self._marks.lark
+        if schema == _ANY_PARAMETERS:
+            head, tail = map(lark, before.split("%s"))
+            return rf"({head} /[^<>\n]+/ {tail} value_and_mark)*"
+        rules = list[str]()
+        for key, part in schema.get("properties", {}).items():
+            if "string" not in schema_types(part):
+                value = f"%json {msgspec.json.encode(part).decode()} {lark(after)}"
+            elif "enum" in part:
+                value = f"({' | '.join(map(json.dumps, part['enum']))}) {lark(after)}"
+            else:
+                value = "value_and_mark"
+            rules.append(f"({lark(before % key)} {value}){'' if key in schema.get('required', ()) else '?'}")
+        return " ".join(rules)
 
     def _calls(self, choice: ToolChoice) -> str:
-        form = self._format
-        several = f"({self._lark(form.between)} call)*" if choice.parallel and form.between else ""
-        return f"calls: {self._lark(form.opening)} call {several} {self._lark(form.closing)}"
+        form, lark = self._format, self._marks.lark
+        several = f"({lark(form.between)} call)*" if choice.parallel and form.between is not None else ""
+        return f"calls: {lark(form.opening)} call {several} {lark(form.closing)}"
 
     def _text(self) -> Iterator[str]:
         """Rules of text that the parser reads no call in."""
-        mark = self._format.start
-        any_text = r"/\s*([^{\s](?s:.*))?/" if self._format.bare else "/(?s:.*)/"
-        yield f"TEXT: {any_text} & ~/(?s:.*){re.escape(mark)}(?s:.*)/"
-        lazy = "" if self._special_token_id(mark) is not None else "[lazy]"
-        yield f"text_and_mark{lazy}: TEXT {self._lark(mark)}"
-
-    def _lark(self, text: str) -> str:
-        parts = ((part, self._special_token_id(part)) for part in _MARK.split(text) if part)
-        return " ".join(json.dumps(part) if id_ is None else f"<[{id_}]>" for part, id_ in parts)
+        form = self._format
+        any_text = rf"/\s*([^{re.escape(form.bare)}\s](?s:.*))?/" if form.bare else "/(?s:.*)/"
+        rules = self._marks.until("text", form.start, form.other_start, any_text=any_text)
+        return islice(rules, 1) if self._answer_mark else rules

@@ -26,11 +26,14 @@ class Answer {
     this.page = element('div', { className: 'markdown' });
     this.rendered = new Rendered(this.page);
     this.frame = 0;
+    this.thought = element('p');
+    const summary = element('summary', { textContent: 'Thought' });
+    this.fold = element('details', { className: 'thought', hidden: true }, summary, this.thought);
     this.facts = element('p', { className: 'facts' });
     const asked = element('div', { className: 'question', textContent: question });
     const buttons = ACTIONS.map((name) => element('button', { type: 'button', name: name.toLowerCase(), textContent: name }));
     const actions = element('div', { className: 'actions' }, ...buttons);
-    this.article = element('article', { className: kind }, asked, this.element, this.page, this.facts, actions);
+    this.article = element('article', { className: kind }, asked, this.fold, this.element, this.page, this.facts, actions);
     answers.set(this.element, this);
     answers.set(this.article, this);
     this.log.append(this.article);
@@ -59,6 +62,11 @@ class Answer {
       this.lastAt = performance.now();
       this.firstAt ??= this.lastAt;
       this.reason = choice.finish_reason ?? this.reason;
+      if (choice.delta?.reasoning) {
+        this.fold.hidden = false;
+        this.thought.append(choice.delta.reasoning);
+        continue;
+      }
       const text = choice.text ?? choice.delta.content ?? '';
       this.text += text;
       this.cutter.add(text, tokensOf(choice.logprobs));

@@ -129,7 +129,7 @@ async function ask(asked, question) {
   }
   running = null;
   setRunning(false);
-  const begun = answer.element.hasChildNodes();
+  const begun = answer.element.hasChildNodes() || !answer.fold.hidden;
   if (!begun) { // its question may be asked again
     if (answer.article.isConnected) field.text.value ||= question; // it is not if it was cleared
     answer.article.remove();
