@@ -42,7 +42,7 @@ class Encoding:
     num_tokens: int  # of the complete text
 
     @classmethod
-    def of_ids(cls, ids: list[int], keep_last: int) -> "Encoding":
+    def of_ids(cls, ids: Sequence[int], keep_last: int) -> "Encoding":
         """The encoding of a text that comes tokenized."""
         return cls(array(_U32, ids[-keep_last:]), array(_U32), len(ids))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
@@ -46,16 +47,20 @@ def generate_call(
     answer_deadline: float | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
-        kind, fields = CallKind.STREAM, ["request.text"]
-        texts = [message.request.text] if message.HasField("request") else []
+        kind, paths = CallKind.STREAM, ["request"]
+        inputs = [message.request] if message.HasField("request") else []
     else:
-        texts = [request.text for request in message.requests]
-        fields = [f"requests[{index}].text" for index in range(len(texts))]
-        kind = CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH
+        inputs = list(message.requests)
+        paths = [f"requests[{index}]" for index in range(len(inputs))]
+        kind = CallKind.SINGLE if len(inputs) == 1 else CallKind.BATCH
+    has_ids = any(given.token_ids for given in inputs)
+    if has_ids:
+        _check_token_inputs(inputs, paths, echo=message.params.response.input_text)
     return GenerateCall(
         kind=kind,
-        texts=texts,
-        fields=fields,
+        texts=[given.text for given in inputs],
+        token_ids=[given.token_ids for given in inputs] if has_ids else None,
+        fields=[f"{path}.{'token_ids' if has_ids else 'text'}" for path in paths],
         params=params(message.params),
         client=client,
         identity=identity,
@@ -148,6 +153,16 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
         max_sequence_length=server_info.limits.max_sequence_length,
         max_new_tokens=server_info.limits.max_new_tokens,
     )
+
+
+def _check_token_inputs(inputs: list[pb.GenerationRequest], paths: list[str], *, echo: bool) -> None:
+    """InvalidRequest unless the inputs of a call have ids only, and none is to be echoed."""
+    for path, given in zip(paths, inputs, strict=True):
+        if given.text or not given.token_ids:
+            reason = "excludes text" if given.text else "is missing, while other inputs have it"
+            raise InvalidRequest(f"{path}.token_ids", f"{path}.token_ids {reason}")
+    if echo:
+        raise InvalidRequest("input_text", "input_text needs inputs with text")
 
 
 def _adapter(message: HasAdapter) -> tuple[str, str] | None:
