@@ -77,6 +77,14 @@ class BlockPool:
             self._hashes[block] = block_hash
             self._cached_blocks[block_hash] = block
 
+    def forget(self) -> None:
+        """Forget what the blocks hold: evictable ones become free."""
+        for block in self._evictable:
+            heappush(self._free_blocks, block)
+        self._evictable.clear()
+        self._hashes.clear()
+        self._cached_blocks.clear()
+
     def _allocate_one(self) -> int:
         if self._free_blocks:
             return heappop(self._free_blocks)

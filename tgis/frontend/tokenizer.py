@@ -149,6 +149,10 @@ class Tokenizer:
             kept[0] = self.bos_token_id
         return kept
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json`, the tokens that stand beside the file included."""
+        return self._backend.to_str()
+
     def token_text(self, token_id: int) -> str:
         """The raw vocabulary string, such as `Ġfirst` or `</s>`; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""

@@ -74,7 +74,7 @@ def params(message: pb.Parameters) -> Params:
     """The parameters of a message, by name; greedy decoding does not even check those of sampling."""
     samples, response = message.method == pb.SAMPLE, message.response
     sections = [message.stopping, response, message.decoding, *([message.sampling] if samples else [])]
-    fields = {name: value for section in sections for name, value in _set_fields(section)}
+    fields = {name: value for section in sections for name, value in set_fields(section)}
     penalty = fields.get("length_penalty")
     return Params.of(
         fields,
@@ -87,9 +87,35 @@ def params(message: pb.Parameters) -> Params:
             top_n_tokens=response.top_n_tokens,
         ),
         length_penalty=(penalty.start_index, penalty.decay_factor) if penalty is not None else None,
-        grammar=_grammar(fields),
+        grammar=grammar_spec(fields),
         truncate_input_tokens=message.truncate_input_tokens,
     )
+
+
+def grammar_spec(decoding: dict[str, Any]) -> GrammarSpec | None:
+    """Format TEXT is no constraint, and neither is one that is unknown here."""
+    match decoding:
+        case {"format": pb.DecodingParameters.JSON} | {"json_object": True}:
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
+        case {"choice": choice}:
+            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(choice.choices))
+    for name in ("json_schema", "regex", "grammar"):
+        if name in decoding:
+            return GrammarSpec(GrammarKind(name), decoding[name])
+    return None
+
+
+def set_fields(message: Message) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields that are set; of a list, the beginning. Zero is unset, even -0.0, unless the field
+    is optional.
+    """
+    for field, value in message.ListFields():
+        if isinstance(value, MutableSequence):
+            yield field.name, tuple(value[:_MAX_LIST_ENTRIES])
+        elif isinstance(value, MutableMapping):
+            yield field.name, dict(value)
+        elif value or field.has_presence:
+            yield field.name, value
 
 
 def field_path(field: str) -> str:
@@ -170,32 +196,6 @@ def _adapter(message: HasAdapter) -> tuple[str, str] | None:
     if message.adapter_id:
         return "adapter_id", message.adapter_id
     return ("prefix_id", message.prefix_id) if message.HasField("prefix_id") else None
-
-
-def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
-    """Format TEXT is no constraint, and neither is one that is unknown here."""
-    match decoding:
-        case {"format": pb.DecodingParameters.JSON}:
-            return GrammarSpec(GrammarKind.JSON_OBJECT)
-        case {"choice": choice}:
-            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(choice.choices))
-    for name in ("json_schema", "regex", "grammar"):
-        if name in decoding:
-            return GrammarSpec(GrammarKind(name), decoding[name])
-    return None
-
-
-def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
-    """Names and values of the fields that are set; of a list, the beginning. Zero is unset, even -0.0, unless the field
-    is optional.
-    """
-    for field, value in message.ListFields():
-        if isinstance(value, MutableSequence):
-            yield field.name, tuple(value[:_MAX_LIST_ENTRIES])
-        elif isinstance(value, MutableMapping):
-            yield field.name, dict(value)
-        elif value or field.has_presence:
-            yield field.name, value
 
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:
