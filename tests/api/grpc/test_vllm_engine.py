@@ -147,7 +147,8 @@ def test_only_the_caller_of_a_request_can_abort_it(stub: VllmEngineStub) -> None
     stub.Abort(pb.AbortRequest(request_ids=["x"]), metadata=SECOND)
     for _ in range(3):
         next(responses)
-    stub.Abort(pb.AbortRequest(request_ids=["y", "x"]), metadata=FIRST)
+    aborts = [stub.Abort.future(pb.AbortRequest(request_ids=["y", "x"]), metadata=FIRST) for _ in range(3)]
+    assert [abort.result() for abort in aborts] == [pb.AbortResponse()] * 3
     assert failure(lambda: list(responses)) == (grpc.StatusCode.CANCELLED, "the request was aborted")
 
 

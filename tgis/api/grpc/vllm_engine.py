@@ -90,13 +90,14 @@ class VllmEngine:
         except TimeoutError:
             await grpc_call.context.abort(grpc.StatusCode.CANCELLED, "the request was aborted")
         finally:
-            del self._open[until]
+            self._open.pop(until, None)
 
     async def _abort(self, data: bytes, grpc_call: GrpcCall) -> None:
         """End requests of the same identity."""
         ids = set(parse(data, pb.AbortRequest).request_ids)
-        for until, (identity, request_id) in self._open.items():
+        for until, (identity, request_id) in list(self._open.items()):
             if identity == grpc_call.identity and request_id in ids:
+                del self._open[until]  # it can end once only
                 until.reschedule(0)
         await _reply(grpc_call, pb.AbortResponse())
 
