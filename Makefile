@@ -19,7 +19,7 @@ venv: .venv/installed ## create .venv with the pinned dependencies; again only w
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx,otel]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo,onnx,otel,router]'
 	@touch $@
 
 proto: venv ## generate the stubs in tgis/pb from proto/generation.proto
@@ -67,7 +67,7 @@ test-oldest: .cache/oldest/installed ## run the tests that matter there with the
 
 .cache/oldest/installed: setup.cfg
 	$(PYTHON) -m venv --clear .cache/oldest
-	sed -n 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\)[^;]*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
+	sed -n -e '/smg-grpc-proto/d' -e 's/^ *\([A-Za-z0-9_-]*\) >=\([^,; ]*\)[^;]*/\1==\2/p' setup.cfg > .cache/oldest/bounds.txt
 	.cache/oldest/bin/python -m pip install --disable-pip-version-check --requirement .cache/oldest/bounds.txt \
 	--editable '.[dev,demo,onnx,otel]'
 	@touch $@

@@ -30,7 +30,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     # the front-end process
     "frontend": "errors ipc models structured_output tracing utils",
     "api": "errors",
-    "api/grpc": "api config errors frontend ipc pb security tracing utils",
+    "api/grpc": "api config errors frontend ipc models pb security tracing utils",
     "api/http": "api config errors frontend ipc security utils",
     "api/openai": "api/http config errors frontend ipc models prompts utils",
     "api/tgi": "api/http api/openai config errors frontend ipc utils",
@@ -134,7 +134,7 @@ IMPORTS: list[dict[str, str]] = [
         "tgis.cli.convert": "torch transformers grpc",
         "tgis.cli.serve": "torch transformers grpc",
         "tgis.engines.fake": "torch transformers",
-        "tgis.server": "torch transformers",
+        "tgis.server": "torch transformers smg_grpc_proto",
         "tgis.cli.prompts": "torch transformers",
     },
     {

@@ -1,13 +1,15 @@
 """The ports of a server and the APIs on them. They open before the engine is ready, and refuse calls until then."""
 
 import asyncio
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from tgis.api.grpc.calls import GrpcCalls
 from tgis.api.grpc.server import GrpcServer
-from tgis.api.grpc.servicer import GenerationServicer
+from tgis.api.grpc.servicer import GENERATION_SERVICE, GenerationServicer
 from tgis.api.http.app import HttpPorts
 from tgis.api.http.auth import HttpAuth
 from tgis.api.http.debug import InspectBatch, debug_route
@@ -34,12 +36,19 @@ class Apis:
     generator: asyncio.Future[Generator]
     chat_template: asyncio.Future[ChatTemplate | None]  # done before the generator is
 
-    def grpc_server(self) -> GrpcServer:
-        """Create it inside the event loop."""
+    def grpc_server(self, unhealthy_reason: Callable[[], str | None]) -> GrpcServer:
+        """Create it inside the event loop. Routers' protocol is on it if its stubs are installed."""
         config, tokens, metrics = self.preparation.config, self.preparation.tokens, self.metrics
         calls = GrpcCalls(config, self.admission, tokens, metrics.authentication_failure.inc, metrics.call_ended)
-        servicer = GenerationServicer(calls, config, self.generator)
-        return GrpcServer([servicer.handler()], config, calls, self.preparation.certificates)
+        handlers = [GenerationServicer(calls, config, self.generator).handler()]
+        services = [GENERATION_SERVICE]
+        if importlib.util.find_spec("smg_grpc_proto"):
+            from tgis.api.grpc.vllm_engine import VLLM_ENGINE, VllmEngine  # noqa: PLC0415 - see above
+
+            model, directory = self.preparation.model, self.preparation.template_path
+            handlers.append(VllmEngine(calls, config, model, directory, self.generator, unhealthy_reason).handler())
+            services.append(VLLM_ENGINE)
+        return GrpcServer(handlers, config, calls, self.preparation.certificates, services)
 
     def http_ports(self, probes: Probes, inspect_batch: InspectBatch) -> HttpPorts:
         """Probes, the REST APIs and their pages, and /debug/batch."""

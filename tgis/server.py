@@ -77,8 +77,8 @@ class Server:
         self._template: asyncio.Future[ChatTemplate | None] = loop.create_future()
         self._template_process = TemplateProcess()
         apis = Apis(preparation, self._admission, self._service_metrics, self._generator, self._template)
-        probes = Probes(lambda: self._unhealthy_reason, self._scrape)
-        self._grpc, self._http = apis.grpc_server(), apis.http_ports(probes, self._batch_state)
+        probes = Probes(self._why_unhealthy, self._scrape)
+        self._grpc, self._http = apis.grpc_server(self._why_unhealthy), apis.http_ports(probes, self._batch_state)
 
     async def serve(self) -> int:
         """Start, serve, drain and stop; see `run`."""
@@ -231,6 +231,9 @@ class Server:
         await stopped
         seconds = time.monotonic() - started
         log.info("drained in %.1f s: %d of %d inputs were cancelled", seconds, num_cancelled, num_inputs)
+
+    def _why_unhealthy(self) -> str | None:
+        return self._unhealthy_reason
 
     def _why_no_adapters(self, info: EngineInfo) -> str | None:
         """Why adapters are unavailable, None if they are available."""

@@ -69,6 +69,14 @@ def prompt(length: int, first: int = 1000) -> list[int]:
     return list(range(first, first + length))
 
 
+def test_flushed_prefixes_are_computed_again_and_running_requests_keep_theirs() -> None:
+    one = queued([ask(1, prompt(9), 6)])
+    step(one), step(one), step(one)
+    one.flush_cache()
+    assert computed(one, ask(2, prompt(9))) == 9
+    assert computed(one, ask(3, prompt(9))) == 1
+
+
 @pytest.mark.parametrize(
     ("length", "hits"), [(1, 0), (3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (30, 28), (32, 28), (33, 32)]
 )

@@ -169,6 +169,11 @@ class Batcher:
         if self._block_manager:
             self._block_manager = BlockManager(self._limits)
 
+    def flush_cache(self) -> None:
+        """Let no later request find a cached prefix; running ones keep their blocks."""
+        if self._block_manager:
+            self._block_manager.flush()
+
     @property
     def touched_share(self) -> float:
         """The share of the KV blocks that have been used since the prefixes were forgotten."""

@@ -139,6 +139,11 @@ class BlockManager:
             seq.block_table = []
             seq.num_computed_tokens = seq.num_cached_blocks = 0
 
+    def flush(self) -> None:
+        """Let no sequence find a cached prefix that is there now."""
+        for pool in (self.pool, *([self.states.pool] if self.states else [])):
+            pool.forget_all()
+
     def _uses_prefix_cache(self, seq: Sequence) -> bool:
         """Whether a sequence may start with cached blocks: prompt logprobs need the whole prompt computed."""
         return self._prefix_cache and not seq.wants_prompt_logprobs

@@ -89,6 +89,14 @@ class BlockPool:
                 del self._evictable[block]
                 heappush(self._free_blocks, block)
 
+    def forget_all(self) -> None:
+        """Forget what the blocks hold: evictable ones become free."""
+        for block in self._evictable:
+            heappush(self._free_blocks, block)
+        self._evictable.clear()
+        self._hashes.clear()
+        self._cached_blocks.clear()
+
     def _allocate_one(self) -> int:
         if self._free_blocks:
             return heappop(self._free_blocks)

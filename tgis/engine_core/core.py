@@ -16,6 +16,7 @@ from tgis.ipc.messages import (
     Cancel,
     Failed,
     FailureKind,
+    FlushCache,
     GetBatchState,
     PromptLogprobs,
     Shutdown,
@@ -81,6 +82,8 @@ class EngineCore:
                     self.lookups.release(ids)
                 case GetBatchState():
                     self.channel.send(self.batcher.state(time.monotonic(), _MAX_SHOWN_SEQS))
+                case FlushCache():
+                    self.batcher.flush_cache()
                 case Shutdown():
                     return False
                 case _:

@@ -1,6 +1,7 @@
 """What an API reads from one RPC and hands to the front end. Knows no proto."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tgis.frontend.params import Params
@@ -28,7 +29,7 @@ class GenerateCall:
     fields: list[str]  # longer than `texts` where an input is missing
     params: Params
     client: bytes = b""  # key of the caller in quotas; empty: unknown
-    token_ids: list[list[int]] | None = None  # the inputs, where they come tokenized
+    token_ids: Sequence[Sequence[int]] | None = None  # the inputs, where they come tokenized
     api: str = "grpc"  # through which it came
     identity: bytes = b""  # of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter

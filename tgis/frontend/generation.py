@@ -25,7 +25,7 @@ from tgis.frontend.recorder import CallRecorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineInfo
+from tgis.ipc.messages import BatchState, EngineInfo, FlushCache
 from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
@@ -106,6 +106,19 @@ class Generator:
                     for chunk in output.chunks():
                         yield chunk
                     num_open -= bool(output.stop_reason)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Input tokens of the requests that have never been scheduled."""
+        return sum(len(request.tokens) for request in self._client.queued())
+
+    async def batch_state(self) -> BatchState:
+        """What runs and waits; Unavailable after the death of the engine, or if it hangs."""
+        return await self._client.batch_state()
+
+    def flush_cache(self) -> None:
+        """Let no later request find a prefix that is cached now."""
+        self._client.process.send(FlushCache())
 
     def close(self) -> None:
         """Send the spans that are left."""
@@ -194,7 +207,7 @@ class Generator:
         ]
         if max_queued := self.server_info.max_queued_tokens:
             num_tokens = sum(len(request.tokens) for request in requests)
-            queued = sum(len(request.tokens) for request in self._client.queued())
+            queued = self.num_queued_tokens
             if queued and queued + num_tokens > max_queued:  # all inputs or none
                 raise QueueFull(f"{queued} input tokens are waiting, at most {max_queued} may")
         return requests  # nobody else can queue until the caller has

@@ -42,7 +42,7 @@ class Encoding:
     num_tokens: int  # of the complete text
 
     @classmethod
-    def of_ids(cls, ids: list[int], keep_last: int) -> "Encoding":
+    def of_ids(cls, ids: Sequence[int], keep_last: int) -> "Encoding":
         """The encoding of a text that comes tokenized."""
         return cls(array(_U32, ids[-keep_last:]), array(_U32), len(ids))
 
@@ -152,6 +152,10 @@ class Tokenizer:
         if self.bos_token_id is not None:
             kept[0] = self.bos_token_id
         return kept
+
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json`, the tokens that stand beside the file included."""
+        return self._backend.to_str()
 
     def token_text(self, token_id: int) -> str:
         """The raw vocabulary string, such as `Ġfirst` or `</s>`; empty for an unknown id."""

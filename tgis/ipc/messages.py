@@ -126,6 +126,10 @@ class GetBatchState(msgspec.Struct, frozen=True, tag="get_batch_state"):
     """Asks for a BatchState, sent between two steps."""
 
 
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Forget all cached prefixes; running requests keep theirs."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
@@ -282,5 +286,5 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToEngine = EngineOptions | Vocabulary | Submit | Acquire | Cancel | GetBatchState | Shutdown
+ToEngine = EngineOptions | Vocabulary | Submit | Acquire | Cancel | GetBatchState | FlushCache | Shutdown
 FromEngine = Ready | PromptLogprobs | Step | Failed | Acquired | BatchState | Heartbeat | Fatal

@@ -61,10 +61,12 @@ class SingleGenerationRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., prefix_id: _Optional[str] = ..., request: _Optional[_Union[GenerationRequest, _Mapping]] = ..., adapter_id: _Optional[str] = ..., params: _Optional[_Union[Parameters, _Mapping]] = ...) -> None: ...
 
 class GenerationRequest(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "token_ids")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Parameters(_message.Message):
     __slots__ = ("method", "sampling", "stopping", "response", "decoding", "truncate_input_tokens")

@@ -1,6 +1,7 @@
 """From messages of gRPC to parameters and calls, and from outputs to messages, field by field."""
 
 import math
+import re
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,29 @@ def test_calls(message: Any, kind: str, texts: list[str], fields: list[str], ada
     params = call.params
     assert params.max_new_tokens == 3
     assert call == GenerateCall(CallKind(kind), texts, fields, params, adapter=adapter, **expected)  # type: ignore[arg-type]
+
+
+def test_inputs_of_token_ids() -> None:
+    call = convert.generate_call(Batch(requests=[{"token_ids": [3, 1]}, {"token_ids": [2**32 - 1]}]), b"", b"", ())
+    assert (call.texts, call.fields) == (["", ""], ["requests[0].token_ids", "requests[1].token_ids"])
+    assert [list(ids) for ids in call.token_ids or ()] == [[3, 1], [2**32 - 1]]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (Single(request={"text": "a", "token_ids": [3]}), "request.token_ids excludes text"),
+        (Batch(requests=[{"token_ids": [3]}, {"text": "a"}]), "requests[1].token_ids excludes text"),
+        (Batch(requests=[{"token_ids": [3]}, {}]), "requests[1].token_ids is missing, while other inputs have it"),
+        (
+            Single(request={"token_ids": [3]}, params={"response": {"input_text": True}}),
+            "input_text needs inputs with text",
+        ),
+    ],
+)
+def test_invalid_inputs_of_token_ids(message: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(problem)}$"):
+        convert.generate_call(message, b"", b"", ())
 
 
 @pytest.mark.parametrize(

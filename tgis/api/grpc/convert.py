@@ -5,6 +5,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.generation import ServerInfo
 from tgis.frontend.output import RequestOutput, TokenInfo
@@ -46,16 +47,20 @@ def generate_call(
     answer_deadline: float | None = None,
 ) -> GenerateCall:
     if isinstance(message, pb.SingleGenerationRequest):
-        kind, fields = CallKind.STREAM, ["request.text"]
-        texts = [message.request.text] if message.HasField("request") else []
+        kind, paths = CallKind.STREAM, ["request"]
+        inputs = [message.request] if message.HasField("request") else []
     else:
-        texts = [request.text for request in message.requests]
-        fields = [f"requests[{index}].text" for index in range(len(texts))]
-        kind = CallKind.SINGLE if len(texts) == 1 else CallKind.BATCH
+        inputs = list(message.requests)
+        paths = [f"requests[{index}]" for index in range(len(inputs))]
+        kind = CallKind.SINGLE if len(inputs) == 1 else CallKind.BATCH
+    has_ids = any(given.token_ids for given in inputs)
+    if has_ids:
+        _check_token_inputs(inputs, paths, echo=message.params.response.input_text)
     return GenerateCall(
         kind=kind,
-        texts=texts,
-        fields=fields,
+        texts=[given.text for given in inputs],
+        token_ids=[given.token_ids for given in inputs] if has_ids else None,
+        fields=[f"{path}.{'token_ids' if has_ids else 'text'}" for path in paths],
         params=params(message.params),
         client=client,
         identity=identity,
@@ -69,7 +74,7 @@ def params(message: pb.Parameters) -> Params:
     """The parameters of a message, by name; greedy decoding does not even check those of sampling."""
     samples, response = message.method == pb.SAMPLE, message.response
     sections = [message.stopping, response, message.decoding, *([message.sampling] if samples else [])]
-    fields = {name: value for section in sections for name, value in _set_fields(section)}
+    fields = {name: value for section in sections for name, value in set_fields(section)}
     penalty = fields.get("length_penalty")
     return Params.of(
         fields,
@@ -82,9 +87,35 @@ def params(message: pb.Parameters) -> Params:
             top_n_tokens=response.top_n_tokens,
         ),
         length_penalty=(penalty.start_index, penalty.decay_factor) if penalty is not None else None,
-        grammar=_grammar(fields),
+        grammar=grammar_spec(fields),
         truncate_input_tokens=message.truncate_input_tokens,
     )
+
+
+def grammar_spec(decoding: dict[str, Any]) -> GrammarSpec | None:
+    """Format TEXT is no constraint, and neither is one that is unknown here."""
+    match decoding:
+        case {"format": pb.DecodingParameters.JSON} | {"json_object": True}:
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
+        case {"choice": choice}:
+            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(choice.choices))
+    for name in ("json_schema", "regex", "grammar"):
+        if name in decoding:
+            return GrammarSpec(GrammarKind(name), decoding[name])
+    return None
+
+
+def set_fields(message: Message) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields that are set; of a list, the beginning. Zero is unset, even -0.0, unless the field
+    is optional.
+    """
+    for field, value in message.ListFields():
+        if isinstance(value, MutableSequence):
+            yield field.name, tuple(value[:_MAX_LIST_ENTRIES])
+        elif isinstance(value, MutableMapping):
+            yield field.name, dict(value)
+        elif value or field.has_presence:
+            yield field.name, value
 
 
 def field_path(field: str) -> str:
@@ -150,37 +181,21 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
     )
 
 
+def _check_token_inputs(inputs: list[pb.GenerationRequest], paths: list[str], *, echo: bool) -> None:
+    """InvalidRequest unless the inputs of a call have ids only, and none is to be echoed."""
+    for path, given in zip(paths, inputs, strict=True):
+        if given.text or not given.token_ids:
+            reason = "excludes text" if given.text else "is missing, while other inputs have it"
+            raise InvalidRequest(f"{path}.token_ids", f"{path}.token_ids {reason}")
+    if echo:
+        raise InvalidRequest("input_text", "input_text needs inputs with text")
+
+
 def _adapter(message: HasAdapter) -> tuple[str, str] | None:
     """Field and id of the adapter; an empty `adapter_id` means none, an empty `prefix_id` is an invalid id."""
     if message.adapter_id:
         return "adapter_id", message.adapter_id
     return ("prefix_id", message.prefix_id) if message.HasField("prefix_id") else None
-
-
-def _grammar(decoding: dict[str, Any]) -> GrammarSpec | None:
-    """Format TEXT is no constraint, and neither is one that is unknown here."""
-    match decoding:
-        case {"format": pb.DecodingParameters.JSON}:
-            return GrammarSpec(GrammarKind.JSON_OBJECT)
-        case {"choice": choice}:
-            return GrammarSpec(GrammarKind.CHOICE, choices=tuple(choice.choices))
-    for name in ("json_schema", "regex", "grammar"):
-        if name in decoding:
-            return GrammarSpec(GrammarKind(name), decoding[name])
-    return None
-
-
-def _set_fields(message: Message) -> Iterator[tuple[str, Any]]:
-    """Names and values of the fields that are set; of a list, the beginning. Zero is unset, even -0.0, unless the field
-    is optional.
-    """
-    for field, value in message.ListFields():
-        if isinstance(value, MutableSequence):
-            yield field.name, tuple(value[:_MAX_LIST_ENTRIES])
-        elif isinstance(value, MutableMapping):
-            yield field.name, dict(value)
-        elif value or field.has_presence:
-            yield field.name, value
 
 
 def _add_tokens(tokens: Any, infos: Iterable[TokenInfo], is_special: IsSpecial | None) -> None:

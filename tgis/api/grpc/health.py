@@ -1,7 +1,7 @@
-"""`grpc.health.v1`: one state for the process and for the generation service."""
+"""`grpc.health.v1`: one state for the process and for each of its services."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ from grpc_health.v1 import health_pb2
 
 from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
-from tgis.api.grpc.servicer import GENERATION_SERVICE
 from tgis.errors import Overloaded
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -30,7 +29,8 @@ class HealthServicer:
     blocks every later change of the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, services: Sequence[str]) -> None:
+        self._services = ("", *services)
         self._open: dict[asyncio.Timeout, None] = {}  # oldest first
         self._state = _NOT_SERVING
         self._changed = asyncio.Event()
@@ -52,14 +52,14 @@ class HealthServicer:
     async def _check(self, call: GrpcCall) -> None:
         """The state of one service; NOT_FOUND for an unknown one."""
         async with self._place():
-            if not await _asks_for_known_service(call):
+            if not await self._asks_for_known_service(call):
                 await call.context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
             await call.write(self._state)
 
     async def _watch(self, call: GrpcCall) -> None:
         """The current state, then every change; a slow reader may miss short-lived states."""
         async with self._place():
-            known, last = await _asks_for_known_service(call), None
+            known, last = await self._asks_for_known_service(call), None
             while True:
                 changed = self._changed
                 state = self._state if known else _UNKNOWN
@@ -85,7 +85,6 @@ class HealthServicer:
         except TimeoutError:
             raise Overloaded(f"more than {MAX_OPEN_CALLS} health calls are open") from None
 
-
-async def _asks_for_known_service(call: GrpcCall) -> bool:
-    data = await call.read(MAX_REQUEST_BYTES) or b""
-    return parse(data, health_pb2.HealthCheckRequest).service in ("", GENERATION_SERVICE)
+    async def _asks_for_known_service(self, call: GrpcCall) -> bool:
+        data = await call.read(MAX_REQUEST_BYTES) or b""
+        return parse(data, health_pb2.HealthCheckRequest).service in self._services

@@ -27,7 +27,6 @@ MAX_PENDING_CALLS = 10_000
 MAX_CONNECTIONS = 4096
 MAX_METADATA_BYTES = 16 << 10
 MAX_REFLECTION_BYTES, MAX_REFLECTION_CALLS = 1024, 64
-SERVICES = (GENERATION_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
 _REFLECTIONS = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 _NEVER_SECONDS = 1e6
 
@@ -41,11 +40,14 @@ class GrpcServer:
         config: Config,
         calls: GrpcCalls,
         certificates: Certificates | None = None,
+        services: Sequence[str] = (GENERATION_SERVICE,),
     ) -> None:
+        """Health and reflection know the `services`."""
         self._host, self._port = config.bind_address, config.grpc_port
         self._certificates = certificates
-        self._health = HealthServicer()
-        handlers = [*handlers, self._health.handler(calls), *_reflection_handlers(calls)]
+        self._health = HealthServicer(services)
+        listed = (*services, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        handlers = [*handlers, self._health.handler(calls), *_reflection_handlers(calls, listed)]
         remember_creators(asyncio.get_running_loop())
         self._server = grpc.aio.server(handlers=handlers, options=_channel_arguments(config, calls.admission))
 
@@ -82,12 +84,12 @@ class GrpcServer:
         await self._server.stop(0)
 
 
-def _reflection_handlers(calls: GrpcCalls) -> "list[grpc.GenericRpcHandler[Any, Any]]":
-    """Reflection for all services of this server, under both of its names: v1 has the same messages as v1alpha.
+def _reflection_handlers(calls: GrpcCalls, services: Sequence[str]) -> "list[grpc.GenericRpcHandler[Any, Any]]":
+    """Reflection for the services of this server, under both of its names: v1 has the same messages as v1alpha.
 
     v1 is not listed, since no file describes it.
     """
-    reflect_all: Any = reflection.ReflectionServicer(SERVICES).ServerReflectionInfo
+    reflect_all: Any = reflection.ReflectionServicer(services).ServerReflectionInfo
 
     @functools.lru_cache(maxsize=64)  # all clients ask the same
     def answer(data: bytes) -> bytes:

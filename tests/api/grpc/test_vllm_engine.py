@@ -1,0 +1,168 @@
+"""vllm.grpc.engine.VllmEngine: conversions field by field, and calls through its stub to the engine `fake`."""
+
+import hashlib
+import io
+import math
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from described_params import described
+from harness import failure, unary_request
+from local_server import LocalServer, local_server
+from scripted_api import LIMITS, output
+from tokenizers import Tokenizer
+
+from tgis.errors import InvalidRequest
+from tgis.pb import generation_pb2 as fmaas
+
+pytest.importorskip("smg_grpc_proto", reason="the stubs of the router SMG are not installed")
+
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from tgis.api.grpc import vllm_convert as convert
+
+ALWAYS = {"fill_context": True, "include_stop_sequence": False, "skip_special_tokens": False}
+IDS = {"generated_tokens": True, "exact_top_n": True}
+PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}}
+FILTERS = {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.25}
+ENDS = {"skip_special_tokens": True, "stop_token_ids": [4], "ignore_eos": True}
+DETAILS = IDS | {"logprobs": True, "input_tokens": True, "top_n_tokens": 3}
+PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0, "top_p": 0, "top_k": 0, "repetition_penalty": 0, "n": 0}, {}),
+    (FILTERS, FILTERS),
+    (PENALTIES, PENALTIES),
+    (ENDS, ENDS),
+    ({"max_tokens": 3, "min_tokens": 2, "seed": -1}, {"max_new_tokens": 3, "min_new_tokens": 2, "seed": -1}),
+    ({"max_tokens": 2**32 - 1}, {"max_new_tokens": LIMITS.max_new_tokens}),
+    ({"stop": ["a"], "include_stop_str_in_output": True}, {"stop_sequences": ["a"], "include_stop_sequence": True}),
+    ({"truncate_prompt_tokens": -1}, {"truncate_input_tokens": LIMITS.longest_input}),
+    ({"logprobs": 0}, {"logprob_options": IDS | {"logprobs": True}}),
+    ({"logprobs": 1, "prompt_logprobs": 3}, {"logprob_options": DETAILS}),
+    ({"json_schema": "{}"}, {"grammar": {"kind": "json_schema", "text": "{}", "exact": False}}),
+    ({"json_object": True}, {"grammar": {"kind": "json_object"}}),
+    ({"json_object": False}, {}),
+    ({"regex": "a+"}, {"grammar": {"kind": "regex", "text": "a+"}}),
+    ({"grammar": "g"}, {"grammar": {"kind": "grammar", "text": "g"}}),
+    ({"choice": {"choices": ["a", "b"]}}, {"grammar": {"kind": "choice", "choices": ["a", "b"]}}),
+]
+
+
+@pytest.mark.parametrize(("message", "params"), PARAMETERS)
+def test_parameters(message: dict[str, Any], params: dict[str, Any]) -> None:
+    expected = {"temperature": 1.0, "logprob_options": IDS} | ALWAYS | params
+    if message.get("temperature") == 0:
+        del expected["temperature"]
+    assert described(convert.params(pb.SamplingParams(**message), LIMITS)) == expected
+
+
+def test_every_parameter_is_converted_or_changes_no_token() -> None:
+    names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    tested = {name for message, _ in PARAMETERS for name in message}
+    assert names - tested == {"spaces_between_special_tokens", "grammar_from_first_token", "structural_tag"}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "text"),
+    [
+        ({}, "input", "one of tokenized and text must be set"),
+        ({"text": "a", "data_parallel_rank": 0}, "data_parallel_rank", "data_parallel_rank is not supported"),
+        ({"logprobs": -1}, "sampling_params.logprobs", "logprobs must be from 0 to 20"),
+        ({"n": 129}, "sampling_params.n", "n must be from 1 to 128"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens", "max_tokens must be from 1 to 4294967295"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag", "structural_tag is not supported"),
+    ],
+)
+def test_what_is_refused_is_named(message: dict[str, Any], field: str, text: str) -> None:
+    fields = {"text": "a", "sampling_params": message} if field.startswith("sampling_params") else message
+    with pytest.raises(InvalidRequest) as caught:
+        convert.generate_call(pb.GenerateRequest(**fields), LIMITS, b"", b"", ())
+    error = convert.invalid_request(caught.value)
+    assert (error.field, str(error)) == (field, text)
+
+
+def test_logprobs() -> None:
+    """The first input token has none; only as many candidates as were asked for each list."""
+    request = pb.GenerateRequest(text="a", sampling_params={"logprobs": 1, "prompt_logprobs": 0})
+    inputs = [("%", math.nan), ("&", -2.0, 3, ("'", -1.0))]
+    ended = output(reason="MAX_TOKENS", tokens=[("(", -0.5, 1, ("(", -0.5), (")", -1.5))], input_tokens=inputs)
+    (data,) = convert.Answer(request).messages(ended)
+    complete = pb.GenerateResponse.FromString(data).complete
+    top = pb.TopLogProbs(values=[-0.5], token_ids=[7])
+    assert complete.output_logprobs == pb.OutputLogProbs(token_logprobs=[-0.5], token_ids=[7], top_logprobs=[top])
+    assert complete.input_logprobs == pb.InputLogProbs(token_logprobs=[{}, {"value": -2.0}], token_ids=[4, 5])
+
+
+# --- through the stub; the engine repeats its prompt, whose tokens are bytes ---
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    directory = tmp_path_factory.mktemp("vllm")
+    (directory / "tokens").write_text("first\nsecond\n")
+    steps = {"max_sequence_length": 200, "step_seconds": 0.01}
+    with local_server(directory, steps, AUTH_TOKEN_PATH=directory / "tokens", MAX_NEW_TOKENS=169) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: LocalServer) -> Iterator[VllmEngineStub]:
+    with grpc.insecure_channel(server.target) as channel:
+        yield VllmEngineStub(channel)
+
+
+FIRST, SECOND = ([("authorization", f"Bearer {name}")] for name in ("first", "second"))
+
+
+def test_ids_in_and_out_as_over_fmaas(server: LocalServer, stub: VllmEngineStub) -> None:
+    params = {"temperature": 0, "max_tokens": 5, "n": 2, "stop": ["$%"]}
+    request = pb.GenerateRequest(tokenized={"input_ids": [1, 2, 3, 4, 5]}, sampling_params=params)
+    whole = [response.complete for response in stub.Generate(request, metadata=FIRST)]
+    request.stream = True
+    streamed = list(stub.Generate(request, metadata=FIRST))
+    same = unary_request("", 5, stop_sequences=["$%"])
+    same.requests[0].token_ids.extend([1, 2, 3, 4, 5])
+    same.params.response.CopyFrom(fmaas.ResponseOptions(generated_tokens=True, token_ids=True))
+    with server.stub() as other:
+        (expected,) = other.Generate(same, metadata=FIRST).responses
+    ids = [token.id for token in expected.tokens]
+    for index, complete in enumerate(whole):
+        assert (complete.index, complete.output_ids, complete.completion_tokens) == (index, ids, len(ids))
+        assert (complete.finish_reason, complete.matched_stop_str, complete.prompt_tokens) == ("stop", "$%", 5)
+        chunks = [response.chunk for response in streamed if response.HasField("chunk")]
+        assert [token for chunk in chunks if chunk.index == index for token in chunk.token_ids] == ids
+        complete.ClearField("output_ids")
+        assert complete in [response.complete for response in streamed]
+
+
+def test_only_the_caller_of_a_request_can_abort_it(stub: VllmEngineStub) -> None:
+    params = {"temperature": 0, "min_tokens": 150}
+    request = pb.GenerateRequest(request_id="x", text="abc", stream=True, sampling_params=params)
+    responses = iter(stub.Generate(request, metadata=FIRST))
+    next(responses)
+    stub.Abort(pb.AbortRequest(request_ids=["x"]), metadata=SECOND)
+    for _ in range(3):
+        next(responses)
+    aborts = [stub.Abort.future(pb.AbortRequest(request_ids=["y", "x"]), metadata=FIRST) for _ in range(3)]
+    assert [abort.result() for abort in aborts] == [pb.AbortResponse()] * 3
+    assert failure(lambda: list(responses)) == (grpc.StatusCode.CANCELLED, "the request was aborted")
+
+
+def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
+    assert stub.HealthCheck(pb.HealthCheckRequest(), metadata=FIRST) == pb.HealthCheckResponse(healthy=True)
+    model = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=FIRST)
+    assert (model.served_model_name, model.max_context_length, model.eos_token_ids) == ("model", 200, [256])
+    assert stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST).constrained_decoding_start == "first_token"
+    assert stub.GetLoads(pb.GetLoadsRequest(), metadata=FIRST).loads[0].max_running_requests == 256
+    chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=FIRST))
+    data = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert Tokenizer.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
+        assert archive.namelist() == ["tokenizer.json", "config.json"]
+    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST).success
+    assert failure(lambda: stub.Embed(pb.EmbedRequest(), metadata=FIRST))[0] is grpc.StatusCode.UNIMPLEMENTED
