@@ -213,7 +213,7 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
     fake = FakeServer(fail=failures | dict.fromkeys(range(9, 12), codes.UNKNOWN))
     assert bench(fake, *options, "--concurrency", "2", "--requests", "9") == 0
     shown = capsys.readouterr().out
-    assert bench(fake, *options, "--requests", "3") == 1  # nothing succeeded
+    assert bench(fake, *options, "--concurrency", "1,2", "--requests", "3") == 1  # a level without success
     (level,) = json.loads(shown.splitlines()[-1])["levels"]
     assert level["failed"] == {"RESOURCE_EXHAUSTED": 2, "INTERNAL": 1}
     assert (level["ok"], level["output_tokens"]) == (6, 12)
