@@ -167,7 +167,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 
 def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
     lines, objects = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
+    lines.write_text('one é\n \n{"text": 2}\n', encoding="utf-8")
     objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
     for path, expected in ((lines, ["one é", '{"text": 2}', "one é"]), (objects, ["a\nb", "", "a\nb"])):
         assert [*itertools.islice(workload.file_prompts(path), 3)] == expected
