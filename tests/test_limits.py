@@ -1,5 +1,6 @@
 """tgis.limits: what options mean for calls, requests, the engine and the adapter store."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tgis import limits
 from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
+from tgis.ipc.messages import EngineOptions
 from tgis.limits import admission, engine_options, request_limits
 from tgis.models.files import ModelFiles
 
@@ -55,15 +57,38 @@ def test_inputs_must_be_shorter_than_sequences(tmp_path: Any) -> None:
         request_limits(read(MAX_INPUT_TOKENS="200"), model(tmp_path))
 
 
+def made(tmp_path: Any, **options: str) -> EngineOptions:
+    config = read(CACHE_DIR="/c", **options)
+    limits = request_limits(config, model(tmp_path))
+    return engine_options(config, limits, model(tmp_path), (2,), (3,), AdapterStoreOptions("/a", 1, 2))
+
+
 def test_options_reach_the_engine(tmp_path: Any) -> None:
     options = {"KV_CACHE_SIZE_MB": "3", "NUM_SHARD": "2", "MAX_BATCH_SIZE": "7", "QUANTIZE": "int8"}
-    config = read(DTYPE="bfloat16", **options)
-    made = engine_options(config, request_limits(config, model(tmp_path)), model(tmp_path), (2,), (2,), None)
-    assert (made.model_path, made.eos_ids, made.max_sequence_length) == (str(tmp_path), (2,), 200)
-    assert (made.dtype, made.kv_cache_bytes, made.num_shards) == ("bfloat16", 3 << 20, 2)
-    assert (made.max_batch_size, made.quantize) == (7, "int8")
-    made = engine_options(read(DTYPE="auto"), request_limits(config, model(tmp_path)), model(tmp_path), (), (), None)
-    assert made.dtype is None
+    options |= {"MAX_BATCH_PREFILL_TOKENS": "99", "CUDA_PROCESS_MEMORY_FRACTION": "0.5", "PT2_COMPILE": "true"}
+    expected: dict[str, Any] = {"kv_cache_bytes": 3 << 20, "num_shards": 2, "max_batch_size": 7, "quantize": "int8"}
+    expected |= {"max_prefill_tokens": 99, "cuda_memory_fraction": 0.5, "compile": True, "strict": False, "rank": 0}
+    expected |= {"model_path": str(tmp_path), "eos_ids": (2,), "config_eos_ids": (3,), "max_sequence_length": 200}
+    expected |= {"dtype": "bfloat16", "adapter_store": AdapterStoreOptions("/a", 1, 2), "cache_dir": "/c"}
+    engine = made(tmp_path, DTYPE="bfloat16", **options)
+    assert {name: getattr(engine, name) for name in expected} == expected
+    assert made(tmp_path, DTYPE="auto").dtype is None
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "eagle"}, "eagle"),
+        ({"architectures": ["LlamaEagle3"]}, "Eagle"),
+        ({"medusa_heads": 2}, "medusa"),
+    ],
+)
+def test_only_a_model_can_draft(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert made(tmp_path, SPECULATOR_NAME=str(tmp_path)).speculator_path == str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartError, match=f"^SPECULATOR_NAME: {tmp_path} has {kind} heads, which are not supported"):
+        made(tmp_path, SPECULATOR_NAME=str(tmp_path))
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:

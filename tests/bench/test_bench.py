@@ -167,7 +167,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
 
 def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
     lines, objects = tmp_path / "p.txt", tmp_path / "p.jsonl"
-    lines.write_text('one é\n\n{"text": 2}\n', encoding="utf-8")
+    lines.write_text('one é\n \n{"text": 2}\n', encoding="utf-8")
     objects.write_text('{"text": "a\\nb", "id": 1}\n{"text": ""}\n', encoding="utf-8")
     for path, expected in ((lines, ["one é", '{"text": 2}', "one é"]), (objects, ["a\nb", "", "a\nb"])):
         assert [*itertools.islice(workload.file_prompts(path), 3)] == expected
@@ -213,7 +213,7 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
     fake = FakeServer(fail=failures | dict.fromkeys(range(9, 12), codes.UNKNOWN))
     assert bench(fake, *options, "--concurrency", "2", "--requests", "9") == 0
     shown = capsys.readouterr().out
-    assert bench(fake, *options, "--requests", "3") == 1  # nothing succeeded
+    assert bench(fake, *options, "--concurrency", "1,2", "--requests", "3") == 1  # a level without success
     (level,) = json.loads(shown.splitlines()[-1])["levels"]
     assert level["failed"] == {"RESOURCE_EXHAUSTED": 2, "INTERNAL": 1}
     assert (level["ok"], level["output_tokens"]) == (6, 12)

@@ -78,8 +78,8 @@ def test_the_cache_is_where_the_environment_says(hub: FakeHub, run: Run, tmp_pat
 def test_tokens(hub: FakeHub, run: Run) -> None:
     hub.repos[REPO].private = True
     assert run("download-weights", REPO)[:2] == (1, "")
-    assert run("download-weights", REPO, HF_TOKEN=TOKEN)[0] == 0
     assert run("download-weights", REPO, "--token", TOKEN)[0] == 0
+    assert run("download-weights", REPO, HF_TOKEN=TOKEN)[0] == 0
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """Faults around the service: dead and stuck engines, signals, lack of memory, and failing starts."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -28,7 +25,6 @@ from harness import (
     wait_until,
 )
 from local_server import LocalServer, serving_locally
-from raw_http2 import HELLO_WITHOUT_WINDOW, call_frames, call_headers, half_a_message
 from tokenizers import Tokenizer
 
 from demo.fake_model import make_fake_model
@@ -206,39 +202,6 @@ def test_no_work_delays_the_end_beyond_the_grace(work: Callable[[Server], None],
         wait([call], timeout=1)  # it has begun
         assert not call.done()
         assert server.stop(timeout=3) == 0
-
-
-def test_calls_that_wait_for_their_clients_delay_the_end_by_their_timeout_at_most(tmp_path: Path) -> None:
-    end = threading.Event()
-    with (
-        start(tmp_path, {"step_seconds": 0.001}, SHUTDOWN_GRACE_SECONDS=1000, CLIENT_TIMEOUT_SECONDS=2) as server,
-        grpc.insecure_channel(server.target) as channel,
-        server.stub() as stub,
-        contextlib.ExitStack() as stack,
-    ):
-        generate = channel.stream_unary("/fmaas.GenerationService/Generate", None, None)
-        headers_only = generate.future(requests_until(end))
-        half = call_headers("/fmaas.GenerationService/Generate") + half_a_message()
-        never_read = call_frames("/fmaas.GenerationService/Generate", unary_request("abc", 2).SerializeToString(), 3)
-        raw = stack.enter_context(socket.create_connection(("localhost", server.grpc_port)))
-        raw.sendall(HELLO_WITHOUT_WINDOW + half + never_read)
-        half_a_body = stack.enter_context(socket.create_connection(("localhost", server.http_port)))
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        half_a_body.sendall(head + b"Content-Length: 9\r\n\r\n{")
-        server.wait_for_metric("tgi_batch_generated_tokens_total 2.0")
-        real = stub.GenerateStream(as_stream_request(unary_request("abc", 1000)))
-        first = next(real)
-        server.process.send_signal(signal.SIGTERM)
-        assert "".join(message.text for message in (first, *real)) == ("abc" * 334)[:1000]
-        assert server.process.wait(20) == 0
-        end.set()
-        assert headers_only.code() is not grpc.StatusCode.OK
-
-
-def requests_until(end: threading.Event) -> Iterator[object]:
-    """No request, and the stream's end with the event."""
-    end.wait()
-    yield from ()
 
 
 def fake(tmp_path: Path, **options: object) -> dict[str, str]:

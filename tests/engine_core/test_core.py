@@ -40,9 +40,9 @@ def test_memory_is_given_back_when_nothing_has_arrived_for_long(
 
     releases: list[Engine] = []
     channel = ScriptedChannel([GetBatchState()], [], [GetBatchState()])
-    run(tmp_path, channel, idle_seconds=idle_seconds, engine=Engine)
-    assert channel.timeouts == timeouts
-    assert len(releases) == released
+    with mock.patch("tgis.engine_core.core.return_unused_memory") as trim:
+        run(tmp_path, channel, idle_seconds=idle_seconds, engine=Engine)
+    assert (channel.timeouts, len(releases), trim.call_count) == (timeouts, released, released)
 
 
 def test_masks_of_cancelled_outputs_are_abandoned(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from engine_clients import outputs
 from repository import REPOSITORY
 from scraped_metrics import Series, make_metrics, samples, value
 
+from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.engine_output import RequestTimings
 from tgis.frontend.metric_families import FailureReason
@@ -102,6 +103,25 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     with CallRecorder(call, metrics, log_text=False) as recorder:
         recorder.submitted([output])
         recorder.finish(output)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Overloaded("x"), "conc_limit"),
+        (QueueFull("x"), "queue_full"),
+        (InvalidRequest("field", "x"), "validation"),
+        (Unavailable("x"), "unknown"),
+        (EngineFailure("x"), "generate"),
+        (GeneratorExit(), "cancelled"),
+    ],
+)
+def test_why_a_call_fails(metrics: Metrics, error: BaseException, reason: str) -> None:
+    call = GenerateCall(CallKind.BATCH, ["text"], ["text"], Params())
+    with pytest.raises(type(error)), CallRecorder(call, metrics, log_text=False):
+        raise error
+    counted = {"tgi_request_count batch": 1, "tgi_request_input_count": 1}
+    assert changed(metrics) == counted | {f"tgi_request_failure {reason}": 1}
 
 
 def test_a_request_that_succeeds(metrics: Metrics) -> None:

@@ -57,6 +57,7 @@ def test_only_the_last_tokens_are_returned_and_limited(families: Families, famil
         (encoding,) = asyncio.run(tokenizer.encode([text], options))
         assert (encoding.ids, encoding.num_tokens) == (ids[len(ids) - keep_last :], len(ids))
         assert list(encoding.offsets) == offsets[len(ids) - keep_last :]
+    assert Encoding.of_ids(ids, keep_last=5).ids == ids[-5:]
 
 
 def test_truncation_and_padding_of_the_file_are_off(cache_dir: Path, tmp_path: Path) -> None:

@@ -125,33 +125,53 @@ def test_without_max_new_tokens_all_that_fits(limits: dict[str, Any], length: in
 
 def test_without_max_new_tokens_the_least_is_still_checked() -> None:
     """As in vllm-tgis-adapter, the minimum may be as high as the server's maximum."""
-    context = replace(LIMITS, default_max_new_tokens=None, max_request_tokens=110)
+    context = replace(LIMITS, default_max_new_tokens=None)
     assert validated(with_min(169), context).max_new_tokens == 169
     with pytest.raises(InvalidRequest, match="min_new_tokens must be <= max_new_tokens"):
         validated(with_min(170), context)
-    params = validated(with_min(11), context)
-    with pytest.raises(InvalidRequest, match=r"input and new tokens \(111\) are more than fit into memory \(110\)"):
-        request_of(100, params, context)
 
 
-def test_inputs_may_have_a_limit_of_their_own() -> None:
-    limits = replace(LIMITS, max_input_tokens=160)
-    assert request_of(160, validated(Params()), limits).input_length == 160
-    with pytest.raises(InvalidRequest, match="x has 161 tokens, at most 160 allowed"):
-        request_of(161, validated(Params()), limits)
+ROOM = Constraints(min_room=60)
 
 
-def test_an_api_may_refuse_an_output_that_does_not_fit() -> None:
-    constraints = Constraints(min_room=60)
-    for asked, fits in ((100, False), (60, False), (50, True)):
-        params = validated(Params(max_new_tokens=asked, constraints=constraints))
-        if fits:
-            assert request_of(150, params, LIMITS).max_new_tokens == asked
-            continue
-        with pytest.raises(InvalidRequest, match=rf"plus max_new_tokens \({asked}\) must be <= 200"):
-            request_of(150, params, LIMITS)
-    params = validated(Params(max_new_tokens=100, constraints=constraints))
-    assert request_of(130, params, LIMITS).max_new_tokens == 70
+def test_an_api_may_have_outputs_shortened_down_to_a_minimum() -> None:
+    for length, asked, granted in ((140, 60, 60), (150, 50, 50), (130, 100, 70)):
+        params = validated(Params(max_new_tokens=asked, constraints=ROOM))
+        assert request_of(length, params, LIMITS).max_new_tokens == granted
+
+
+LENGTHS = "input tokens ({}) plus prefix length (0)"
+NO_DEFAULT = {"default_max_new_tokens": None, "max_request_tokens": 110}
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "params", "text"),
+    [
+        ({}, 0, Params(), "x gives no token"),
+        ({}, 200, Params(), f"{LENGTHS.format(200)} must be < 200"),
+        ({}, 190, with_min(11), f"{LENGTHS.format(190)} plus min_new_tokens (11) must be <= 200"),
+        (
+            {},
+            141,
+            Params(max_new_tokens=60, constraints=ROOM),
+            f"{LENGTHS.format(141)} plus max_new_tokens (60) must be <= 200",
+        ),
+        ({"max_input_tokens": 160}, 161, Params(), "x has 161 tokens, at most 160 allowed"),
+        (NO_DEFAULT, 100, with_min(11), "input and new tokens (111) are more than fit into memory (110)"),
+        (
+            {"max_positions": 60},
+            70,
+            Params(),
+            "input tokens (70) and new tokens (20) must each be <= 60 for this model",
+        ),
+        ({"input_vocab_size": 5}, 9, Params(), "x gives token id 5, the model has only those below 5"),
+    ],
+)
+def test_an_input_that_can_never_run_is_refused(limits: Any, length: int, params: Params, text: str) -> None:
+    changed = replace(LIMITS, **limits)
+    with pytest.raises(InvalidRequest) as caught:
+        request_of(length, validated(params, changed), changed)
+    assert (caught.value.field, str(caught.value)) == ("x", text)
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:

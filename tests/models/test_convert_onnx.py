@@ -37,6 +37,7 @@ def script(folder: Path, *lines: str) -> Path:
 def test_refusals(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "has no safetensors weights" in refusal(make_fake_model(tmp_path / "empty"), tmp_path / "out", capsys)
     (tmp_path / "precious" / "folder").mkdir(parents=True)
     assert refusal(model, tmp_path / "precious", capsys) == f"{tmp_path}/precious is there already"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnx" else name)

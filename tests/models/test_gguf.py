@@ -110,7 +110,9 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     template = load_template(model.path)
     assert template.mentions(TEMPLATE)
     config = AutoConfig.from_pretrained(name)
-    assert (config.rope_parameters["rope_theta"], config.head_dim) == (5000.0, 8)
+    rope = config.rope_parameters
+    assert (rope["rope_theta"], rope["rope_type"], config.head_dim) == (5000.0, "longrope", 8)
+    assert rope["short_factor"] == rope["long_factor"] == FACTORS.tolist()
 
 
 def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

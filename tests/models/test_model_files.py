@@ -105,7 +105,7 @@ def write_index(path: Path, weight_map: object) -> None:
 
 def test_weights(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(StartError, match=f"^{tmp_path} has no safetensors weights"):
+    with pytest.raises(StartError, match=f"^{tmp_path} has no safetensors weights .*: tgis convert-to-safetensors"):
         find_weights(tmp_path)
     write_index(tmp_path, {"w": "b.safetensors", "v": "a.safetensors", "u": "b.safetensors"})
     for name in "ab":

@@ -115,7 +115,7 @@ def test_auto_round_is_asked_and_all_else_is_the_models(
             asked.update(named)
 
         def quantize_and_save(self, folder: str, format: str) -> tuple[None, str]:  # noqa: A002
-            Path(folder, "model.safetensors").touch()
+            Path(folder, "model.safetensors").touch(0o600)
             Path(folder, "tokenizer.json").touch()
             return None, folder
 
@@ -132,10 +132,12 @@ def test_auto_round_is_asked_and_all_else_is_the_models(
     out, options = tmp_path / "out", ["--calibration", str(tmp_path / "texts"), "--iterations", "7"] * calibrated
     code, shown, _ = run(model, out, capsys, "--format", "awq", *options)
     assert (code, shown) == (0, f"{out}\n")
-    assert (out / "model.safetensors").read_bytes() == b""
+    weights = out / "model.safetensors"
+    assert (weights.read_bytes(), weights.stat().st_mode & 0o777) == (b"", 0o644)
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-    assert (asked["scheme"], asked["layer_config"]) == (
-        (4, 32, False, "int", {"act_bits": 16}),
-        {"layers.1": {"bits": 16}},
-    )
-    assert (asked["iters"], asked["nsamples"], asked.get("seqlen")) == ((7, 1, 80) if calibrated else (0, 0, None))
+    samples = asked.pop("dataset", [])
+    how = {"iters": 0, "nsamples": 0, "disable_opt_rtn": True}
+    if calibrated:
+        how = {"iters": 7, "nsamples": len(samples), "seqlen": 80, "batch_size": 4, "not_use_best_mse": True}
+    what = {"scheme": (4, 32, False, "int", {"act_bits": 16}), "layer_config": {"layers.1": {"bits": 16}}}
+    assert (len(samples), asked) == (calibrated, what | how | {"enable_torch_compile": False})

@@ -125,10 +125,13 @@ def test_ids_cannot_lead_out_of_the_store(store: AdapterStore, root: Path, tmp_p
 def test_links_inside_the_store_are_followed(root: Path, tmp_path: Path) -> None:
     """As in Kubernetes volumes; the store itself may be a symlink, and appear after the start."""
     (root / "alias").symlink_to(root / "good")
+    write(root / "files", {})
+    (root / "files" / DECODER).symlink_to(root / "good" / DECODER)
     store = AdapterStore(str(tmp_path / "mounted"), prompt_files.CAPACITY, TARGET)
     assert refused(store, "alias").problem == AdapterProblem.NOT_FOUND
     (tmp_path / "mounted").symlink_to(root)
     assert store.find("alias").adapter is store.find("good").adapter
+    assert torch.equal(embeddings(store.find("files")), matrix())
 
 
 def test_missing_adapters_are_not_found(store: AdapterStore, root: Path) -> None:

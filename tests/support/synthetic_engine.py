@@ -45,6 +45,7 @@ class SyntheticEngine(BaseEngine):
     steps: int = 0
     rows: dict[int, Sequence] = field(default_factory=dict)
     peak_bytes: int = 0
+    longest_output: int = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -56,6 +57,10 @@ class SyntheticEngine(BaseEngine):
         """Account for the memory of the step."""
         self.steps += 1
         self.rows |= {seq.id: seq for seq in plan.seqs}
+        self.longest_output = max(
+            self.longest_output, *(len(seq.tokens) - len(seq.request.tokens) for seq in plan.seqs)
+        )
+        assert all(max(seq.tokens) < min(self.info.vocab_size, self.info.input_vocab_size) for seq in plan.seqs)
         assert len(self.rows) <= self.max_batch_size
         ends = [seq.num_computed_tokens + n for seq, n in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
         assert all(len(seq.tokens) >= end for seq, end in zip(plan.seqs, ends, strict=True))

@@ -157,9 +157,10 @@ async def test_metadata_that_is_not_utf8_is_not_logged(caplog: pytest.LogCapture
     assert "sesame" not in caplog.text
 
 
+@pytest.mark.parametrize("given", [b"one\ntwo\x01", "één".encode()])
 @run_async
-async def test_an_id_that_cannot_be_returned_is_refused_before_the_call_runs() -> None:
-    sent = headers("x-correlation-id", b"one\ntwo\x01") + message_frames(b"")
+async def test_an_id_that_cannot_be_returned_is_refused_before_the_call_runs(given: bytes) -> None:
+    sent = headers("x-correlation-id", given) + message_frames(b"")
     async with serving() as (service, port), raw_client(port, HELLO, sent) as (reader, _):
         kind, trailers = await next_frame_of(reader, HEADERS, RST_STREAM)
         assert (kind, b"must be printable ASCII" in trailers, service.num_calls) == (HEADERS, True, 0)

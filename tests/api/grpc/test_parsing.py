@@ -40,6 +40,8 @@ def test_as_many_inputs_as_allowed() -> None:
     texts = [pb.GenerationRequest(text="some text " * 20)] * 512
     sent = pb.BatchedGenerationRequest(requests=texts, params=pb.Parameters(truncate_input_tokens=3))
     assert parse(sent.SerializeToString(), pb.BatchedGenerationRequest, 512) == sent
+    looks_like_fields = pb.ModelInfoRequest(model_id="\x08\x01" * 4096)  # the first byte of its length is 0x80
+    assert parse(looks_like_fields.SerializeToString(), pb.ModelInfoRequest, 1) == looks_like_fields
 
 
 def flood(field: bytes) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 from harness import run_async
 from http_port import no_metrics, serving, serving_while_loading
 
+from tgis.api.http.openapi import make_document
 from tgis.api.http.pages.routes import _DIRECTORY as DIRECTORY
 from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.probes import Probes
@@ -86,6 +87,9 @@ async def test_the_document_describes_every_route() -> None:
         event, *ends = content["schema"]["properties"]["data"]["anyOf"]
         assert [schema["$ref"].rpartition("/")[2] for schema in event["contentSchema"]["anyOf"]] == names
         assert ends == last
+    secured = make_document([], needs_token=True)
+    scheme = {"token": {"type": "http", "scheme": "bearer"}}
+    assert (secured["security"], secured["components"]["securitySchemes"]) == ([{"token": []}], scheme)
 
 
 ELEMENT = "globalThis.element = (tagName) => ({ tagName, childNodes: [], append() {} });"

@@ -183,7 +183,7 @@ def test_routes_of_vllm(server: LocalServer) -> None:
         expected = {"count": 3, "max_model_len": MAX_LENGTH, "tokens": ids, "token_strs": strings}
         assert server.post("/tokenize", body) == (200, expected)
     assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "hé"})
-    assert server.post("/chat/completions", chats | {"max_tokens": 1})[0] == 200
+    assert server.post("/chat/completions", chats | {"max_tokens": "1"})[0] == 200
     assert json.loads(server.get("/models")[1])["data"][0]["id"] == NAME
     assert json.loads(server.get("/load")[1]) == {"server_load": 0}
     assert json.loads(server.get("/version")[1]) == {"version": __version__}

@@ -14,6 +14,7 @@ from repository import REPOSITORY
 from tokenizers import Tokenizer
 
 from demo.fake_model import make_fake_model
+from tgis import __version__
 
 MAX_LENGTH, MAX_NEW = 200, 150
 
@@ -98,8 +99,10 @@ def test_info(server: LocalServer) -> None:
     info = json.loads(server.get("/info")[1])
     expected = {"router": "tgis", "model_dtype": "none", "model_device_type": "none", "max_total_tokens": MAX_LENGTH}
     expected |= {"max_input_tokens": 160, "max_input_length": 160, "max_concurrent_requests": 8, "max_batch_size": 256}
-    expected |= {"max_best_of": 2, "max_stop_sequences": 4, "max_batch_total_tokens": 1 << 40}
-    assert expected.items() <= info.items()
+    expected |= {"max_best_of": 2, "max_stop_sequences": 4, "max_batch_total_tokens": 1 << 40, "max_waiting_tokens": 24}
+    expected |= {"model_id": "model", "max_client_batch_size": 4, "validation_workers": 2, "version": __version__}
+    unknown = dict.fromkeys(("model_sha", "model_pipeline_tag", "docker_label", "sha"))
+    assert info == expected | unknown
     assert json.loads(server.get("/debug/batch")[1])["max_batch_size"] == 256
 
 

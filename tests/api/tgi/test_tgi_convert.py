@@ -138,6 +138,7 @@ async def test_calls_of_the_front_end() -> None:
     assert call is not None
     assert (call.kind, call.texts, call.fields, call.n) == (CallKind.BATCH, ["hé"], ["inputs"], 2)
     assert (call.adapter, call.api) == (("adapter_id", "l"), "tgi")
+    assert call.params.logprob_options.logprobs  # the best has the highest mean
     call = (await ask("/generate", {"inputs": "a"}, AB)).call
     assert call is not None
     assert (call.kind, call.params.sampling.temperature) == (CallKind.SINGLE, 1.0)  # it samples without parameters

@@ -32,12 +32,13 @@ from transformers import AutoModelForCausalLM
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
 from tgis.engines.distributed import ranks
-from tgis.engines.distributed.engine import ShardedEngine
+from tgis.engines.distributed.engine import Follower, ShardedEngine
 from tgis.engines.distributed.mirror import MirroredSequences, SentSequences, StepInput
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
+from tgis.ipc.channel import encode_frame
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.messages import EngineOptions, Fatal
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -276,6 +277,13 @@ def test_more_shards_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.M
     ranks.check_shardable(options_of(tmp_path))
     with pytest.raises(StartError, match="NUM_SHARD=4 is more than the 3 GPUs"):
         ranks.check_shardable(options_of(tmp_path, num_shards=4))
+
+
+def test_a_rank_of_another_node_hears_why_all_end() -> None:
+    link, peer = socket.socketpair()
+    with link, peer:
+        Follower("rank 1", link, None, mock.Mock(), mock.Mock()).send_reason("no memory")
+        assert peer.recv(1000) == encode_frame(Fatal("no memory"))
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.
         (None, "no C compiler (cc)"),
         ("#!/bin/sh\nexit 1\n", "cc: exit code 1"),
         ("#!/bin/sh\necho 'x.c:1: error: bad' >&2; exit 1\n", "cc: x.c:1: error: bad"),
+        ("#!/bin/sh\nexec sleep 60\n", "timed out after 0.01 seconds"),
     ],
 )
 def test_a_machine_without_a_compiler_says_so_once(
@@ -150,6 +151,8 @@ def test_a_machine_without_a_compiler_says_so_once(
         (tmp_path / "cc").write_text(compiler)
         (tmp_path / "cc").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if compiler else str(tmp_path))
+    if "timed out" in reason:
+        monkeypatch.setattr(build, "_TIMEOUT_SECONDS", 0.01)
     for _ in range(2):
         assert load_kernels("generic", str(tmp_path / "cache")) is None
     (warning,) = tgis_warnings(caplog)

@@ -38,7 +38,10 @@ def test_chunks_need_what_a_full_batch_or_a_full_pass_does(formula: MemoryFormul
 @settings(max_examples=50)
 @given(formula=st.builds(MemoryFormula, square=st.floats(20, 1000)), max_length=st.integers(100, 6000))
 def test_inputs_that_are_computed_whole_need_the_square_of_the_longest(formula: MemoryFormula, max_length: int) -> None:
-    peak = runner(SyntheticEngine(formula, encoder_decoder=True), 10**15).padded_peak(max_length, 0, chunked=False)
+    """And a requeued sequence computes all of its output again."""
+    engine = SyntheticEngine(formula, encoder_decoder=True)
+    peak = runner(engine, 10**15).padded_peak(max_length, 0, chunked=False)
+    assert engine.longest_output == min(max_length, PASS_TOKENS)
     assert peak == max(formula.bytes(1, max_length, max_length), formula.bytes(64, 8, 64 * 8))
 
 

@@ -58,7 +58,8 @@ FAMILIES = (
     *("GptOss", "Llama", "Mixtral", "Mpt", "OPT", "OPT, 350m", "OPT, galactica", "Olmo2", "Phi3", "Qwen2Moe", "Qwen3"),
     *("Bart", "M2M100", "Marian", "Marian, two vocabularies", "MT5", "T5", "T5, flan", "UMT5"),
 )
-FAST = {("Falcon, 40b", 4, "tgis_native"), ("GptOss", 2, "hf_transformers"), ("T5", 2, "hf_transformers")}
+PLANS = {(name, 2, "hf_transformers") for name in ("GptOss", "T5", "GPT2", "Bart", "Bloom")}  # each has one of its kind
+FAST = {("Falcon, 40b", 4, "tgis_native")} | PLANS
 WIDE = {"hidden_size": 64, "d_model": 64, "head_dim": 16, "intermediate_size": 128, "d_kv": 16, "d_ff": 128}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2
