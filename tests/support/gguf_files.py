@@ -65,7 +65,8 @@ def write_gguf(
         type_ = GGMLQuantizationType["F32" if is_plain else kind]
         random = type_.name in _HALVES
         rows = weight.flatten(0, -2) if weight.dim() > 1 else weight
-        content = _random_blocks(type_, *rows.shape, len(rows) + len(name)) if random else rounded(rows.numpy(), type_)
+        seed = len(rows) + len(name)
+        content = _random_blocks(type_, len(rows), rows.shape[1], seed) if random else rounded(rows.numpy(), type_)
         weight.copy_(torch.from_numpy(dequantize(content, type_).reshape(weight.shape).copy()))
         changed = change(name, torch.from_numpy(content.copy())).contiguous().numpy()
         writer.add_tensor(name, changed.reshape(*weight.shape[:-1], -1), raw_dtype=type_)
