@@ -185,7 +185,7 @@ def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
     packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
     each = {key: tensor.numel() * packed.get(key.rsplit(".")[-1], 2) for key, tensor in tensors.items()}
     assert found[1] == sum(each.values()) // num_shards + 2 * 48 * 32
-    assert str(quantization).startswith("as gptq, with")
+    assert str(quantization).startswith("quantized as gptq, with")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
