@@ -6,7 +6,7 @@ The model code is transformers' own, its attention replaced by ours, which is ch
 import logging
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 
@@ -14,6 +14,9 @@ import torch
 
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import warn
+from tgis.engines.kernels.cpu.activations import InvariantFunctions
+from tgis.engines.kernels.cpu.experts import has_packed_experts
+from tgis.engines.kernels.cpu.library import DTYPES
 from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading.loader import (
     input_vocab_size,
@@ -71,6 +74,9 @@ class ModelRunner:
         self.attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self.kernels)
         self.states = self.attention.states = install_states(self.model, self.kernels)
         has_states = self.states is not None
+        self._functions: AbstractContextManager[object] = nullcontext()
+        if self.kernels and self.model.dtype in DTYPES and (has_states or has_packed_experts(self.model)):
+            self._functions = InvariantFunctions(self.kernels)
         self.batch_builder = BatchBuilder(block_size, self.device, self.lora, has_states=has_states)
         self.encoder: PagedEncoder | None = None
         if self.model.config.is_encoder_decoder:
@@ -160,7 +166,7 @@ class ModelRunner:
         def forward() -> torch.Tensor:
             return self.model(use_cache=False, **arguments).logits[0]
 
-        with self.lora.using(batch.adapters), carried_on:
+        with self.lora.using(batch.adapters), self._functions, carried_on:
             return self.compiled.run(forward) if self.compiled else forward()
 
     def _verify_attention(self) -> None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from tgis.engines.kernels.cpu.activations import InvariantFunctions
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
@@ -42,7 +41,6 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self.num_slots = num_slots
         self._argument = argument
         self._operators: Any = RecurrentKernels(kernels) if kernels else recurrence
-        self._functions: AbstractContextManager[Any] = InvariantFunctions(kernels) if kernels else nullcontext()
         self.slots = torch.empty(0, 3, dtype=torch.int64)  # of the tokens of the step
         self._states: dict[tuple[int, str, int], Tensor] = {}  # by layer, operator and call
         self._attention_layer = self._layer = -1
@@ -65,8 +63,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         arguments[self._argument] = self
         token = _current.set(self)
         try:
-            with self._functions:
-                yield
+            yield
         finally:
             _current.reset(token)
 

@@ -81,7 +81,7 @@ class GatedMlp(Activation):
 
 class InvariantFunctions(TorchFunctionMode):  # type: ignore[misc]
     """Within it our kernels compute activations, and means of rows, wherever a model calls PyTorch's functions, as in
-    gates of recurrent layers.
+    gates of recurrent layers and routers of experts: the bits of PyTorch's depend on the number of tokens.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:

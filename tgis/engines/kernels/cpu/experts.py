@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward
 
 from tgis.engines.kernels.agreement import agrees
-from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation
+from tgis.engines.kernels.cpu.activations import ACTIVATIONS
 from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.linear import GemmSelector, PackedLinear
+from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 from tgis.engines.quantization.weight import GROUP, QuantizedWeight
 
@@ -155,43 +155,13 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
         return y
 
 
-class _Logits(Tensor):  # type: ignore[misc]
-    """Logits whose sigmoid our kernel computes: by PyTorch, the bits depend on the number of tokens."""
-
-    kernel: Activation
-
-    @classmethod
-    def of(cls, x: Tensor, kernel: Activation) -> "_Logits":
-        logits: _Logits = x.as_subclass(cls)
-        logits.kernel = kernel
-        return logits
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if function in (torch.sigmoid, Tensor.sigmoid):
-                return args[0].kernel(args[0])
-            return function(*args, **kwargs or {})
-
-
-class _SharedGate(PackedLinear):
-    """The gate of an expert that all tokens share."""
-
-    def __init__(self, linear: nn.Linear, gemm: Gemm, kernel: Activation) -> None:
-        super().__init__(linear, gemm, linear.weight.dtype)
-        self._kernel = kernel
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., 1]
-        return _Logits.of(super().forward(x), self._kernel)
-
-
 class _RouterWeight:
     """What takes the place of a router's weight in F.linear, whose result is in float32."""
 
     dtype = torch.float32
 
-    def __init__(self, gemm: Gemm, kernel: Activation) -> None:
-        self._gemm, self._kernel = gemm, kernel
+    def __init__(self, gemm: Gemm) -> None:
+        self._gemm = gemm
 
     def float(self) -> "_RouterWeight":
         return self
@@ -205,7 +175,7 @@ class _RouterWeight:
             return NotImplemented
 
         def logits(x: Tensor, weight: "_RouterWeight", bias: Tensor | None = None) -> Tensor:
-            return _Logits.of(weight._gemm(x.float(), None if bias is None else bias.float()), weight._kernel)
+            return weight._gemm(x.float(), None if bias is None else bias.float())
 
         return logits(*args, **kwargs or {})
 
@@ -214,6 +184,10 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     """The modules of transformers' ExpertsInterface in a model, by path."""
     modules = model.named_modules()
     return {path: x for path, x in modules if hasattr(x, "_apply_gate") and hasattr(x, "is_concatenated")}
+
+
+def has_packed_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, PackedExperts) for module in model.modules())
 
 
 def packable_experts(model: nn.Module, kernels: CpuKernels) -> dict[type, _Gate]:
@@ -225,7 +199,6 @@ def packable_experts(model: nn.Module, kernels: CpuKernels) -> dict[type, _Gate]
 
 def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernels) -> int:
     """Replace the experts of a CPU model, and their routers, in place; how many layers have others from then on."""
-    sigmoid = Activation(torch.sigmoid, "sigmoid", kernels)
     gates, paths = packable_experts(model, kernels), [*experts_of(model)]
     reasons: Counter[str] = Counter()
     for path in paths:
@@ -239,10 +212,8 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
             reasons[f"{kind.__name__}: {error}"] += 1
             _load(experts)
             continue
-        for child_name, child in [*parent.named_children()]:
-            if type(child) is nn.Linear and child.out_features == 1 and (packed := gemms.pack(child, child_name)):
-                setattr(parent, child_name, _SharedGate(child, packed.gemm, sigmoid))
-            _pack_router(child, gemms, sigmoid)
+        for child in parent.children():
+            _pack_router(child, gemms)
     for reason, count in reasons.items():
         log.warning("experts of %d layers are not packed, %s", count, reason)
     return len(paths) - reasons.total()
@@ -298,7 +269,7 @@ def _computes(experts: Any, gate: _Gate, kernels: CpuKernels) -> bool:
     )
 
 
-def _pack_router(router: Any, gemms: GemmSelector, sigmoid: Activation) -> None:
+def _pack_router(router: Any, gemms: GemmSelector) -> None:
     """Let our GEMM multiply by the weight of a router, if it is an argument of F.linear only."""
     weight = getattr(router, "weight", None)
     if weight is None or weight.ndim != 2 or type(router) in (nn.Linear, nn.Embedding):
@@ -307,7 +278,7 @@ def _pack_router(router: Any, gemms: GemmSelector, sigmoid: Activation) -> None:
     if gemm is None:
         return
     del router.weight
-    router.weight = _RouterWeight(gemm, sigmoid)
+    router.weight = _RouterWeight(gemm)
     x, bias = (torch.randn(*size, dtype=weight.dtype) for size in ((2, weight.shape[1]), weight.shape[:1]))
     inputs = (x, bias)[: len(signature(router.forward).parameters)]  # some get a bias for the choice of experts
     if output_of(router, *inputs, name=type(router).__name__) is None:
