@@ -89,6 +89,8 @@ def _text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
+    if getattr(config, "quantization_config", None):
+        raise StartError(f"quantized checkpoints of {config.model_type} are not supported")
     text.tie_word_embeddings = config.tie_word_embeddings
     text.text_tower_of = config.model_type
     return text
@@ -155,9 +157,12 @@ def look_at_model(
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-        if options.num_shards > 1 and has_other_state(model):
-            kind = type(model).__name__
-            raise StartError(f"{options.model_path}: NUM_SHARD must be 1 for {kind}, which has recurrent layers")
+        if has_other_state(model):
+            kind = f"{options.model_path}: {type(model).__name__} has recurrent layers"
+            if options.num_shards > 1:
+                raise StartError(f"{kind}: NUM_SHARD must be 1")
+            if device.type == "cuda":
+                raise StartError(f"{kind}, which run on CPUs only")
         kernels = select_kernels(options, device) if experts_of(model) and options.num_shards == 1 else None
         checkpoint = quantization.checkpoint if quantization else None
         if kernels:

@@ -183,13 +183,18 @@ def _gemm(weight: Tensor, kernels: CpuKernels | None) -> Gemm:
     return next((make(weight) for make in ours), lambda x, bias: linear(x, weight, bias))
 
 
+_UNCHANGED = {"experts", "dt_proj"}
+
+
 def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """The linear layers that adapters may change: not the head, nor experts, which reorder tokens."""
+    """The linear layers that adapters may change: not the head, nor experts, which reorder tokens, nor Mamba's dt_proj,
+    which models multiply by without calling it.
+    """
     head = model.get_output_embeddings()
     inside = "."  # of the last target, such as the weights that a slice shares with others
     for name, module in model.named_modules():
         is_linear = isinstance(module, Conv1D) or hasattr(module, "in_features")
-        if is_linear and module is not head and "experts" not in name.split(".") and not name.startswith(inside):
+        if is_linear and module is not head and _UNCHANGED.isdisjoint(name.split(".")) and not name.startswith(inside):
             inside = f"{name}."
             yield name, module
 

@@ -77,12 +77,13 @@ class KVBudget:
 
     def with_states(self, slot_bytes: int, measure: Measure) -> tuple[int, "KVBudget"]:
         """The number of slots for the states of recurrent layers, and what they leave for the KV cache: for each
-        sequence a slot and a snapshot, in at most half of what there is for sequences. StartError for none.
+        sequence a slot, with a prefix cache also a snapshot, in at most half of what there is for sequences. StartError
+        for none.
         """
         most = self._available_bytes(measure) // 2 // slot_bytes
         if most < 1:
             raise StartError(f"no memory is left for states of {format_bytes(slot_bytes)}: grant more memory")
-        slots = min(2 * self.max_batch_size, most)
+        slots = min(self.max_batch_size * (1 + self.options.prefix_cache), most)
         rows = min(self.max_batch_size, slots)
         return slots, replace(self, max_batch_size=rows, to_load=self.to_load + slots * slot_bytes)
 

@@ -16,7 +16,7 @@ from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import BaseEngine, StepResult, warn
 from tgis.engines.host_memory import upload
-from tgis.engines.loading.loader import engine_info, max_positions
+from tgis.engines.loading.loader import engine_info, has_other_state, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
@@ -58,14 +58,16 @@ def describe_memory(options: EngineOptions) -> list[str]:
     device, rows = unloaded.device, unloaded.max_batch_size
     encodes = len(unloaded.caches) > 1
     step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
-    drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
+    drafts = _drafts(options, device) and not has_other_state(unloaded.model)
+    drafter, drafting = unloaded_drafter(options, unloaded.model) if drafts else (0, [])
     models = unloaded, *drafting
     if not all(model.caches for model in models):
         return unknown_memory("tgis_native", options)
     token_bytes = sum(sum(model.caches[0]) // model.kv_shards // repeats_of_keys(model.config) for model in models)
     extra = EXTRA_BLOCKS if encodes else 0
     to_load = unloaded.weights + drafter // options.ranks_per_node  # only the first rank drafts
-    slot_bytes = unloaded_slot_bytes(unloaded.model)
+    with library_errors("tgis_native cannot run it", Unsupported):
+        slot_bytes = unloaded_slot_bytes(unloaded.model)
     budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
     num_slots, budget = budget.with_states(slot_bytes, lambda: step) if slot_bytes else (0, budget)
     room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
@@ -251,6 +253,8 @@ class PagedEngine(BaseEngine):
         return self.runner.attention.cache, *self._drafter.caches
 
     def clear_cache(self) -> bool:
+        if self.runner.states is not None:
+            self.runner.states.clear()
         return all(cache.clear() for cache in self.caches)
 
     @property

@@ -161,12 +161,12 @@ class ModelRunner:
                 arguments["logits_to_keep"] = batch.logits_indices
             # Compiled graphs guard the storage offset of a view, which differs from step to step.
             arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
-        carried_on = self.states.using(batch.state_slots, arguments) if self.states is not None else nullcontext()
+        states_context = self.states.using(batch.state_slots, arguments) if self.states is not None else nullcontext()
 
         def forward() -> torch.Tensor:
             return self.model(use_cache=False, **arguments).logits[0]
 
-        with self.lora.using(batch.adapters), self._functions, carried_on:
+        with self.lora.using(batch.adapters), self._functions, states_context:
             return self.compiled.run(forward) if self.compiled else forward()
 
     def _verify_attention(self) -> None:

@@ -1,8 +1,9 @@
-"""The operators of recurrent layers over a flat batch, in plain PyTorch. C kernels must give the same.
+"""The operators of recurrent layers over a flat batch, in plain PyTorch. Outputs of C kernels must be the same; their
+states may have another layout within a slot.
 
-`slots` are int64 [tokens, 3]: of each token the slot from which the state of its sequence comes (-1: zeros; read at
-the first token only), the slot that keeps it, and one that gets a copy of it after the token (-1: none). Consecutive
-tokens with the same slot are a sequence, in order.
+`slots` is int64 [tokens, 3]: the slot with the state of a sequence before its first token (-1: zeros; ignored at later
+tokens), the slot that has it after the last token, and a slot that gets a copy after this token (-1: none). Successive
+tokens with the same slot are a sequence, in order. A slot that is written for one sequence is not read for another.
 """
 
 from collections.abc import Callable

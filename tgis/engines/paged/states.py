@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
@@ -42,14 +43,25 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self._argument = argument
         self._operators: Any = RecurrentKernels(kernels) if kernels else recurrence
         self.slots = torch.empty(0, 3, dtype=torch.int64)  # of the tokens of the step
-        self._states: dict[tuple[int, str, int], Tensor] = {}  # by layer, operator and call
-        self._attention_layer = self._layer = -1
-        self._num_scans = 0  # of the layer in this step
+        self._states: dict[Any, Tensor] = {}  # by layer, convolution, operator and number of the call
+        self._buffers: list[HugePageBuffer] = []
+        self._attention_layer = -1
+        self._layer: tuple[int, int] = (-1, 0)  # and its convolution
+        self._num_calls = 0
+        self._awaits_conv = False
 
     def allocate(self, num_slots: int) -> None:
         """Have so many slots from now on, none of which has states."""
         self.num_slots = num_slots
-        self._states = {key: state.new_empty(num_slots, *state.shape[1:]) for key, state in self._states.items()}
+        for key, state in self._states.items():
+            shape = num_slots, *state.shape[1:]
+            self._buffers.append(HugePageBuffer(math.prod(shape) * state.itemsize))
+            self._states[key] = self._buffers[-1].bytes.view(state.dtype).view(shape)
+
+    def clear(self) -> None:
+        """Forget all states to give their memory back."""
+        for buffer in self._buffers:
+            buffer.clear()
 
     @property
     def bytes_per_slot(self) -> int:
@@ -64,7 +76,9 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         token = _current.set(self)
         try:
             yield
+            self._check_conv()
         finally:
+            self._awaits_conv = False
             _current.reset(token)
 
     @contextmanager
@@ -94,10 +108,15 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     get_recurrent_state = get_conv_state
 
-    def update_conv_state(self, x: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        """Begin with a layer: the functions get no index."""
-        self._layer, self._num_scans = layer_idx, 0
+    def update_conv_state(self, x: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Note the layer whose convolution comes next: the functions get no index."""
+        self._check_conv()
+        self._layer, self._num_calls, self._awaits_conv = (layer_idx, state_idx), 0, True
         return x
+
+    def _check_conv(self) -> None:
+        if self._awaits_conv:
+            raise Unsupported("a recurrent layer has a convolution of its own")
 
     def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
         return state
@@ -122,6 +141,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         **_: Any,
     ) -> Tensor:
         """[1, C, T]"""
+        self._awaits_conv = False
         tails = self._of_layer("conv", hidden_states, (weight.shape[1] - 1, len(weight)), hidden_states.dtype)
         y = self._operators.causal_conv(hidden_states[0].T, weight, bias, activation, tails, self.slots)
         return y.T[None]
@@ -177,15 +197,17 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """The states of this call in the layer, [slots, *shape]."""
-        key = self._layer, kind, self._num_scans
-        self._num_scans += 1
+        key = *self._layer, kind, self._num_calls
+        self._num_calls += 1
         if key not in self._states:
             self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
+        if self._states[key].shape[1:] != shape:
+            raise Unsupported("a recurrent layer has several states of one kind")
         return self._states[key]
 
 
-class _Matrix:
-    """What takes the place of the packed weight of Mamba's dt_proj, by which the models multiply from the left."""
+class _LeftMatmulWeight:
+    """The packed weight of Mamba's dt_proj, by which the models multiply from the left."""
 
     def __init__(self, linear: PackedLinear) -> None:
         self._gemm = linear.gemm
@@ -208,14 +230,12 @@ def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) ->
         if has_other_state(model):
             raise Unsupported(f"{type(model).__name__} keeps more than a KV cache, which is unknown here")
         return None
-    if model.device.type == "cuda":
-        raise Unsupported(f"recurrent layers of {type(model).__name__} run on CPUs only")
     for module in modules:
         functions = _globals(module)
         for name in _FUNCTIONS & functions.keys():
             functions[name] = _replaceable(functions[name], name)
         if isinstance(projection := getattr(module, "dt_proj", None), PackedLinear):
-            projection.weight = _Matrix(projection)
+            projection.weight = _LeftMatmulWeight(projection)
     argument = next(name for name in signature(model.forward).parameters if name in _CACHE_ARGUMENTS)
     return RecurrentStates(1, argument, kernels if model.dtype in DTYPES else None)
 

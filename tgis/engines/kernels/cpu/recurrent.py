@@ -1,8 +1,6 @@
 """Recurrent layers of a flat batch on CPUs, by recurrent.c: convolutions, the gated delta rule and selective scans.
 
-`slots` is int64 [tokens, 3]: the slot with the state of a sequence before its first token (-1: zeros; ignored at later
-tokens), the slot that has it after the last token, and a slot that gets a copy after this token (-1: none). Successive
-tokens with the same slot are a sequence, in order. A slot that is written for one sequence is not read for another.
+`slots` are those of paged/recurrence.py.
 """
 
 import ctypes
@@ -13,11 +11,13 @@ from torch import Tensor
 
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.errors import Unsupported
 
 _Limits = tuple[float, float]
 
-_MAX_TAPS = 8  # of a convolution, as in recurrent.c
-_MAX_SIZE = 1024  # of keys, or of a row of a state: scratch memory is on the stack
+# Scratch memory of recurrent.c is on the stack: tokens of a convolution, numbers of a key or of a row of a state.
+_MAX_TAPS, _MAX_SIZE = 8, 1024
+_ALIASES = {"swish": "silu"}
 
 
 class _Strided(ctypes.Structure):
@@ -51,9 +51,9 @@ class RecurrentKernels:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tails: Tensor, slots: Tensor
     ) -> Tensor:
         """A convolution of each channel, then an activation: x [T, C], weight [C, K], tails [slots, K - 1, C]."""
-        assert weight.shape[1] <= _MAX_TAPS, weight.shape
+        _check("a convolution over", weight.shape[1], _MAX_TAPS)
         assert tails.dtype == x.dtype, (tails.dtype, x.dtype)
-        kind = -1 if activation is None else list(ACTIVATIONS).index(activation)
+        kind = -1 if activation is None else list(ACTIVATIONS).index(_ALIASES.get(activation, activation))
         y, batch = _batch(x, tails, slots)
         self._convolve[x.dtype](_ConvArgs(*batch, *_strided(x.dtype, x, weight.T, bias), *weight.shape, kind))
         return y
@@ -75,7 +75,7 @@ class RecurrentKernels:
         Before each token a state decays by e^g. Each head of q and k serves as many consecutive heads of v. A state has
         the first 32 of the DV columns of a head as [DK, 32], then the next ones.
         """
-        assert k.shape[2] <= _MAX_SIZE, k.shape
+        _check("keys of", k.shape[2], _MAX_SIZE)
         y, batch = _batch(v, states, slots)
         tensors = _strided(v.dtype, q, k, v, g, beta)
         self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
@@ -123,13 +123,18 @@ class RecurrentKernels:
     ) -> Tensor:
         """x, dt, a, b and c; d, dt_bias and z. They are repeated as recurrent.c has them."""
         x, dt, a, b, c = inputs
-        assert b.shape[2] <= _MAX_SIZE, b.shape
+        _check("states of", b.shape[2], _MAX_SIZE)
         assert a.dtype == torch.float32, a.dtype
         y, batch = _batch(x, states, slots)
         repeated = (None if tensor is None else tensor.expand(x.shape) for tensor in optional)
         tensors = _strided(x.dtype, x, dt.expand(x.shape), a.expand(states.shape[1:]), b, c, *repeated)
         self._scan[x.dtype](_ScanArgs(*batch, *tensors, *x.shape[1:], *b.shape[1:], *dt_limit))
         return y
+
+
+def _check(what: str, size: int, most: int) -> None:
+    if size > most:
+        raise Unsupported(f"recurrent layers with {what} {size} are not supported: at most {most}")
 
 
 def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, list[int]]:
