@@ -57,7 +57,8 @@ class VllmEngine:
         self._calls, self._config, self._model, self._tokenizer_path = calls, config, model, tokenizer_path
         self._generator, self._unhealthy_reason = generator, unhealthy_reason
         self._started = time.monotonic()
-        self._open: dict[asyncio.Timeout, tuple[bytes, str]] = {}  # identity and request id of each call to Generate
+        # The client, the identity and the request id of each running call to Generate.
+        self._timeouts: dict[asyncio.Timeout, tuple[bytes, bytes, str]] = {}
         self._tokenizer_zip = functools.cache(_tokenizer_zip)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
@@ -79,26 +80,28 @@ class VllmEngine:
         generator = loaded(self._generator)
         message = parse(data, pb.GenerateRequest, max_inputs=1)
         limits, client, identity = generator.server_info.limits, grpc_call.client, grpc_call.identity
-        until = asyncio.timeout(None)
-        self._open[until] = identity, message.request_id
+        timeout = asyncio.timeout(None)
+        self._timeouts[timeout] = client, identity, message.request_id
         try:
-            async with until:
+            async with timeout:
                 call = convert.generate_call(message, limits, client, identity, grpc_call.metadata)
                 await _run(generator, call, convert.Answer(message), grpc_call)
         except InvalidRequest as error:
             raise convert.invalid_request(error) from None
         except TimeoutError:
+            if not timeout.expired():
+                raise
             await grpc_call.context.abort(grpc.StatusCode.CANCELLED, "the request was aborted")
         finally:
-            self._open.pop(until, None)
+            self._timeouts.pop(timeout, None)
 
     async def _abort(self, data: bytes, grpc_call: GrpcCall) -> None:
-        """End requests of the same identity."""
-        ids = set(parse(data, pb.AbortRequest).request_ids)
-        for until, (identity, request_id) in list(self._open.items()):
-            if identity == grpc_call.identity and request_id in ids:
-                del self._open[until]  # it can end once only
-                until.reschedule(0)
+        """End requests of the same caller; those without an id have none that could be named."""
+        ids = set(parse(data, pb.AbortRequest).request_ids) - {""}
+        callers = {(grpc_call.client, grpc_call.identity, request_id) for request_id in ids}
+        for timeout in [timeout for timeout, caller in self._timeouts.items() if caller in callers]:
+            del self._timeouts[timeout]  # it can end once only
+            timeout.reschedule(0)
         await _reply(grpc_call, pb.AbortResponse())
 
     async def _health_check(self, _data: bytes, grpc_call: GrpcCall) -> None:
