@@ -25,7 +25,7 @@ from tgis.frontend.recorder import CallRecorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import BatchState, EngineInfo, FlushCache
+from tgis.ipc.messages import BatchState, EngineInfo
 from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
@@ -117,8 +117,8 @@ class Generator:
         return await self._client.batch_state()
 
     def flush_cache(self) -> None:
-        """Let no later request find a prefix that is cached now."""
-        self._client.process.send(FlushCache())
+        """Let no later request find a prefix that is cached now; Unavailable after the death of the engine."""
+        self._client.flush_cache()
 
     def close(self) -> None:
         """Send the spans that are left."""
