@@ -53,14 +53,13 @@ def generate_call(
     n, tokenized = message.sampling_params.n or 1, given == "tokenized"
     return GenerateCall(
         kind=CallKind.STREAM if message.stream else CallKind.SINGLE if n == 1 else CallKind.BATCH,
-        texts=[message.tokenized.original_text if tokenized else message.text],
+        texts=[message.text],
         token_ids=[message.tokenized.input_ids] if tokenized else None,
         fields=["tokenized.input_ids" if tokenized else "text"],
         params=params(message.sampling_params, limits),
         client=client,
         identity=identity,
         n=n,
-        api="vllm",
         headers=headers,
     )
 

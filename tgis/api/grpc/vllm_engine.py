@@ -27,6 +27,7 @@ from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.config import Config
 from tgis.errors import InvalidRequest
+from tgis.frontend.admission import Quota
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator, loaded
 from tgis.frontend.output import RequestOutput
@@ -38,6 +39,7 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _CHUNK_BYTES = 64 << 10
+_MAX_CONTROL_CALLS = 64
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -59,7 +61,7 @@ class VllmEngine:
         self._started = time.monotonic()
         # The client, the identity and the request id of each running call to Generate.
         self._timeouts: dict[asyncio.Timeout, tuple[bytes, bytes, str]] = {}
-        self._tokenizer_zip = functools.cache(_tokenizer_zip)
+        self._tokenizer_zip: asyncio.Task[tuple[bytes, str]] | None = None  # one for all callers
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
@@ -73,7 +75,12 @@ class VllmEngine:
             "GetTokenizer": self._get_tokenizer,
             "FlushCache": self._flush_cache,
         }
-        handlers = {name: self._calls.handler(f"VllmEngine.{name}", method) for name, method in methods.items()}
+        control = Quota("open calls of HealthCheck and Abort", _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS // 2)
+        quotas = {"HealthCheck": control, "Abort": control}  # so that they work on a full server
+        handlers = {
+            name: self._calls.handler(f"VllmEngine.{name}", method, quotas.get(name))
+            for name, method in methods.items()
+        }
         return grpc.method_handlers_generic_handler(VLLM_ENGINE, handlers)
 
     async def _generate(self, data: bytes, grpc_call: GrpcCall) -> None:
@@ -83,6 +90,8 @@ class VllmEngine:
         timeout = asyncio.timeout(None)
         self._timeouts[timeout] = client, identity, message.request_id
         try:
+            if message.sampling_params.n > (most := self._calls.admission.inputs.most(client)):
+                raise InvalidRequest("n", f"n must be from 1 to {most}", str(message.sampling_params.n))
             async with timeout:
                 call = convert.generate_call(message, limits, client, identity, grpc_call.metadata)
                 await _run(generator, call, convert.Answer(message), grpc_call)
@@ -164,11 +173,14 @@ class VllmEngine:
 
     async def _get_tokenizer(self, _data: bytes, grpc_call: GrpcCall) -> None:
         tokenizer = loaded(self._generator).token_decoder.tokenizer
-        data = await asyncio.to_thread(self._tokenizer_zip, tokenizer, self._tokenizer_path)
+        if self._tokenizer_zip is None:
+            work = asyncio.to_thread(_tokenizer_zip, tokenizer, self._tokenizer_path)
+            self._tokenizer_zip = asyncio.create_task(work)
+        data, digest = await asyncio.shield(self._tokenizer_zip)
         for start in range(0, len(data), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
-            digest = hashlib.sha256(data).hexdigest() if end >= len(data) else ""
-            await _reply(grpc_call, common_pb2.GetTokenizerChunk(data=data[start:end], sha256=digest))
+            sha256 = digest if end >= len(data) else ""
+            await _reply(grpc_call, common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256))
 
     async def _flush_cache(self, _data: bytes, grpc_call: GrpcCall) -> None:
         """Forget cached prefixes at once. Only callers that are known may: it slows down everybody."""
@@ -197,12 +209,12 @@ async def _reply(grpc_call: GrpcCall, message: Message) -> None:
     await grpc_call.write(message.SerializeToString())
 
 
-def _tokenizer_zip(tokenizer: Tokenizer, directory: Path) -> bytes:
-    """The tokenizer as it is used here, and the files beside it; the same bytes from each worker."""
+def _tokenizer_zip(tokenizer: Tokenizer, directory: Path) -> tuple[bytes, str]:
+    """The tokenizer as it is used here, and the files beside it; the same bytes from each worker. And their SHA-256."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(zipfile.ZipInfo("tokenizer.json"), tokenizer.to_json(), zipfile.ZIP_DEFLATED)
         for name in (*_TOKENIZER_FILES, *_CONFIG_FILES):
             if (path := directory / name).is_file():
                 archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    return buffer.getvalue(), hashlib.sha256(buffer.getvalue()).hexdigest()
