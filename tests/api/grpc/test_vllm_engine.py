@@ -140,17 +140,21 @@ async def serving_engine(
         yield calls.admission, port, VllmEngineStub(channel)
 
 
+STOP_BYTES = "stop must have at most 16384 UTF8 bytes in all"
+
+
 @pytest.mark.parametrize(
-    ("outputs", "n", "code", "text"),
+    ("outputs", "params", "code", "text"),
     [
-        ([TimeoutError()], 1, grpc.StatusCode.INTERNAL, "internal error: TimeoutError"),
-        ([], 5, grpc.StatusCode.INVALID_ARGUMENT, "n must be from 1 to 4"),
+        ([TimeoutError()], {}, grpc.StatusCode.INTERNAL, "internal error: TimeoutError"),
+        ([], {"n": 5}, grpc.StatusCode.INVALID_ARGUMENT, "n must be from 1 to 4"),
+        ([], {"stop": ["x" * 1000] * 17}, grpc.StatusCode.INVALID_ARGUMENT, STOP_BYTES),
     ],
 )
 @run_async
-async def test_failures(outputs: Any, n: int, code: grpc.StatusCode, text: str) -> None:
+async def test_failures(outputs: Any, params: Any, code: grpc.StatusCode, text: str) -> None:
     async with serving_engine(ScriptedGenerator(outputs), max_concurrent_requests=4) as (_, _, stub):
-        call = stub.Generate(pb.GenerateRequest(text="a", sampling_params={"n": n}))
+        call = stub.Generate(pb.GenerateRequest(text="a", sampling_params=params))
         assert (await call.code(), await call.details()) == (code, text)
 
 
