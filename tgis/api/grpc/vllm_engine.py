@@ -1,6 +1,6 @@
-"""vllm.grpc.engine.VllmEngine, which the router SMG speaks to its workers: token ids in and out.
+"""vllm.grpc.engine.VllmEngine, the protocol between the router SMG and its workers: token ids in and out.
 
-The stubs are in the package smg-grpc-proto; without it nobody imports this module.
+The stubs are in the package smg-grpc-proto; the server imports this module only if it is installed.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 
 
 class VllmEngine:
-    """The service, but for embeddings, profiles and KV events, which are UNIMPLEMENTED."""
+    """The service without embeddings, profiles and KV events, which fail with UNIMPLEMENTED."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class VllmEngine:
         await _reply(grpc_call, pb.AbortResponse())
 
     async def _health_check(self, _data: bytes, grpc_call: GrpcCall) -> None:
-        """A router registers a worker that answers, so one that loads is UNAVAILABLE."""
+        """The state of the engine. Unavailable while the model loads: routers register any worker that answers."""
         loaded(self._generator)
         reason = self._unhealthy_reason()
         await _reply(grpc_call, pb.HealthCheckResponse(healthy=reason is None, message=reason or ""))
@@ -183,7 +183,7 @@ class VllmEngine:
             await _reply(grpc_call, common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256))
 
     async def _flush_cache(self, _data: bytes, grpc_call: GrpcCall) -> None:
-        """Forget cached prefixes at once. Only callers that are known may: it slows down everybody."""
+        """Forget all cached prefixes. Needs credentials, because it slows down the requests of all clients."""
         if not grpc_call.identity:
             text = "FlushCache needs a bearer token or a client certificate"
             await grpc_call.context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
@@ -193,14 +193,14 @@ class VllmEngine:
 
 async def _run(generator: Generator, call: GenerateCall, answer: convert.Answer, grpc_call: GrpcCall) -> None:
     streams = call.kind is CallKind.STREAM
-    async with aclosing(generator.stream(call) if streams else _whole(generator, call)) as outputs:
+    async with aclosing(generator.stream(call) if streams else _unary(generator, call)) as outputs:
         async for output in outputs:
             messages = functools.partial(answer.messages, output)
             for data in await generator.pool.run(output.num_details, messages):
                 await grpc_call.write(data)
 
 
-async def _whole(generator: Generator, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+async def _unary(generator: Generator, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
     for output in await generator.generate(call):
         yield output
 
@@ -210,7 +210,10 @@ async def _reply(grpc_call: GrpcCall, message: Message) -> None:
 
 
 def _tokenizer_zip(tokenizer: Tokenizer, directory: Path) -> tuple[bytes, str]:
-    """The tokenizer as it is used here, and the files beside it; the same bytes from each worker. And their SHA-256."""
+    """A zip file of the tokenizer with its added tokens and configuration files, and its SHA-256.
+
+    All workers with the same files make the same bytes.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(zipfile.ZipInfo("tokenizer.json"), tokenizer.to_json(), zipfile.ZIP_DEFLATED)

@@ -96,6 +96,7 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
     """Convert the common fields; `Params.of` takes those with the same name."""
     limits = call.generator.server_info.limits
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    special_ids = call.special_token_ids(stops[: OPENAI_CONSTRAINTS.max_stop_sequences])
     truncation = body.truncate_prompt_tokens
     return Params.of(
         msgspec.structs.asdict(body),
@@ -105,7 +106,7 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
         max_new_tokens=None if max_tokens in (None, -1) else min(max_tokens, limits.max_new_tokens),
         min_new_tokens=body.min_tokens,
         stop_sequences=stops,
-        stop_token_ids=(*(body.stop_token_ids or ()), *call.special_token_ids(stops[: OPENAI_CONSTRAINTS.max_stop_sequences])),
+        stop_token_ids=(*(body.stop_token_ids or ()), *special_ids),
         include_stop_sequence=bool(body.include_stop_str_in_output),
         truncate_input_tokens=limits.longest_input if truncation == -1 else truncation,
         grammar=grammar(body),
