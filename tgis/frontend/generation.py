@@ -223,7 +223,7 @@ class Generator:
         """All that may fit of each input, or the last tokens; of texts one more, to know whether any are cut off."""
         limits, max_length = self.server_info.limits, self.server_info.limits.max_sequence_length
         keep_last = min(params.truncate_input_tokens or max_length, max_length)
-        if call.token_ids is not None:  # used as they are: nothing is left to cut off, where BOS would be put back
+        if call.token_ids is not None:  # used as they are: `truncate`, which puts BOS back, has nothing left to cut off
             return [Encoding.of_ids(ids, keep_last) for ids in call.token_ids]
         if not params.truncate_input_tokens:
             check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)

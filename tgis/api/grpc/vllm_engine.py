@@ -173,10 +173,11 @@ class VllmEngine:
 
     async def _get_tokenizer(self, _data: bytes, grpc_call: GrpcCall) -> None:
         tokenizer = loaded(self._generator).token_decoder.tokenizer
-        if self._tokenizer_zip is None:
+        task = self._tokenizer_zip
+        if task is None or (task.done() and task.exception()):  # too many files may have been open
             work = asyncio.to_thread(_tokenizer_zip, tokenizer, self._tokenizer_path)
-            self._tokenizer_zip = asyncio.create_task(work)
-        data, digest = await asyncio.shield(self._tokenizer_zip)
+            task = self._tokenizer_zip = asyncio.create_task(work)
+        data, digest = await asyncio.shield(task)
         for start in range(0, len(data), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
             sha256 = digest if end >= len(data) else ""
