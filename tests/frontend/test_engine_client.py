@@ -46,6 +46,8 @@ async def test_the_state_of_the_batch_is_asked_for_once_and_needs_an_engine_that
     client.process.connection_lost(None)
     with pytest.raises(Unavailable, match="the device is lost"):
         await client.batch_state()
+    with pytest.raises(Unavailable, match="the device is lost"):
+        client.flush_cache()
 
 
 @run_async

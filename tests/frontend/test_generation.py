@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -143,12 +144,19 @@ async def test_calls_that_never_reach_the_engine(work: GenerateCall, field: str,
     assert (front.transport.sent, await front.generator.generate(call())) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("text", "ids", "expected"), [("a" * 900 + "bc", None, [0, C]), ("", [[A] * 900 + [B, C]], [B, C])]
+)
 @run_async
-async def test_truncation_keeps_the_last_tokens_of_any_text_and_a_time_limit_is_a_deadline() -> None:
+async def test_truncation_keeps_the_last_tokens_of_any_input_and_a_time_limit_is_a_deadline(
+    text: str, ids: list[list[int]] | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a text has BOS, and gets it back."""
+    monkeypatch.setattr(byte_tokenizer(), "bos_token_id", 0)
     front, before = Front(), time.monotonic()
-    work = call("a" * 900 + "bc", truncate_input_tokens=2, time_limit_millis=1500)
+    work = replace(call(text, truncate_input_tokens=2, time_limit_millis=1500), token_ids=ids)
     task, (request,) = await front.start(front.generator.generate(work))
-    assert (request.tokens, request.input_length) == ([B, C], 2)
+    assert (request.tokens, request.input_length) == (expected, 2)
     assert request.deadline is not None
     assert before + 1.5 <= request.deadline <= time.monotonic() + 1.5
     task.cancel()

@@ -76,6 +76,11 @@ class EngineClient:
             state, kv_cache_bytes=cache_bytes, resident_cache_bytes=process.resident_cache_bytes
         )
 
+    def flush_cache(self) -> None:
+        """Let no later request find a prefix that is cached now; Unavailable after the death of the engine."""
+        self.process.check_alive()
+        self.process.send(messages.FlushCache())
+
     async def acquire(
         self, target: str | GrammarSpec, timeout: float, resources: contextlib.ExitStack
     ) -> Acquired | None:

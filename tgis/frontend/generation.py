@@ -25,7 +25,7 @@ from tgis.frontend.recorder import CallRecorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import BatchState, EngineInfo, FlushCache
+from tgis.ipc.messages import BatchState, EngineInfo
 from tgis.ipc.request import Request
 from tgis.tracing import Tracer
 
@@ -117,8 +117,8 @@ class Generator:
         return await self._client.batch_state()
 
     def flush_cache(self) -> None:
-        """Let no later request find a prefix that is cached now."""
-        self._client.process.send(FlushCache())
+        """Let no later request find a prefix that is cached now; Unavailable after the death of the engine."""
+        self._client.flush_cache()
 
     def close(self) -> None:
         """Send the spans that are left."""
@@ -220,14 +220,14 @@ class Generator:
         return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
     async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
-        """All that may fit of each input, or the last tokens, and one more to know whether any are cut off."""
+        """All that may fit of each input, or the last tokens; of texts one more, to know whether any are cut off."""
         limits, max_length = self.server_info.limits, self.server_info.limits.max_sequence_length
-        keep_last = min(params.truncate_input_tokens or max_length, max_length) + 1
-        if call.token_ids is not None:
+        keep_last = min(params.truncate_input_tokens or max_length, max_length)
+        if call.token_ids is not None:  # used as they are: `truncate`, which puts BOS back, has nothing left to cut off
             return [Encoding.of_ids(ids, keep_last) for ids in call.token_ids]
         if not params.truncate_input_tokens:
             check_num_bytes(call.texts, call.fields, limits, self._tokenizer.max_bytes_per_token)
-        options = EncodeOptions(keep_last=keep_last, special_tokens=params.add_special_tokens)
+        options = EncodeOptions(keep_last=keep_last + 1, special_tokens=params.add_special_tokens)
         return await self._tokenizer.encode(call.texts, options)
 
 

@@ -17,8 +17,22 @@ class Constraints:
     min_temperature: float = 0.05  # 0, which is greedy, is always allowed
     max_stop_sequences: int = 6
     max_stop_sequence_bytes: int = 240
+    max_stop_bytes: int = 1 << 16  # all stop sequences together
     max_top_n_tokens: int | None = None  # None: the server's
     min_room: int = 1  # new tokens that must fit behind the input, if so many are asked for; 0: lower those that do not
+
+
+# The OpenAI API, whose clients also come through routers.
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+OPENAI_CONSTRAINTS = Constraints(
+    min_temperature=0.0,
+    max_stop_sequences=128,
+    max_stop_sequence_bytes=1024,
+    max_stop_bytes=1 << 14,  # each token is compared with all of them
+    max_top_n_tokens=MAX_TOP_LOGPROBS,
+    min_room=0,
+)
 
 
 class Params(msgspec.Struct, kw_only=True):

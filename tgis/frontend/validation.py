@@ -198,6 +198,7 @@ def _rules(params: Params, limits: RequestLimits) -> tuple[_Rule, ...]:
         f"can specify at most {constraints.max_stop_sequences} non-empty stop sequences, "
         f"each not more than {constraints.max_stop_sequence_bytes} UTF8 bytes"
     )
+    stop_bytes = len("".join(params.stop_sequences).encode())
     no_tokens = not (options.generated_tokens or options.input_tokens)
     no_details = "must request input and/or generated tokens to request extra token detail"
     penalty = f"must be >= -{MAX_OUTPUT_PENALTY} and <= {MAX_OUTPUT_PENALTY}"
@@ -241,7 +242,13 @@ def _rules(params: Params, limits: RequestLimits) -> tuple[_Rule, ...]:
             f"top_n_tokens must be <= {max_top_n_tokens}",
             options.top_n_tokens,
         ),
-        # TGIS has no such parameters.
+        # TGIS has no such parameters or limits.
+        (
+            "stop_sequences",
+            stop_bytes > constraints.max_stop_bytes,
+            f"stop_sequences must have at most {constraints.max_stop_bytes} UTF8 bytes in all",
+            stop_bytes,
+        ),
         *[(name, not abs(one) <= MAX_OUTPUT_PENALTY, f"{name} {penalty}", one) for name, one in penalties.items()],
         ("min_p", not 0.0 <= p.min_p <= 1.0, "min_p must be >= 0.0 and <= 1.0", p.min_p),
         ("allowed_token_ids", p.allowed_token_ids == (), "allowed_token_ids must not be empty", ""),

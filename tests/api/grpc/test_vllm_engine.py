@@ -1,21 +1,33 @@
 """vllm.grpc.engine.VllmEngine: conversions field by field, and calls through its stub to the engine `fake`."""
 
+import asyncio
 import hashlib
 import io
 import math
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from described_params import described
-from harness import failure, unary_request
+from grpc_calls import CONFIG, connected, make_calls, serving
+from harness import failure, run_async, unary_request
 from local_server import LocalServer, local_server
-from scripted_api import LIMITS, output
-from tokenizers import Tokenizer
+from raw_http2 import HELLO, call_frames, next_frame_of
+from scripted_api import LIMITS, ScriptedGenerator, output
+from tokenizers import Tokenizer as Backend
 
+from benchmarks.chaos.http2 import HEADERS
 from tgis.errors import InvalidRequest
+from tgis.frontend.admission import Admission
+from tgis.frontend.calls import GenerateCall
+from tgis.frontend.tokenizer import Tokenizer
+from tgis.models.files import ModelFiles
 from tgis.pb import generation_pb2 as fmaas
 
 pytest.importorskip("smg_grpc_proto", reason="the stubs of the router SMG are not installed")
@@ -25,6 +37,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from tgis.api.grpc import vllm_convert as convert
+from tgis.api.grpc.vllm_engine import VLLM_ENGINE, VllmEngine
 
 ALWAYS = {"fill_context": True, "include_stop_sequence": False, "skip_special_tokens": False}
 IDS = {"generated_tokens": True, "exact_top_n": True}
@@ -97,6 +110,97 @@ def test_logprobs() -> None:
     assert complete.input_logprobs == pb.InputLogProbs(token_logprobs=[{}, {"value": -2.0}], token_ids=[4, 5])
 
 
+def test_the_input_of_a_call() -> None:
+    """Ids have no text, so LOG_TEXT logs none that the model does not get."""
+    request = pb.GenerateRequest(tokenized={"input_ids": [1], "original_text": "a"})
+    call = convert.generate_call(request, LIMITS, b"", b"", ())
+    assert (call.texts, call.token_ids, call.fields) == ([""], [[1]], ["tokenized.input_ids"])
+
+
+# --- a port of this process, with a generator whose outputs the test writes ---
+
+
+class HangingGenerator(ScriptedGenerator):
+    """A generator whose streams never end."""
+
+    async def stream(self, call: GenerateCall) -> Any:
+        yield output(tokens=[("(", -0.5)])
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving_engine(
+    generator: ScriptedGenerator, **options: Any
+) -> AsyncIterator[tuple[Admission, int, VllmEngineStub]]:
+    config, loaded = replace(CONFIG, **options), asyncio.get_running_loop().create_future()
+    loaded.set_result(generator)
+    calls, model = make_calls(config), ModelFiles(Path("/nowhere"), {}, {})
+    engine = VllmEngine(calls, config, model, model.path, loaded, lambda: None)
+    async with serving(engine.handler(), config, calls) as (_, port), connected(port) as channel:
+        yield calls.admission, port, VllmEngineStub(channel)
+
+
+STOP_BYTES = "stop must have at most 16384 UTF8 bytes in all"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "params", "code", "text"),
+    [
+        ([TimeoutError()], {}, grpc.StatusCode.INTERNAL, "internal error: TimeoutError"),
+        ([], {"n": 5}, grpc.StatusCode.INVALID_ARGUMENT, "n must be from 1 to 4"),
+        ([], {"stop": ["x" * 1000] * 17}, grpc.StatusCode.INVALID_ARGUMENT, STOP_BYTES),
+    ],
+)
+@run_async
+async def test_failures(outputs: Any, params: Any, code: grpc.StatusCode, text: str) -> None:
+    async with serving_engine(ScriptedGenerator(outputs), max_concurrent_requests=4) as (_, _, stub):
+        call = stub.Generate(pb.GenerateRequest(text="a", sampling_params=params))
+        assert (await call.code(), await call.details()) == (code, text)
+
+
+@run_async
+async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
+    async with serving_engine(HangingGenerator([]), limit_by_address=True) as (_, port, stub):
+        calls = [stub.Generate(pb.GenerateRequest(request_id=name, text="a", stream=True)) for name in ("x", "")]
+        for call in calls:
+            await call.read()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        message = pb.AbortRequest(request_ids=["x"]).SerializeToString()
+        writer.write(HELLO + call_frames(f"/{VLLM_ENGINE}/Abort", message))
+        await next_frame_of(reader, HEADERS)
+        writer.close()
+        await stub.Abort(pb.AbortRequest(request_ids=[""]))
+        await stub.HealthCheck(pb.HealthCheckRequest())
+        assert not any(call.done() for call in calls)
+        await stub.Abort(pb.AbortRequest(request_ids=["x"]))
+        assert await calls[0].code() is grpc.StatusCode.CANCELLED
+
+
+@run_async
+async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, all_wait, to_json = list[Tokenizer](), threading.Event(), Tokenizer.to_json
+
+    def slow_to_json(tokenizer: Tokenizer) -> str:
+        made.append(tokenizer)
+        all_wait.wait(10)
+        return to_json(tokenizer)
+
+    monkeypatch.setattr(Tokenizer, "to_json", slow_to_json)
+    async with serving_engine(ScriptedGenerator([])) as (admission, _, stub):
+
+        async def size() -> int:
+            return sum([len(chunk.data) async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())])
+
+        sizes = asyncio.gather(*[size() for _ in range(4)])
+        while admission.calls.total < 4:
+            await asyncio.sleep(0)
+        all_wait.set()
+        assert len({*await sizes}) == len(made) == 1
+        with admission.calls.hold(b"", admission.calls.limit):
+            assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+            await stub.Abort(pb.AbortRequest())
+
+
 # --- through the stub; the engine repeats its prompt, whose tokens are bytes ---
 
 
@@ -162,7 +266,7 @@ def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
     data = b"".join(chunk.data for chunk in chunks)
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert Tokenizer.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
+        assert Backend.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
         assert archive.namelist() == ["tokenizer.json", "config.json"]
     assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST).success
     assert failure(lambda: stub.Embed(pb.EmbedRequest(), metadata=FIRST))[0] is grpc.StatusCode.UNIMPLEMENTED

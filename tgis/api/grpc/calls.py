@@ -17,7 +17,7 @@ import grpc
 from tgis.api.grpc.status import Context, abort, status_name
 from tgis.config import Config
 from tgis.errors import ClientTimeout, EngineFailure, InvalidRequest, RequestError
-from tgis.frontend.admission import Admission
+from tgis.frontend.admission import Admission, Quota
 from tgis.frontend.metrics import CountCall
 from tgis.security.bearer import TokenFile, token_of
 from tgis.security.identity import caller_identity
@@ -119,11 +119,11 @@ class GrpcCalls:
         self._tokens, self._on_rejected = tokens, on_rejected
         self._count = count
 
-    def handler(self, name: str, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Make the handler of a method with one request message."""
+    def handler(self, name: str, method: Method, quota: Quota | None = None) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Make the handler of a method with one request message; `quota` limits its open calls apart from others."""
 
         async def run(call: GrpcCall) -> None:
-            with self.admission.calls.hold(call.client, 1):
+            with (quota or self.admission.calls).hold(call.client, 1):
                 if (data := await call.read()) is None:
                     raise InvalidRequest("", "the call has no message")
                 async with self.admission.running(call.client, len(data)):

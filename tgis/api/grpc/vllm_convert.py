@@ -11,7 +11,7 @@ from tgis.api.grpc.convert import grammar_spec, set_fields
 from tgis.errors import InvalidRequest
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.output import RequestOutput, TokenInfo
-from tgis.frontend.params import Constraints, Params
+from tgis.frontend.params import MAX_CHOICES, MAX_TOP_LOGPROBS, OPENAI_CONSTRAINTS, Params
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import GrammarKind
 from tgis.ipc.request import LogprobOptions, StopReason
@@ -25,18 +25,13 @@ _PARAMETERS = {
     "truncate_prompt_tokens": "truncate_input_tokens",
 }
 _FIELDS = {name: field for field, name in _PARAMETERS.items()} | {"top_n_tokens": "logprobs"}
-_MAX_LOGPROBS = 20
 _RANGES = {
-    "n": (1, 128),
-    "logprobs": (0, _MAX_LOGPROBS),
-    "prompt_logprobs": (0, _MAX_LOGPROBS),
+    "n": (1, MAX_CHOICES),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
     "max_tokens": (1, 2**32 - 1),
     "truncate_prompt_tokens": (-1, 2**31 - 1),  # -1: as many as fit
 }
-# As in the OpenAI API, whose clients a router has.
-_CONSTRAINTS = Constraints(
-    min_temperature=0.0, max_stop_sequences=16, max_stop_sequence_bytes=1024, max_top_n_tokens=_MAX_LOGPROBS, min_room=0
-)
 _MEDIA = ("mm_inputs", "extra_mm_inputs", "media_refs")
 _UNSUPPORTED = (*_MEDIA, "data_parallel_rank", "kv_transfer_params", "kv_transfer_params_json")
 _FINISH_REASONS = {StopReason.EOS_TOKEN: "stop", StopReason.STOP_SEQUENCE: "stop"}
@@ -53,14 +48,13 @@ def generate_call(
     n, tokenized = message.sampling_params.n or 1, given == "tokenized"
     return GenerateCall(
         kind=CallKind.STREAM if message.stream else CallKind.SINGLE if n == 1 else CallKind.BATCH,
-        texts=[message.tokenized.original_text if tokenized else message.text],
+        texts=[message.text],
         token_ids=[message.tokenized.input_ids] if tokenized else None,
         fields=["tokenized.input_ids" if tokenized else "text"],
         params=params(message.sampling_params, limits),
         client=client,
         identity=identity,
         n=n,
-        api="vllm",
         headers=headers,
     )
 
@@ -93,7 +87,7 @@ def params(message: pb.SamplingParams, limits: RequestLimits) -> Params:
             top_n_tokens=max(logprobs or 0, prompt_logprobs or 0),
             exact_top_n=True,
         ),
-        constraints=_CONSTRAINTS,
+        constraints=OPENAI_CONSTRAINTS,
     )
 
 

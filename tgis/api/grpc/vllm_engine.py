@@ -1,6 +1,6 @@
-"""vllm.grpc.engine.VllmEngine, which the router SMG speaks to its workers: token ids in and out.
+"""vllm.grpc.engine.VllmEngine, the protocol between the router SMG and its workers: token ids in and out.
 
-The stubs are in the package smg-grpc-proto; without it nobody imports this module.
+The stubs are in the package smg-grpc-proto; the server imports this module only if it is installed.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from tgis.api.grpc.calls import GrpcCall, GrpcCalls
 from tgis.api.grpc.parsing import parse
 from tgis.config import Config
 from tgis.errors import InvalidRequest
+from tgis.frontend.admission import Quota
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator, loaded
 from tgis.frontend.output import RequestOutput
@@ -38,11 +39,12 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _CHUNK_BYTES = 64 << 10
+_MAX_CONTROL_CALLS = 64
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class VllmEngine:
-    """The service, but for embeddings, profiles and KV events, which are UNIMPLEMENTED."""
+    """The service without embeddings, profiles and KV events, which fail with UNIMPLEMENTED."""
 
     def __init__(
         self,
@@ -57,8 +59,9 @@ class VllmEngine:
         self._calls, self._config, self._model, self._tokenizer_path = calls, config, model, tokenizer_path
         self._generator, self._unhealthy_reason = generator, unhealthy_reason
         self._started = time.monotonic()
-        self._open: dict[asyncio.Timeout, tuple[bytes, str]] = {}  # identity and request id of each call to Generate
-        self._tokenizer_zip = functools.cache(_tokenizer_zip)
+        # The client, the identity and the request id of each running call to Generate.
+        self._timeouts: dict[asyncio.Timeout, tuple[bytes, bytes, str]] = {}
+        self._tokenizer_zip: asyncio.Task[tuple[bytes, str]] | None = None  # one for all callers
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The handler to register with a server."""
@@ -72,37 +75,46 @@ class VllmEngine:
             "GetTokenizer": self._get_tokenizer,
             "FlushCache": self._flush_cache,
         }
-        handlers = {name: self._calls.handler(f"VllmEngine.{name}", method) for name, method in methods.items()}
+        control = Quota("open calls of HealthCheck and Abort", _MAX_CONTROL_CALLS, _MAX_CONTROL_CALLS // 2)
+        quotas = {"HealthCheck": control, "Abort": control}  # so that they work on a full server
+        handlers = {
+            name: self._calls.handler(f"VllmEngine.{name}", method, quotas.get(name))
+            for name, method in methods.items()
+        }
         return grpc.method_handlers_generic_handler(VLLM_ENGINE, handlers)
 
     async def _generate(self, data: bytes, grpc_call: GrpcCall) -> None:
         generator = loaded(self._generator)
         message = parse(data, pb.GenerateRequest, max_inputs=1)
         limits, client, identity = generator.server_info.limits, grpc_call.client, grpc_call.identity
-        until = asyncio.timeout(None)
-        self._open[until] = identity, message.request_id
+        timeout = asyncio.timeout(None)
+        self._timeouts[timeout] = client, identity, message.request_id
         try:
-            async with until:
+            if message.sampling_params.n > (most := self._calls.admission.inputs.most(client)):
+                raise InvalidRequest("n", f"n must be from 1 to {most}", str(message.sampling_params.n))
+            async with timeout:
                 call = convert.generate_call(message, limits, client, identity, grpc_call.metadata)
                 await _run(generator, call, convert.Answer(message), grpc_call)
         except InvalidRequest as error:
             raise convert.invalid_request(error) from None
         except TimeoutError:
+            if not timeout.expired():
+                raise
             await grpc_call.context.abort(grpc.StatusCode.CANCELLED, "the request was aborted")
         finally:
-            self._open.pop(until, None)
+            self._timeouts.pop(timeout, None)
 
     async def _abort(self, data: bytes, grpc_call: GrpcCall) -> None:
-        """End requests of the same identity."""
-        ids = set(parse(data, pb.AbortRequest).request_ids)
-        for until, (identity, request_id) in list(self._open.items()):
-            if identity == grpc_call.identity and request_id in ids:
-                del self._open[until]  # it can end once only
-                until.reschedule(0)
+        """End requests of the same caller; those without an id have none that could be named."""
+        ids = set(parse(data, pb.AbortRequest).request_ids) - {""}
+        callers = {(grpc_call.client, grpc_call.identity, request_id) for request_id in ids}
+        for timeout in [timeout for timeout, caller in self._timeouts.items() if caller in callers]:
+            del self._timeouts[timeout]  # it can end once only
+            timeout.reschedule(0)
         await _reply(grpc_call, pb.AbortResponse())
 
     async def _health_check(self, _data: bytes, grpc_call: GrpcCall) -> None:
-        """A router registers a worker that answers, so one that loads is UNAVAILABLE."""
+        """The state of the engine. Unavailable while the model loads: routers register any worker that answers."""
         loaded(self._generator)
         reason = self._unhealthy_reason()
         await _reply(grpc_call, pb.HealthCheckResponse(healthy=reason is None, message=reason or ""))
@@ -161,14 +173,18 @@ class VllmEngine:
 
     async def _get_tokenizer(self, _data: bytes, grpc_call: GrpcCall) -> None:
         tokenizer = loaded(self._generator).token_decoder.tokenizer
-        data = await asyncio.to_thread(self._tokenizer_zip, tokenizer, self._tokenizer_path)
+        task = self._tokenizer_zip
+        if task is None or (task.done() and task.exception()):  # too many files may have been open
+            work = asyncio.to_thread(_tokenizer_zip, tokenizer, self._tokenizer_path)
+            task = self._tokenizer_zip = asyncio.create_task(work)
+        data, digest = await asyncio.shield(task)
         for start in range(0, len(data), _CHUNK_BYTES):
             end = start + _CHUNK_BYTES
-            digest = hashlib.sha256(data).hexdigest() if end >= len(data) else ""
-            await _reply(grpc_call, common_pb2.GetTokenizerChunk(data=data[start:end], sha256=digest))
+            sha256 = digest if end >= len(data) else ""
+            await _reply(grpc_call, common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256))
 
     async def _flush_cache(self, _data: bytes, grpc_call: GrpcCall) -> None:
-        """Forget cached prefixes at once. Only callers that are known may: it slows down everybody."""
+        """Forget all cached prefixes. Needs credentials, because it slows down the requests of all clients."""
         if not grpc_call.identity:
             text = "FlushCache needs a bearer token or a client certificate"
             await grpc_call.context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
@@ -178,14 +194,14 @@ class VllmEngine:
 
 async def _run(generator: Generator, call: GenerateCall, answer: convert.Answer, grpc_call: GrpcCall) -> None:
     streams = call.kind is CallKind.STREAM
-    async with aclosing(generator.stream(call) if streams else _whole(generator, call)) as outputs:
+    async with aclosing(generator.stream(call) if streams else _unary(generator, call)) as outputs:
         async for output in outputs:
             messages = functools.partial(answer.messages, output)
             for data in await generator.pool.run(output.num_details, messages):
                 await grpc_call.write(data)
 
 
-async def _whole(generator: Generator, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
+async def _unary(generator: Generator, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
     for output in await generator.generate(call):
         yield output
 
@@ -194,12 +210,15 @@ async def _reply(grpc_call: GrpcCall, message: Message) -> None:
     await grpc_call.write(message.SerializeToString())
 
 
-def _tokenizer_zip(tokenizer: Tokenizer, directory: Path) -> bytes:
-    """The tokenizer as it is used here, and the files beside it; the same bytes from each worker."""
+def _tokenizer_zip(tokenizer: Tokenizer, directory: Path) -> tuple[bytes, str]:
+    """A zip file of the tokenizer with its added tokens and configuration files, and its SHA-256.
+
+    All workers with the same files make the same bytes.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(zipfile.ZipInfo("tokenizer.json"), tokenizer.to_json(), zipfile.ZIP_DEFLATED)
         for name in (*_TOKENIZER_FILES, *_CONFIG_FILES):
             if (path := directory / name).is_file():
                 archive.writestr(zipfile.ZipInfo(name), path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    return buffer.getvalue(), hashlib.sha256(buffer.getvalue()).hexdigest()

@@ -8,7 +8,7 @@ from tgis.api.http.calls import HttpCall
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest, SamplingBody
 from tgis.api.openai.grammars import grammar
 from tgis.errors import InvalidRequest
-from tgis.frontend.params import Constraints, Params
+from tgis.frontend.params import MAX_CHOICES, MAX_TOP_LOGPROBS, OPENAI_CONSTRAINTS, Params
 from tgis.ipc.request import LogprobOptions
 
 # Parameters of the front end whose fields in a request have another name.
@@ -19,22 +19,8 @@ FIELDS = {
     "top_n_tokens": "top_logprobs",
     "adapter_id": "model",
 }
-MAX_CHOICES = 128
-MAX_TOP_LOGPROBS = 20
-MAX_STOP_SEQUENCES = 128
-MAX_STOP_SEQUENCE_BYTES = 1024
-# All stop sequences together: each token is compared with all of them.
-MAX_STOP_BYTES = 1 << 14
 _SMALLEST_TOP_P = 1e-9  # instead of 0: the best token only
 _MAX_COUNT = 2**32 - 1
-
-_CONSTRAINTS = Constraints(
-    min_temperature=0.0,
-    max_stop_sequences=MAX_STOP_SEQUENCES,
-    max_stop_sequence_bytes=MAX_STOP_SEQUENCE_BYTES,
-    max_top_n_tokens=MAX_TOP_LOGPROBS,
-    min_room=0,
-)
 
 
 def check_numbers(body: SamplingBody, call: HttpCall, num_prompts: int = 1) -> None:
@@ -110,8 +96,7 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
     """Convert the common fields; `Params.of` takes those with the same name."""
     limits = call.generator.server_info.limits
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if (size := sum(len(stop.encode()) for stop in stops)) > MAX_STOP_BYTES:
-        raise InvalidRequest("stop", f"stop must have at most {MAX_STOP_BYTES} UTF8 bytes in all", str(size))
+    special_ids = call.special_token_ids(stops[: OPENAI_CONSTRAINTS.max_stop_sequences])
     truncation = body.truncate_prompt_tokens
     return Params.of(
         msgspec.structs.asdict(body),
@@ -121,11 +106,11 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
         max_new_tokens=None if max_tokens in (None, -1) else min(max_tokens, limits.max_new_tokens),
         min_new_tokens=body.min_tokens,
         stop_sequences=stops,
-        stop_token_ids=(*(body.stop_token_ids or ()), *call.special_token_ids(stops[:MAX_STOP_SEQUENCES])),
+        stop_token_ids=(*(body.stop_token_ids or ()), *special_ids),
         include_stop_sequence=bool(body.include_stop_str_in_output),
         truncate_input_tokens=limits.longest_input if truncation == -1 else truncation,
         grammar=grammar(body),
         fill_context=True,
-        constraints=_CONSTRAINTS,
+        constraints=OPENAI_CONSTRAINTS,
         **more,
     )
