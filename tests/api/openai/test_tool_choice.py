@@ -147,6 +147,19 @@ def test_the_model_may_call_or_not(row: dict[str, Any]) -> None:
     assert accepts(compiled(FORMATS[row["format"]], request(tools=STRICT)), row["text"]) == expected
 
 
+@table("tool_calls", "parameters")
+def test_parameters_that_marks_cannot_hold_to_their_schema_are_json(row: dict[str, Any]) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"type": "object"} | row["schema"]}}]
+    body = request(tools=tools, tool_choice="f")
+    if "error" in row:
+        with pytest.raises(GrammarError, match=row["error"]):
+            compiled(FORMATS["qwen3_coder"], body)
+        return
+    for output in row["outputs"]:
+        matcher = compiled(FORMATS["qwen3_coder"], body)
+        assert (accepts(matcher, f"<tool_call>\n{output}\n</tool_call>") is True) == (output == row["outputs"][0])
+
+
 def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     matcher = compiled(MISTRAL, request(tools=STRICT), special=True)
     assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", special=True) is True

@@ -50,7 +50,7 @@ QWEN3_CODER = replace(
     HERMES,
     named=f"<function={_NAME}>",
     arguments=XmlParameters(
-        *(r"<parameter=(?P<key>[^>\n]+)>\n?", r"\n?</parameter>", "</function>"),
+        *(r"<parameter=(?P<key>[^<>\n]+)>\n?", r"\n?</parameter>", "</function>"),
         call=("<function=%s>\n", "</function>"),
         parameter=("<parameter=%s>\n", "\n</parameter>\n"),
     ),
