@@ -34,7 +34,7 @@ def json_call(text: str, names: Container[str]) -> tuple[str, str] | None:
 
 
 def python_arguments(text: str) -> str | None:
-    """The keyword arguments of a call, up to its closing bracket, as JSON; values may be written as in JSON, too."""
+    """The keyword arguments of a call, up to its closing bracket, as JSON; values may also be written as in JSON."""
     try:
         arguments = json.loads("{" + _PYTHON.sub(_python_to_json, text[:-1]) + "}")
         return json.dumps(arguments, allow_nan=False)

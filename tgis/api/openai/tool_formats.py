@@ -1,6 +1,6 @@
 """How families of models write tool calls: marks, names and the layout of arguments, by the names of vLLM's parsers.
 
-All formats read a JSON object with the name and the arguments, too: grammars write calls in that form where arguments
+All formats also read a JSON object with the name and the arguments: grammars write calls in that form where arguments
 are not JSON.
 """
 
