@@ -124,6 +124,8 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
 def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(zoo.write(tmp_path, Backend(models.WordLevel({"A": 0})).to_str()), workers=1)
     assert encode(tokenizer, "A")[0].ids == [0]
+    with pytest.raises(InvalidRequest, match=r"^tokenizer error "):
+        tokenizer.count(["B"])
     for texts in (["A", "B"], ["A"] * 1000 + ["B"]):  # the latter in a thread
         with pytest.raises(InvalidRequest, match=r"^tokenizer error ") as caught:
             encode(tokenizer, *texts)

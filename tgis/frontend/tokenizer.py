@@ -142,7 +142,8 @@ class Tokenizer:
 
     def count(self, texts: Sequence[str]) -> int:
         """The number of tokens of all texts, in the calling thread."""
-        return sum(map(len, self._backend.encode_batch_fast(texts, add_special_tokens=False)))
+        encodings = self._encode(texts, EncodeOptions(keep_last=0, special_tokens=False))
+        return sum(encoding.num_tokens for encoding in encodings or ())
 
     def truncate(self, ids: list[int], limit: int) -> list[int]:
         """Keep the last `limit` ids, the first replaced by BOS if the tokenizer adds one; 0 keeps all."""

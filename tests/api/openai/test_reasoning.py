@@ -1,6 +1,7 @@
 """tgis.api.openai.reasoning: thoughts in outputs, however they are cut; in templates, in grammars and in answers."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HARMONY as HARMONY_CALLS
 from tgis.api.openai.tool_formats import HERMES, TOOL_FORMATS
+from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 
@@ -142,23 +144,32 @@ def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str,
 
 @pytest.mark.parametrize("stream", [False, True])
 @run_async
-async def test_answers_have_thoughts_and_their_tokens(stream: bool) -> None:
-    texts = ["<thi", "nk>\nHm ", CALL, "</think>\n", "\n", CALL]
-    outputs = [output(text, generated_token_count=20 * at) for at, text in enumerate(texts, 1)]
-    outputs.append(output(stop_reason="EOS_TOKEN", generated_token_count=140))
+async def test_answers_have_thoughts_and_their_tokens(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many are counted outside the event loop."""
+    threads, count, thought = set(), Tokenizer.count, "Hm " * 99 + CALL
+
+    def counted(*args: Any) -> int:
+        threads.add(threading.current_thread())
+        return count(*args)
+
+    monkeypatch.setattr(Tokenizer, "count", counted)
+    texts = ["<thi", "nk>\nHm ", thought[3:], "</think>\n", "\n", CALL]
+    outputs = [output(text, generated_token_count=100 * at) for at, text in enumerate(texts, 1)]
+    outputs.append(output(stop_reason="EOS_TOKEN", generated_token_count=700))
     if not stream:
-        outputs = [output("".join(texts), stop_reason="EOS_TOKEN", generated_token_count=140)]
+        outputs = [output("".join(texts), stop_reason="EOS_TOKEN", generated_token_count=700)]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "w"}}], "stream": stream}
     body["stream_options"] = {"include_usage": True}
     answer = await ask("/v1/chat/completions", body, *outputs, reasoning=THINK)
     parts = [choice for event in answer.body[:-1] for choice in event["choices"]] if stream else answer.body["choices"]
     deltas = [part["delta" if stream else "message"] for part in parts]
     for name in ("reasoning", "reasoning_content"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == f"Hm {CALL}"
+        assert "".join(delta.get(name) or "" for delta in deltas) == thought
     assert not any(delta.get("content") for delta in deltas)
     calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
     assert json.loads("".join(call["arguments"] for call in calls)) == {"a": 1}
     usage = (answer.body[-2] if stream else answer.body)["usage"]
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(f"Hm {CALL}")}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+    assert threading.current_thread() not in threads
     assert answer.call is not None
     assert answer.call.params.skip_special_tokens is False

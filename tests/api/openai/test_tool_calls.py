@@ -18,7 +18,7 @@ from tgis.api.openai.chat import Choice
 from tgis.api.openai.logprobs import TokenTexts
 from tgis.api.openai.reasoning import OutputParser
 from tgis.api.openai.tool_calls import Piece, ToolCallParser, ToolCallPiece, complete_calls
-from tgis.api.openai.tool_formats import HERMES, MISTRAL_ARGS, TOOL_FORMATS, ToolFormat
+from tgis.api.openai.tool_formats import HERMES, MISTRAL_ARGS, QWEN3_CODER, TOOL_FORMATS, ToolFormat
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.output import RequestOutput
 from tgis.frontend.tokenizer import Tokenizer
@@ -172,6 +172,15 @@ def test_twice_the_output_takes_twice_the_work(tool_format: ToolFormat, part: st
     outputs = (tool_format.start + part * n + "}" * n for n in (50, 100))
     once, twice = (num_lines(tool_format, output, size) for output in outputs)
     assert twice <= 2.2 * once
+
+
+def test_deep_values_are_arguments_or_no_call() -> None:
+    """Near Python's limit, JSON that can be read may be too deep to be written."""
+    for depth in range(800, 1000):
+        value = "[" * depth + "]" * depth
+        output = f"<tool_call><function=w><parameter=a>{value}</parameter></function></tool_call>"
+        text, calls = complete_calls(parse(QWEN3_CODER, [output]))
+        assert (text == output) != bool(calls)
 
 
 @pytest.mark.parametrize("parts", [1, 100])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -23,7 +24,8 @@ from tgis.structured_output.matcher import GrammarMatcher
 
 NAMES = "hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic", "granite", "deepseek_v31"
 FORMATS = {name: TOOL_FORMATS[name][0] for name in NAMES} | {"mistral-args": MISTRAL_ARGS}
-SPECIAL = {text: 257 + index for index, text in enumerate(("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "<|python_tag|>"))}
+MARKS = "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "<|python_tag|>", "</parameter>", "<|channel|>"
+SPECIAL = {text: 257 + index for index, text in enumerate(MARKS)}
 TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
 BOOK = closed(
     seats={"type": "integer", "minimum": 1, "maximum": 9},
@@ -64,10 +66,12 @@ def accepts(matcher: GrammarMatcher, text: str, *, special: bool = False) -> boo
     """Whether it may end there; if it is no beginning of an output, where the first wrong character is."""
     tokens = [byte + 1 for byte in text.encode()]
     if special:
-        parts = text.split("[TOOL_CALLS]")
-        tokens = [byte + 1 for byte in parts[0].encode()]
-        for part in parts[1:]:
-            tokens += [SPECIAL["[TOOL_CALLS]"], *(byte + 1 for byte in part.encode())]
+        parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text)
+        tokens = [
+            token
+            for part in parts
+            for token in ([SPECIAL[part]] if part in SPECIAL else [byte + 1 for byte in part.encode()])
+        ]
     for at, token in enumerate(tokens):
         if token not in matcher.allowed_ids(tokens[:at]):
             return at
@@ -147,11 +151,30 @@ def test_the_model_may_call_or_not(row: dict[str, Any]) -> None:
     assert accepts(compiled(FORMATS[row["format"]], request(tools=STRICT)), row["text"]) == expected
 
 
+@table("tool_calls", "parameters")
+def test_parameters_that_marks_cannot_hold_to_their_schema_are_json(row: dict[str, Any]) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"type": "object"} | row["schema"]}}]
+    body = request(tools=tools, tool_choice="f")
+    if "error" in row:
+        with pytest.raises(GrammarError, match=row["error"]):
+            compiled(FORMATS["qwen3_coder"], body)
+        return
+    for output in row["outputs"]:
+        matcher = compiled(FORMATS["qwen3_coder"], body)
+        assert (accepts(matcher, f"<tool_call>\n{output}\n</tool_call>") is True) == (output == row["outputs"][0])
+
+
 def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     matcher = compiled(MISTRAL, request(tools=STRICT), special=True)
     assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS", special=True) is True
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
+
+
+@table("tool_calls", "special marks")
+def test_marks_with_special_tokens_in_them(row: dict[str, Any]) -> None:
+    matcher = compiled(TOOL_FORMATS[row["format"]][0], request(tools=STRICT), special=True)
+    assert accepts(matcher, row["text"], special=True) is True
 
 
 MANY = [{"function": {"name": "now"}}] * 1024

@@ -16,7 +16,7 @@ FORMATS = {name: form for name, (form, *_) in TOOL_FORMATS.items()} | {
     "mistral-args": MISTRAL_ARGS,
     "command_r": COMMAND_R,
 }
-TYPES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+TYPES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "d": {"anyOf": True}}
 TOOLS: dict[str, Any] = dict.fromkeys(["w", "x", "now", "function"]) | {"s": {"properties": TYPES}}
 CALLS = [
     ("w", {"city": "Paris", "days": 2}),

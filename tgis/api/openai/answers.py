@@ -43,7 +43,7 @@ class Answer:
         self._call = call
         self._generate_call = generate_call
         self._is_echo_only = is_echo_only(body)
-        self.count_reasoning: Callable[[], int] | None = None  # tokens of all thoughts; None: they are not parsed
+        self.thoughts: Callable[[], list[str]] | None = None  # of all outputs; None: they are not parsed
         self._options = body.stream_options or StreamOptions()
         self._common: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
@@ -67,7 +67,8 @@ class Answer:
             fields = make_fields(outputs)
             return msgspec.json.encode(kind(usage=self._usage(final=True), **self._common, **fields))
 
-        body = await self._call.generator.pool.run(sum(output.num_details for output in outputs), make_body)
+        size = sum(output.num_details + len(output.text) for output in outputs)
+        body = await self._call.generator.pool.run(size, make_body)
         headers = self._call.compute_headers(self._generate_call.texts)
         return json_response(body, headers | timing_headers(outputs, sum(self._prompt_tokens.values())))
 
@@ -78,10 +79,11 @@ class Answer:
             async for output in outputs:
                 self._count(output)
                 convert = functools.partial(make_choices, output)
-                for choice in await self._call.generator.pool.run(output.num_details, convert):
+                for choice in await self._call.generator.pool.run(output.num_details + len(output.text), convert):
                     await events.send(self._chunk(kind, [choice]))
         if self._options.include_usage:
-            await events.send(await self._call.generator.pool.run(0, functools.partial(self._chunk, kind, [])))
+            size = sum(map(len, self.thoughts())) if self.thoughts else 0
+            await events.send(await self._call.generator.pool.run(size, functools.partial(self._chunk, kind, [])))
         await events.send(ERRORS.last_event)
         return events.response
 
@@ -109,6 +111,7 @@ class Answer:
     def _usage(self, *, final: bool) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
         usage = Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})
-        if final and self.count_reasoning:
-            usage.completion_tokens_details = {"reasoning_tokens": min(self.count_reasoning(), completion)}
+        if final and self.thoughts:
+            num_tokens = self._call.generator.token_decoder.tokenizer.count(self.thoughts())
+            usage.completion_tokens_details = {"reasoning_tokens": min(num_tokens, completion)}
         return usage

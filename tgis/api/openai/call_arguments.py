@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Container
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,13 +28,13 @@ def json_call(text: str, names: Container[str]) -> tuple[str, str] | None:
             arguments = json.loads(arguments or "{}")
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | None):
             return None
-        return name, json.dumps(arguments or {})
+        return name, json.dumps(arguments or {}, allow_nan=False)
     except (ValueError, RecursionError):
         return None
 
 
 def python_arguments(text: str) -> str | None:
-    """The keyword arguments of a call, up to its closing bracket, as JSON; values may be written as in JSON, too."""
+    """The keyword arguments of a call, up to its closing bracket, as JSON; values may also be written as in JSON."""
     try:
         arguments = json.loads("{" + _PYTHON.sub(_python_to_json, text[:-1]) + "}")
         return json.dumps(arguments, allow_nan=False)
@@ -63,7 +64,10 @@ def xml_arguments(layout: XmlParameters, text: str, schema: Any) -> str | None:
             return None
         key, value, at = parameter["key"].strip(), text[parameter.end() : end.start()], end.end()
         arguments[key] = _typed(value, _part(properties, key))
-    return json.dumps(arguments)
+    try:
+        return json.dumps(arguments)
+    except RecursionError:
+        return None
 
 
 @functools.cache
@@ -90,6 +94,6 @@ def _typed(text: str, schema: dict[str, Any]) -> Any:
 
 def schema_types(schema: dict[str, Any]) -> set[str]:
     """The types that a schema and its alternatives name."""
-    options = [option for name in ("anyOf", "oneOf") for option in schema.get(name) or () if isinstance(option, dict)]
-    given = [part.get("type") for part in (schema, *options)]
+    options = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    given = [part.get("type") for part in chain([schema], *options) if isinstance(part, dict)]
     return {name for kind in given for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)}

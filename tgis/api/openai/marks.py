@@ -24,8 +24,10 @@ class GrammarMarks:
         """Two rules: a terminal of text without these marks, with the name in capitals, and the text with the mark."""
         marks = "|".join(re.escape(other.strip()).replace("/", r"\/") for other in (mark, *others) if other)
         yield f"{name.upper()}: {any_text} & ~/(?s:.*)({marks})(?s:.*)/"
-        lazy = "" if self._special_token_id(mark) is not None else "[lazy]"
-        yield f"{name}_and_mark{lazy}: {name.upper()} {self.lark(mark)}"
+        end, lazy = self.lark(mark), "[lazy]"
+        if "<[" in end:  # such a rule must not be lazy, so the text takes all white space before the special token
+            end, lazy = self.lark(mark.lstrip()), ""
+        yield f"{name}_and_mark{lazy}: {name.upper()} {end}"
 
     def after_thought(self, form: ReasoningFormat, prompt: str, *, marks_answer: bool) -> str:
         """Rules that have a thought before the rule `answer`; empty if the prompt has the answer begin at once."""

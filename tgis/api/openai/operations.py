@@ -101,7 +101,7 @@ class OpenAIApi:
 
         choices = [Choice(index, body, make_parser(), TokenTexts(decoder)) for index in range(n)]
         if reasoning:
-            answer.count_reasoning = lambda: decoder.tokenizer.count(["".join(choice.thoughts) for choice in choices])
+            answer.thoughts = lambda: ["".join(choice.thoughts) for choice in choices]
 
         def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
             return {

@@ -253,7 +253,7 @@ class _Mark:
 
 
 def complete_calls(pieces: Iterable[Piece]) -> tuple[str, list[tuple[str, str]]]:
-    """The text, and name and arguments of each call, of a whole output."""
+    """The text, and name and arguments of each call, of a complete output."""
     texts: list[str] = []
     calls: list[tuple[str, str]] = []
     for piece in pieces:

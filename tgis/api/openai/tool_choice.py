@@ -26,6 +26,7 @@ _ANY_PARAMETERS = {"type": "object"}
 # In schemas of arguments that may be marked texts, and in schemas of texts that may not.
 _PARAMETERS_KEYWORDS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
 _TEXT_KEYWORDS = {"const", "pattern", "format", "minLength", "maxLength", "$ref"}
+_COMBINATIONS = {"anyOf", "oneOf", "allOf", "not", "if"}
 _SHOWN = 40  # characters of a value in an error
 
 
@@ -104,13 +105,26 @@ def _answer_schema(answer: GrammarSpec) -> str:
 
 def _may_be_marked(schema: dict[str, Any]) -> bool:
     """False if a schema has what only JSON can be held to."""
-    parts = schema.get("properties", {})
-    return (
+    parts, required = schema.get("properties", {}), schema.get("required", [])
+    is_open = schema.get("additionalProperties", "properties" not in schema) is not False
+    return schema == _ANY_PARAMETERS or (
         schema.keys() <= _PARAMETERS_KEYWORDS
+        and isinstance(parts, dict)
+        and isinstance(required, list)
+        and all(name in [*parts] for name in required)
+        and bool(parts or not is_open)
         and all(map(_NAME.fullmatch, parts))
-        and all(isinstance(part, dict) and not part.keys() & _TEXT_KEYWORDS for part in parts.values())
-        and all(isinstance(option, str) for part in parts.values() for option in part.get("enum", ()))
+        and all(map(_part_may_be_marked, parts.values()))
     )
+
+
+def _part_may_be_marked(part: Any) -> bool:
+    if not isinstance(part, dict) or part.keys() & _TEXT_KEYWORDS:
+        return False
+    if "string" in schema_types(part) and part.keys() & _COMBINATIONS:
+        return False
+    options = part.get("enum", [])
+    return isinstance(options, list) and all(isinstance(option, str) for option in options)
 
 
 class ToolGrammar:

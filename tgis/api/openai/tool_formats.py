@@ -1,6 +1,6 @@
 """How families of models write tool calls: marks, names and the layout of arguments, by the names of vLLM's parsers.
 
-All formats read a JSON object with the name and the arguments, too: grammars write calls in that form where arguments
+All formats also read a JSON object with the name and the arguments: grammars write calls in that form where arguments
 are not JSON.
 """
 
@@ -50,7 +50,7 @@ QWEN3_CODER = replace(
     HERMES,
     named=f"<function={_NAME}>",
     arguments=XmlParameters(
-        *(r"<parameter=(?P<key>[^>\n]+)>\n?", r"\n?</parameter>", "</function>"),
+        *(r"<parameter=(?P<key>[^<>\n]+)>\n?", r"\n?</parameter>", "</function>"),
         call=("<function=%s>\n", "</function>"),
         parameter=("<parameter=%s>\n", "\n</parameter>\n"),
     ),
