@@ -88,6 +88,15 @@ def test_experts_are_those_of_transformers_and_no_token_depends_on_others(
         assert block[0](x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 
 
+def test_weights_that_do_not_fit_together_are_not_packed(caplog: pytest.LogCaptureFixture) -> None:
+    experts, kernels = experts_of("no gate"), kernels_here()[-1]
+    for name, outputs, inputs in (("up_proj", SIZE, HIDDEN + 32), ("down_proj", HIDDEN, SIZE + 32)):
+        changed = copy.deepcopy(experts)
+        setattr(changed, name, nn.Parameter(torch.zeros(EXPERTS, outputs, inputs), requires_grad=False))
+        assert pack_experts(nn.Sequential(changed), GemmSelector(kernels), kernels) == 0
+    assert caplog.text.count("NemotronHExperts: the shapes of its weights do not fit") == 2
+
+
 def test_other_formulas_are_left_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
     experts = experts_of("plain")
     experts.act_fn = nn.Mish()

@@ -120,10 +120,12 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
     runs_cpu_kernel = True
 
     def __init__(self, experts: Any, gate: _Gate, gemms: GemmSelector, kernels: CpuKernels) -> None:
-        """ValueError without kernels for its sizes."""
+        """ValueError without kernels for its sizes, or for sizes that do not fit together."""
         super().__init__()
         names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
         self._up, self._down = (_PackedLayer(experts, name, gemms, kernels) for name in names)
+        if (self._up.params.k, self._down.params.k) != (self._down.outputs, self._up.outputs):
+            raise ValueError("the shapes of its weights do not fit")
         self.rounds_inputs = self._up.rounds_inputs
         self._params = _Params(
             self._up.params,
