@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from tiny_models import EXPERTS, make_model_from_config, make_wide_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
-from tgis.engines.loading import loader
+from tgis.engines.loading import loader, stored_experts
 from tgis.engines.quantization.experts import stored_weights
 from tgis.errors import StartError
 
@@ -30,21 +31,21 @@ def loaded(path: Path, **options: Any) -> tuple[Tensor, int]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     slow_except(
-        [("Qwen3Moe", {"quantize": "int4"}), ("GptOss", {"dtype": "bfloat16"}), ("odd", {})],
+        [("Qwen3Moe", {"quantize": "int4"}), ("GptOss", {"dtype": "bfloat16"})],
         [(name, changes) for name in EXPERTS for changes in ({}, {"dtype": "bfloat16"}, {"quantize": "int8"})],
     ),
 )
 def test_bits_are_those_of_weights_that_transformers_loads(
     name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_model_from_config((EXPERTS | {"odd": ODD})[name], tmp_path)
+    path = make_model_from_config(EXPERTS[name], tmp_path)
     *_, (sized, _) = loader.look_at_model(engine_options(path, **changes), CPU)
     assert stored_weights(sized).keys() == {key for key, weight in sized.named_parameters() if weight.dim() == 3}
     logits, packed = loaded(path, **changes)
     monkeypatch.setattr(loader, "store_experts", lambda *_: None)
     expected, expected_packed = loaded(path, **changes)
     assert torch.equal(logits, expected)
-    assert packed == expected_packed == (0 if name == "odd" else 2 - (name == "Glm4Moe"))
+    assert packed == expected_packed == 2 - (name == "Glm4Moe")
 
 
 def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -54,6 +55,19 @@ def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite as torch.float32$"):
         loaded(path)
+
+
+def test_experts_that_are_not_packed_are_loaded_if_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model_from_config(ODD, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    names = [name for name in expected if ".experts." in name]
+    needed = sum(expected[name].nbytes for name in names)
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed)
+    model = loader.load_model(engine_options(path), CPU)
+    assert all(torch.equal(model.get_parameter(name), expected[name]) for name in names)
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed - 1)
+    with pytest.raises(StartError, match=r"^experts that the kernels cannot multiply .* of memory, and .* are free$"):
+        loader.load_model(engine_options(path), CPU)
 
 
 @pytest.mark.parametrize(

@@ -212,26 +212,12 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
             model.set_submodule(path, PackedExperts(experts, gates[kind], gemms, kernels))
         except ValueError as error:
             reasons[f"{kind.__name__}: {error}"] += 1
-            _load(experts)
             continue
         for child in parent.children():
             _pack_router(child, gemms)
     for reason, count in reasons.items():
         log.warning("experts of %d layers are not packed, %s", count, reason)
     return len(paths) - reasons.total()
-
-
-def _load(experts: Any) -> None:
-    """Give experts that are not packed their weights in the files."""
-    for name, weight in vars(experts).pop("stored", {}).items():
-        parameter = getattr(experts, name)
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        for index, expert in enumerate(parameter.data):
-            loaded = weight.expert(index, parameter.dtype)
-            if isinstance(loaded, QuantizedWeight):
-                loaded = loaded.dequantized().mT if experts.is_transposed else loaded.dequantized()
-            expert.copy_(loaded)
-    vars(experts).pop("forward", None)
 
 
 def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
