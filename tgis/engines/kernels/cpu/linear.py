@@ -31,8 +31,8 @@ from tgis.utils.memory import trim_heap
 
 log = logging.getLogger(__name__)
 
-# Never quantized: the routers of mixtures of experts, and the time steps of Mamba, which are exponents.
-_EXACT = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
+# The routers of mixtures of experts, and the time steps of Mamba, which are exponents.
+_NEVER_QUANTIZED = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
 
 
 class GemmSelector:
@@ -143,7 +143,7 @@ def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head
         weight: QuantizedWeight = linear.quantized.checked()
         return replace(weight, activations=how.activations_of(weight))
     bits = 8 if is_head and how.logits else None if is_head else how.bits
-    if bits is None or not _EXACT.isdisjoint(path.split(".")):
+    if bits is None or not _NEVER_QUANTIZED.isdisjoint(path.split(".")):
         return None
     return quantize(linear.weight.detach(), bits, how.activations_of())
 
