@@ -48,6 +48,17 @@ def test_bits_are_those_of_weights_that_transformers_loads(
     assert packed == expected_packed == 2 - (name == "Glm4Moe")
 
 
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_a_tensor_beside_experts_that_has_no_place_is_left_out(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, extra = make_model_from_config(EXPERTS[name], tmp_path), "model.layers.1.mlp.experts.scales"
+    tensors = load_file(path / "model.safetensors") | {extra: torch.ones(8, 3)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    assert loaded(path)[1] == 2
+    assert f"1 weights in the files have no place in {name}ForCausalLM: {extra}" in caplog.text
+
+
 def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     path = make_model_from_config(EXPERTS["Qwen3Moe"], tmp_path)
     tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.7.down_proj.weight"

@@ -41,11 +41,13 @@ def store_experts(
     for name in sorted(tensors, key=dot_natural_key):  # as transformers does
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         path, _, parameter = target.rpartition(".")
-        if path in experts and isinstance(weight := tensors[name], StoredWeight):
+        if path not in experts or target not in parameters:
+            continue
+        if isinstance(weight := tensors[name], StoredWeight):
             size, *shape = parameters[target].shape
             if weight.shapes == [tuple(shape[::-1])] * size:  # else transformers refuses it
                 experts[path].stored[parameter] = weight
-        elif path in experts and len(tensors[name].shape) > 1:
+        elif len(tensors[name].shape) > 1:
             rows = partial(_rows, len(names.setdefault(target, [])), tensors[name].shape)
             converter = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
             conversions.setdefault(target, converter).add_tensor(target, name, pattern or name, rows)
