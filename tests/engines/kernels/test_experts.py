@@ -88,6 +88,29 @@ def test_experts_are_those_of_transformers_and_no_token_depends_on_others(
         assert block[0](x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+def test_an_expert_that_16_bits_hold_is_packed_like_the_others(kind: str) -> None:
+    experts, (how, _), kernels = experts_of("plain"), KINDS[kind], kernels_here()[-1]
+    for weight in experts.parameters():
+        weight.mul_(1 + 2**-12)
+        weight[2] = 0
+    block, gemms = nn.Sequential(copy.deepcopy(experts)), GemmSelector(kernels, how)
+    assert pack_experts(block, gemms, kernels) == 1
+    assert sorted(gemms.counts.values()) == [2 * EXPERTS]
+    x, ids, weights = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).topk(3).indices, torch.rand(9, 3)
+    reference = expected(experts, how, x, ids, weights)
+    assert (block[0](x, ids, weights).double() - reference).norm() < 1e-5 * reference.norm()
+
+
+def test_weights_that_do_not_fit_together_are_not_packed(caplog: pytest.LogCaptureFixture) -> None:
+    experts, kernels = experts_of("no gate"), kernels_here()[-1]
+    for name, outputs, inputs in (("up_proj", SIZE, HIDDEN + 32), ("down_proj", HIDDEN, SIZE + 32)):
+        changed = copy.deepcopy(experts)
+        setattr(changed, name, nn.Parameter(torch.zeros(EXPERTS, outputs, inputs), requires_grad=False))
+        assert pack_experts(nn.Sequential(changed), GemmSelector(kernels), kernels) == 0
+    assert caplog.text.count("NemotronHExperts: the shapes of its weights do not fit") == 2
+
+
 def test_other_formulas_are_left_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
     experts = experts_of("plain")
     experts.act_fn = nn.Mish()

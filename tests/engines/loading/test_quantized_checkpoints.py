@@ -207,6 +207,22 @@ def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
             load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "shape"), [((2, 1, 1), [4, 64, 64]), ((1, 2, 1), [2, 128, 64]), ((1, 1, 2), [2, 64, 128])]
+)
+def test_experts_in_mxfp4_of_another_shape_are_refused(change: Any, shape: list[int], tmp_path: Path) -> None:
+    path = make_model_from_config(make_config("GptOss", hidden_size=64, intermediate_size=64), tmp_path)
+    experts_in_mxfp4(path)
+    tensors, (experts, inputs, outputs) = load_file(path / "model.safetensors"), change
+    for suffix in ("blocks", "scales"):
+        name = f"model.layers.1.mlp.experts.down_proj_{suffix}"
+        tensors[name] = tensors[name].repeat(experts, outputs, inputs, *[1] * (tensors[name].dim() - 3))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    error = f"down_proj has the shape {shape} in the files, [2, 64, 64] in GptOssForCausalLM"
+    with pytest.raises(StartError, match=re.escape(error)):
+        load(path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_kernels_multiply_by_the_codes_of_mxfp4(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

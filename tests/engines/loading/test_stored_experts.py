@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from tiny_models import EXPERTS, make_model_from_config, make_wide_config
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
-from tgis.engines.loading import loader
+from tgis.engines.loading import loader, stored_experts
 from tgis.engines.quantization.experts import stored_weights
 from tgis.errors import StartError
 
@@ -30,21 +31,32 @@ def loaded(path: Path, **options: Any) -> tuple[Tensor, int]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     slow_except(
-        [("Qwen3Moe", {"quantize": "int4"}), ("GptOss", {"dtype": "bfloat16"}), ("odd", {})],
+        [("Qwen3Moe", {"quantize": "int4"}), ("GptOss", {"dtype": "bfloat16"})],
         [(name, changes) for name in EXPERTS for changes in ({}, {"dtype": "bfloat16"}, {"quantize": "int8"})],
     ),
 )
 def test_bits_are_those_of_weights_that_transformers_loads(
     name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_model_from_config((EXPERTS | {"odd": ODD})[name], tmp_path)
+    path = make_model_from_config(EXPERTS[name], tmp_path)
     *_, (sized, _) = loader.look_at_model(engine_options(path, **changes), CPU)
     assert stored_weights(sized).keys() == {key for key, weight in sized.named_parameters() if weight.dim() == 3}
     logits, packed = loaded(path, **changes)
     monkeypatch.setattr(loader, "store_experts", lambda *_: None)
     expected, expected_packed = loaded(path, **changes)
     assert torch.equal(logits, expected)
-    assert packed == expected_packed == (0 if name == "odd" else 2 - (name == "Glm4Moe"))
+    assert packed == expected_packed == 2 - (name == "Glm4Moe")
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_a_tensor_beside_experts_that_has_no_place_is_left_out(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, extra = make_model_from_config(EXPERTS[name], tmp_path), "model.layers.1.mlp.experts.scales"
+    tensors = load_file(path / "model.safetensors") | {extra: torch.ones(8, 3)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    assert loaded(path)[1] == 2
+    assert f"1 weights in the files have no place in {name}ForCausalLM: {extra}" in caplog.text
 
 
 def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -56,10 +68,30 @@ def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         loaded(path)
 
 
-@pytest.mark.parametrize(("dtype", "quantize", "bits"), [("float32", "none", 16), ("bfloat16", "int4", 5)])
-def test_a_check_counts_experts_as_they_are_packed(dtype: str, quantize: str, bits: int, tmp_path: Path) -> None:
+def test_experts_that_are_not_packed_are_loaded_if_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model_from_config(ODD, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    names = [name for name in expected if ".experts." in name]
+    needed = sum(expected[name].nbytes for name in names)
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed)
+    model = loader.load_model(engine_options(path), CPU)
+    assert all(torch.equal(model.get_parameter(name), expected[name]) for name in names)
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed - 1)
+    with pytest.raises(StartError, match=r"^experts that the kernels cannot multiply .* of memory, and .* are free$"):
+        loader.load_model(engine_options(path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "quantize", "bits"),
+    [("float32", "float32", "none", 16), ("bfloat16", "float32", "none", 16), ("float32", "bfloat16", "int4", 5)],
+)
+def test_a_check_counts_experts_as_they_are_packed(
+    saved: str, dtype: str, quantize: str, bits: int, tmp_path: Path
+) -> None:
     """Those in files of 16 bits stay in 16 bits beside activations in float32."""
     path = make_model_from_config(EXPERTS["Qwen3Moe"], tmp_path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{saved}"'))
     tensors = {name: weight.bfloat16() for name, weight in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     options = engine_options(path, dtype=dtype, quantize=quantize)
@@ -67,4 +99,4 @@ def test_a_check_counts_experts_as_they_are_packed(dtype: str, quantize: str, bi
     sizes = {name: weight.numel() for name, weight in sized.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     others = sum(sizes.values()) - experts
-    assert experts * bits // 8 < said < experts * bits // 8 + (others + 20 * 64 * 64) * 4
+    assert (experts + others) * bits // 8 < said < experts * bits // 8 + (others + 20 * 64 * 64) * 4

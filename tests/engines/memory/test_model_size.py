@@ -10,11 +10,12 @@ import pytest
 import torch
 from batches import engine_options
 from safetensors.torch import load_file
-from tiny_models import make_model
+from tiny_models import make_config, make_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tgis.engines.loading.loader import load_config, load_model, look_at_model
 from tgis.engines.memory import available, model_size
+from tgis.engines.memory.largest_step import step_bytes
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 
@@ -90,6 +91,14 @@ def test_weights_need_the_memory_of_their_ranks(smollm2_dir: Path, free: Free) -
     check(msgspec.structs.replace(options, num_shards=2, nnodes=2), torch.bfloat16, CPU)
     with pytest.raises(StartError, match="on cpu"):  # whose memory two ranks share
         check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CPU)
+
+
+def test_a_step_where_a_module_chooses_no_experts() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config("Qwen3Moe"))
+    expected = step_bytes(model, "cpu", 1, 8)
+    model.top_k = None
+    assert step_bytes(model, "cpu", 1, 8) == expected
 
 
 def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:

@@ -30,7 +30,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.stored_experts import store_experts
+from tgis.engines.loading.stored_experts import load_experts, store_experts
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
@@ -269,6 +269,7 @@ def _optimize(
         embeddings = TokenEmbeddings(model)
         if kernels and (layers := pack_experts(model, gemms, kernels)):
             log.info("packed the experts of %d layers", layers)
+        load_experts(model, quantization.dtype if quantization else model.dtype)
         pack_linears(model, gemms)
         if kernels:
             embeddings.pack(model, kernels, quantization.dtype if quantization else model.dtype)

@@ -13,8 +13,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from tgis.engines.kernels.cpu.experts import experts_of
 from tgis.engines.kernels.cpu.probes import output_of
+from tgis.engines.memory.available import available_memory
 from tgis.engines.quantization.checkpoint import QuantizedLayer
-from tgis.engines.quantization.experts import StoredWeight
+from tgis.engines.quantization.experts import StoredWeight, stored_weights
+from tgis.engines.quantization.weight import QuantizedWeight
+from tgis.errors import StartError
+from tgis.utils.logs import format_bytes
 
 _STRIDE = 1 << 32  # rows of a tensor are numbered from its index times this on
 
@@ -37,9 +41,13 @@ def store_experts(
     for name in sorted(tensors, key=dot_natural_key):  # as transformers does
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         path, _, parameter = target.rpartition(".")
-        if path in experts and isinstance(tensors[name], StoredWeight):
-            experts[path].stored[parameter] = tensors[name]
-        elif path in experts and len(tensors[name].shape) > 1:
+        if path not in experts or target not in parameters:
+            continue
+        if isinstance(weight := tensors[name], StoredWeight):
+            size, *shape = parameters[target].shape
+            if weight.shapes == [tuple(shape[::-1])] * size:  # else transformers refuses it
+                experts[path].stored[parameter] = weight
+        elif len(tensors[name].shape) > 1:
             rows = partial(_rows, len(names.setdefault(target, [])), tensors[name].shape)
             converter = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
             conversions.setdefault(target, converter).add_tensor(target, name, pattern or name, rows)
@@ -53,6 +61,27 @@ def store_experts(
         if is_whole and rows.shape == (*shape[:2], 1):
             parts = [_parts(rows_of_expert[:, 0], names[target], tensors) for rows_of_expert in rows]
             experts[path].stored[parameter] = StoredWeight(parts)
+
+
+def load_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give experts that are not packed their weights in the files, which will be in `dtype`; StartError if there is not
+    enough memory.
+    """
+    needed = sum(model.get_parameter(name).numel() for name in stored_weights(model)) * dtype.itemsize
+    free = max(available_memory(torch.device("cpu")), 0)
+    if needed > free:
+        sizes = f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free"
+        raise StartError(f"experts that the kernels cannot multiply as they are in the files take {sizes}")
+    for experts in experts_of(model).values():
+        for name, weight in vars(experts).pop("stored", {}).items():
+            parameter = getattr(experts, name)
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for index, expert in enumerate(parameter.data):
+                loaded = weight.expert(index, parameter.dtype)
+                if isinstance(loaded, QuantizedWeight):
+                    loaded = loaded.dequantized().mT if experts.is_transposed else loaded.dequantized()
+                expert.copy_(loaded)
+        vars(experts).pop("forward", None)
 
 
 def _rows(index: int, shape: Sequence[int]) -> Tensor:  # [..., 1]

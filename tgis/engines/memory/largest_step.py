@@ -12,8 +12,8 @@ _SCORE_BYTES, _BLOCK_SCORE_BYTES = 36, 60  # for each score that is sampled from
 _BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # of a block
 _LOGITS_COPIES = 3  # of the logits of prompts that exist at the same time
 _FLOAT_BYTES = 4
-_EXPERT_DIMS = 3  # of the weights of a layer's experts
-_CHOSEN = ("top_k", "num_experts_per_tok")  # of routers
+_EXPERT_WEIGHT_DIMS = 3
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 
 
 def step_bytes(
@@ -44,10 +44,10 @@ def step_bytes(
 
 def _expert_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Bytes of the inputs and outputs of experts: a row for each token and expert that it chooses."""
-    weights = [weight for weight in model.parameters() if weight.dim() == _EXPERT_DIMS]
-    chosen: int = max(getattr(module, name, 0) for module in model.modules() for name in _CHOSEN)
+    weights = [weight for weight in model.parameters() if weight.dim() == _EXPERT_WEIGHT_DIMS]
+    top_k: int = max(getattr(module, name, None) or 0 for module in model.modules() for name in _TOP_K_NAMES)
     row_bytes = max((sum(weight.shape[1:]) * weight.itemsize for weight in weights), default=0)
-    return tokens * chosen * row_bytes
+    return tokens * top_k * row_bytes
 
 
 def prompt_logits_bytes(tokens: int, vocab_size: int, device: str) -> int:

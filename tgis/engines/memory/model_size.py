@@ -35,11 +35,12 @@ def check_model_fits(
         quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
-    together = sum(_quantized_bytes(model, quantization, options.num_shards)) if quantization else weights
-    bits = quantization.bits if quantization else None
-    for name, weight in stored_weights(model).items():
-        parameter = model.get_parameter(name)
-        together += weight.packed_bytes(parameter, bits) - parameter.nbytes
+    stored, bits = stored_weights(model), quantization.bits if quantization else None
+    others = [parameter for name, parameter in model.named_parameters() if name not in stored]
+    together = sum(parameter.nbytes for parameter in others)
+    if quantization:
+        together = sum(_quantized_bytes(model, others, quantization, options.num_shards))
+    together += sum(weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items())
     needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
     if needed > free:
         raise StartError(
@@ -50,17 +51,21 @@ def check_model_fits(
     return needed
 
 
-def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int) -> Iterator[int]:
-    """Bytes of each weight, and what it takes to read or quantize the largest, for all ranks together."""
+def _quantized_bytes(
+    model: PreTrainedModel, weights: list[nn.Parameter], how: Quantization, num_shards: int
+) -> Iterator[int]:
+    """Bytes of each of these weights of a model, and what it takes to read or quantize the largest, for all ranks
+    together.
+    """
     if how.checkpoint:
         layers, tied = how.checkpoint.layers, how.checkpoint.embeddings if model.config.tie_word_embeddings else ()
-        plain = sum(parameter.nbytes for parameter in model.parameters())
+        plain = sum(parameter.nbytes for parameter in weights)
         yield max(plain - sum(math.prod(layer.shape) for layer in layers) * how.dtype.itemsize, 0)
         yield sum(layer.num_bytes for layer in (*layers, *tied))
         yield max((_BESIDE * math.prod(layer.shape) for layer in layers), default=0) * num_shards  # each reads all
         return
     if how.bits is None:  # weights in 16 bits, one after the other in float32
-        sizes = [parameter.numel() for parameter in model.parameters()]
+        sizes = [parameter.numel() for parameter in weights]
         yield 2 * sum(sizes)
         yield how.dtype.itemsize * max(sizes)
         return
@@ -72,6 +77,6 @@ def _quantized_bytes(model: PreTrainedModel, how: Quantization, num_shards: int)
     others = {
         parameter for module in model.modules() if module not in linears for parameter in module.parameters(False)
     }
-    yield sum(parameter.nbytes for parameter in others)
+    yield sum(parameter.nbytes for parameter in others.intersection(weights))
     largest = max((weight.numel() for weight in quantized), default=0)
     yield _BESIDE * largest + _QUANTIZING * min(largest, _PART)

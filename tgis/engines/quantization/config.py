@@ -125,7 +125,9 @@ def resolve_quantization(options: EngineOptions, config: PreTrainedConfig, dtype
     return Quantization(None, logits, activations, dtype, checkpoint)
 
 
-def kept_as_saved(auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def kept_as_saved(
+    auto_class: Any, options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype
+) -> Quantization | None:
     """A Quantization that quantizes nothing and keeps weights in the 16 bits of the files until they are packed, for
     CPUs that compute in float32; None for a model that would compute constants in 16 bits when it is loaded so.
     """

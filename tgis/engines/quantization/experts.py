@@ -22,6 +22,11 @@ class StoredWeight:
         """The tensors in the files."""
         return {name for parts in self.parts for name, _ in parts}
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of all parts."""
+        return [tuple(part.shape) for parts in self.parts for _, part in parts]
+
     def expert(self, index: int, dtype: torch.dtype) -> Tensor | QuantizedWeight:
         """The weight of an expert as in the files, but codes of several kinds are dequantized; StartError if it is not
         finite as `dtype`.

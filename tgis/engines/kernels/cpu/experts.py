@@ -120,10 +120,12 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
     runs_cpu_kernel = True
 
     def __init__(self, experts: Any, gate: _Gate, gemms: GemmSelector, kernels: CpuKernels) -> None:
-        """ValueError without kernels for its sizes."""
+        """ValueError without kernels for its sizes, or for sizes that do not fit together."""
         super().__init__()
         names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
         self._up, self._down = (_PackedLayer(experts, name, gemms, kernels) for name in names)
+        if (self._up.params.k, self._down.params.k) != (self._down.outputs, self._up.outputs):
+            raise ValueError("the shapes of its weights do not fit")
         self.rounds_inputs = self._up.rounds_inputs
         self._params = _Params(
             self._up.params,
@@ -210,26 +212,12 @@ def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernel
             model.set_submodule(path, PackedExperts(experts, gates[kind], gemms, kernels))
         except ValueError as error:
             reasons[f"{kind.__name__}: {error}"] += 1
-            _load(experts)
             continue
         for child in parent.children():
             _pack_router(child, gemms)
     for reason, count in reasons.items():
         log.warning("experts of %d layers are not packed, %s", count, reason)
     return len(paths) - reasons.total()
-
-
-def _load(experts: Any) -> None:
-    """Give experts that are not packed their weights in the files."""
-    for name, weight in vars(experts).pop("stored", {}).items():
-        parameter = getattr(experts, name)
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        for index, expert in enumerate(parameter.data):
-            loaded = weight.expert(index, parameter.dtype)
-            if isinstance(loaded, QuantizedWeight):
-                loaded = loaded.dequantized().mT if experts.is_transposed else loaded.dequantized()
-            expert.copy_(loaded)
-    vars(experts).pop("forward", None)
 
 
 def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:

@@ -31,8 +31,8 @@ from tgis.utils.memory import trim_heap
 
 log = logging.getLogger(__name__)
 
-# Never quantized: the routers of mixtures of experts, and the time steps of Mamba, which are exponents.
-_EXACT = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
+# The routers of mixtures of experts, and the time steps of Mamba, which are exponents.
+_NEVER_QUANTIZED = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
 
 
 class GemmSelector:
@@ -47,9 +47,11 @@ class GemmSelector:
         self._right: dict[Hashable, bool] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
-    def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
-        """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch."""
-        for convert in (smallest, Tensor.to):
+    def gemm(self, weight: Tensor, dtype: torch.dtype, *, widest: bool = False) -> Gemm | None:
+        """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch. In 16 bits if they
+        hold the weight, unless it is to be the `widest`.
+        """
+        for convert in (Tensor.to,) if widest else (smallest, Tensor.to):
             packed = convert(weight, dtype)
             ours = our_gemms(packed, self._kernels, dtype)
             for name, make in reversed(ours.items()):
@@ -61,11 +63,11 @@ class GemmSelector:
             return OneDnnGemm(weight)
         return None
 
-    def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype) -> Gemm:
-        """The GEMM for a quantized weight and activations of a dtype."""
+    def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype, *, widest: bool = False) -> Gemm:
+        """The GEMM for a quantized weight and activations of a dtype. Scales are in 16 bits likewise."""
         kind, kernels = describe_kind(weight), self._kernels
         if kernels is not None and dtype in DTYPES and has_kernel(weight):
-            ours = stored(weight)
+            ours = stored(weight, widest=widest)
             sample = sample_of(ours)
             how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
             key = id(weight.table), sample.group_size, how, dtype
@@ -82,24 +84,29 @@ class GemmSelector:
         dtype of activations: `dtype`, if layers are not quantized. ValueError without a kernel.
         """
         dtype = self._quantization.dtype if self._quantization else dtype
-        scratch = copy(self)
+        scratch, counts = copy(self), self.counts.copy()
         scratch._memory = None
-        sample = scratch._gemm_of_expert(weight_of(0), dtype)
-        self._memory.reserve(count * sample.num_bytes)
-        first = self._gemm_of_expert(weight_of(0), dtype)
-        for expert in range(1, count):
-            if self._gemm_of_expert(weight_of(expert), dtype).layout != first.layout:
-                raise ValueError("the formats of experts differ")
-        trim_heap(collect=False)
-        return first, dtype
+        for widest in (False, True):  # some expert may not fit in 16 bits as the others do
+            sample = scratch._gemm_of_expert(weight_of(0), dtype, widest=widest)
+            self._memory.reserve(count * sample.num_bytes)
+            self.counts = counts.copy()
+            first = self._gemm_of_expert(weight_of(0), dtype, widest=widest)
+            gemms = (self._gemm_of_expert(weight_of(expert), dtype, widest=widest) for expert in range(1, count))
+            if all(gemm.layout == first.layout for gemm in gemms):
+                trim_heap(collect=False)
+                return first, dtype
+        raise ValueError("the formats of experts differ")
 
-    def _gemm_of_expert(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> CpuGemm | QuantizedGemm:
+    def _gemm_of_expert(
+        self, weight: Tensor | QuantizedWeight, dtype: torch.dtype, *, widest: bool
+    ) -> CpuGemm | QuantizedGemm:
         how = self._quantization
         if isinstance(weight, QuantizedWeight):
             weight = replace(weight, activations=how.activations_of(weight) if how else None)
         elif how and how.bits:
             weight = quantize(weight, how.bits, how.activations_of())
-        gemm = self.gemm(weight, dtype) if isinstance(weight, Tensor) else self.quantized_gemm(weight, dtype)
+        make: Callable[..., Gemm | None] = self.gemm if isinstance(weight, Tensor) else self.quantized_gemm
+        gemm = make(weight, dtype, widest=widest)
         if not isinstance(gemm, (CpuGemm, QuantizedGemm)) or getattr(weight, "order", None) is not None:
             raise ValueError(f"no kernel in {dtype}")
         return gemm
@@ -136,7 +143,7 @@ def quantized_weight(linear: nn.Linear, path: str, how: Quantization, *, is_head
         weight: QuantizedWeight = linear.quantized.checked()
         return replace(weight, activations=how.activations_of(weight))
     bits = 8 if is_head and how.logits else None if is_head else how.bits
-    if bits is None or not _EXACT.isdisjoint(path.split(".")):
+    if bits is None or not _NEVER_QUANTIZED.isdisjoint(path.split(".")):
         return None
     return quantize(linear.weight.detach(), bits, how.activations_of())
 

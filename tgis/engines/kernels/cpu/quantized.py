@@ -140,11 +140,13 @@ def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torc
     return is_right(QuantizedGemm(sample, kernels, dtype), sample.dequantized(), dtype, fake_quantized)
 
 
-def stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets."""
+def stored(weight: QuantizedWeight, *, widest: bool = False) -> QuantizedWeight:
+    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets, or the
+    widest.
+    """
     inputs, size = weight.codes.shape[1], weight.group_size
     groups = [x for x in (weight.scale, weight.offset) if x is not None]
-    is_short = all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
+    is_short = not widest and all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
     scale, *offset = [x.to(torch.bfloat16 if is_short else torch.float32) for x in groups]
     if size is None or size >= inputs:
         size = inputs + -inputs % GROUP
