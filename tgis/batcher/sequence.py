@@ -33,11 +33,11 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # KV blocks in the order of the tokens
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
-    state_slot: int = -1  # of recurrent layers, while the sequence runs
+    state_slot: int = -1  # a running sequence has the states of its recurrent layers there
     state_source: int = -1  # the slot of the snapshot that its first step continues from; -1: none, or its own slot
     state_saves: dict[int, int] = field(default_factory=dict)  # token of the next step -> slot for the states after it
     state_boundaries: set[int] = field(default_factory=set)  # numbers of blocks after which to take a snapshot
-    rolling_snapshot: bytes = b""  # the hash of the one that its next one replaces
+    rolling_snapshot: bytes = b""  # hash of its newest snapshot, which the next one replaces
     adapter: Any = None  # soft prompt or LoRA adapter as the engine takes it; opaque to the batcher
     grammar: Any = None  # constrains the output; the batcher uses `ready`, `in_thread` and `num_allowed` only
     lookup: Lookup | None = None  # proposes tokens while the sequence runs

@@ -43,7 +43,8 @@ class Answer:
         self._call = call
         self._generate_call = generate_call
         self._is_echo_only = is_echo_only(body)
-        self.thoughts: Callable[[], list[str]] | None = None  # of all outputs; None: they are not parsed
+        # Returns the thoughts of all outputs; None if outputs are not parsed.
+        self.thoughts: Callable[[], list[str]] | None = None
         self._options = body.stream_options or StreamOptions()
         self._common: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tgis.api.openai.reasoning import ReasoningFormat, thought_state
 
-_MARK = re.compile(r"(</?[|｜]?[\w▁]+[|｜]?>|\[/?[A-Z_]+\])")  # in a format: perhaps a special token
+_POSSIBLE_TOKEN = re.compile(r"(</?[|｜]?[\w▁]+[|｜]?>|\[/?[A-Z_]+\])")
 
 
 class GrammarMarks:
@@ -17,7 +17,7 @@ class GrammarMarks:
 
     def lark(self, text: str) -> str:
         """A text of a format."""
-        parts = ((part, self._special_token_id(part)) for part in _MARK.split(text) if part)
+        parts = ((part, self._special_token_id(part)) for part in _POSSIBLE_TOKEN.split(text) if part)
         return " ".join(json.dumps(part) if id_ is None else f"<[{id_}]>" for part, id_ in parts)
 
     def until(self, name: str, mark: str, *others: str, any_text: str = "/(?s:.*)/") -> Iterator[str]:

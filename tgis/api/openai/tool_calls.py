@@ -218,7 +218,7 @@ class _Brackets:
 
     def __init__(self, pair: str = "{}", quotes: str = '"', depth: int = 0) -> None:
         self._pair, self._quotes, self._depth = pair, quotes, depth
-        self._quote = ""  # of the string that is being read
+        self._open_quote = ""
         self._escaped = False
 
     def find_end(self, text: str, start: int = 0) -> int | None:
@@ -227,11 +227,11 @@ class _Brackets:
             character = text[index]
             if self._escaped:
                 self._escaped = False
-            elif self._quote:
+            elif self._open_quote:
                 self._escaped = character == "\\"
-                self._quote = "" if character == self._quote else self._quote
+                self._open_quote = "" if character == self._open_quote else self._open_quote
             elif character in self._quotes:
-                self._quote = character
+                self._open_quote = character
             elif character in self._pair:
                 self._depth += 1 if character == self._pair[0] else -1
                 if not self._depth:

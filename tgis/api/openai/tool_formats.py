@@ -32,7 +32,7 @@ class ToolFormat:
     # Written are: start, unless it is bare, opening, calls with `between` between them, closing.
     opening: str = ""
     call: tuple[str, str] = ('{"name": "%s", "arguments": ', "}")  # before and after the arguments
-    between: str | None = None  # None: a single call
+    between: str | None = None  # None if there can be one call only
     closing: str = ""
 
 

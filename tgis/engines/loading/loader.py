@@ -30,7 +30,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.stored_experts import load_experts, store_experts
+from tgis.engines.loading.stored_experts import load_experts, move_stored, store_experts
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
@@ -194,15 +194,13 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
         state_dict = _state_dict(options, config, dtype, quantization, sized)
         loaded = "auto" if quantization and not checkpoint else dtype
         if state_dict is not None:
-            config = config if type(config) is type(sized.config) else sized.config  # of its text model alone
+            if type(sized.config) is not type(config):  # transformers builds the text model alone
+                config = sized.config
             model = _from_pretrained(type(sized), options, config, loaded, sharding, state_dict=state_dict)
             model.generation_config = load_generation_config(options, config)
         else:
             model = _from_pretrained(auto_class, options, config, loaded, sharding)
-        for path, experts in experts_of(sized).items():
-            if weights := getattr(experts, "stored", None):
-                skip = lambda hidden_states, *_: torch.zeros_like(hidden_states)  # noqa: E731 - until they are packed
-                vars(model.get_submodule(path)).update(stored=weights, forward=skip)
+        move_stored(sized, model)
         if checkpoint:
             checkpoint.attach(model)
         if sharding:

@@ -66,5 +66,6 @@ def _tables(module: Any, max_length: int, dtype: torch.dtype) -> tuple[Tensor, T
 def _look_up(cos: Tensor, sin: Tensor, compute: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype != cos.dtype:
         return compute(x, position_ids)
-    position_ids = position_ids[0] if position_ids.ndim > 2 else position_ids  # of text all dimensions are the same
+    if position_ids.ndim > 2:  # the positions of text are the same in time, height and width
+        position_ids = position_ids[0]
     return embedding(position_ids, cos), embedding(position_ids, sin)

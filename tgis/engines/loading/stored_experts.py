@@ -38,7 +38,7 @@ def store_experts(
     renamings = [conversion for conversion in all_conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in all_conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    for name in sorted(tensors, key=dot_natural_key):  # as transformers does
+    for name in sorted(tensors, key=dot_natural_key):  # the order in which transformers converts
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         path, _, parameter = target.rpartition(".")
         if path not in experts or target not in parameters:
@@ -61,6 +61,19 @@ def store_experts(
         if is_whole and rows.shape == (*shape[:2], 1):
             parts = [_parts(rows_of_expert[:, 0], names[target], tensors) for rows_of_expert in rows]
             experts[path].stored[parameter] = StoredWeight(parts)
+
+
+def move_stored(sized: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Give the experts of a loaded model the stored weights of the one on the meta device. They compute nothing until
+    they are packed.
+    """
+    for path, experts in experts_of(sized).items():
+        if weights := getattr(experts, "stored", None):
+            vars(model.get_submodule(path)).update(stored=weights, forward=_compute_nothing)
+
+
+def _compute_nothing(hidden_states: Tensor, *_: Tensor) -> Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 def load_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ Launch = Callable[[StepPlan], InFlightStep]
 LogitsById = dict[int, Tensor]  # [V] by request id
 # Takes the newest tokens, and their indices by request id; returns the logits of sequences with a grammar.
 LaunchNext = Callable[[list[Sequence], Tensor, dict[int, int]], tuple[InFlightStep, LogitsById]]
-LaunchSampling = Callable[[list[Sequence], Tensor], InFlightStep]  # of logits [B, V]
+LaunchSampling = Callable[[list[Sequence], Tensor], InFlightStep]  # takes logits [B, V]
 
 
 @dataclass(slots=True)

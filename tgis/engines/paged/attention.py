@@ -98,8 +98,8 @@ class PagedAttention:
         self._self_test = KernelSelfTest()
         self.runs_cpu_kernel = bool(kernels)  # whether all layers so far have
         self.batch: FlatBatch | None = None
-        self.states: RecurrentStates | None = None  # of recurrent layers
-        self.shares_modules = False  # layers that have called
+        self.states: RecurrentStates | None = None
+        self.shares_modules = False  # whether several layers have called with one module
         self.cache = PagedKVCache(0, block_size)
         self._key_scales: dict[nn.Module, Tensor] = {}  # of codes, fixed by the first keys that a module gives
         self.windows: set[int | None] = set()  # of layers that have called

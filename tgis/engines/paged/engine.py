@@ -100,7 +100,8 @@ class PagedEngine(BaseEngine):
         num_forced = int(forced is not None)
         sampling = vocab_size, options.eos_ids, runner.device, history, ops, ends, num_forced
         self._sampler = BatchSampler(*sampling)
-        self._late_sampler = BatchSampler(*sampling)  # of what steps that are launched ahead leave unsampled
+        # For grammars: their logits of a step that is launched ahead are sampled with the next plan.
+        self._late_sampler = BatchSampler(*sampling)
         self._prompt_logprobs = PromptLogprobs()
         if async_decode is None:
             async_decode = runner.device.type == "cuda" and not runner.encoder

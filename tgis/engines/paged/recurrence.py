@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
-Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # of a state and a token: the next state, and the output
+Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (state, token) -> (next state, output)
 
 
 def causal_conv(
@@ -53,33 +53,7 @@ def gated_delta_rule(
     return _scan(step, states, slots).to(v.dtype)
 
 
-def mamba2_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """Mamba 2: x [T, H, P], dt [T, H], a [H], b, c [T, G, N], d, dt_bias [H], states [slots, H, P, N]."""
-    repeats = x.shape[1] // b.shape[1]
-    b, c = (each.float().repeat_interleave(repeats, 1) for each in (b, c))
-    dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*dt_limit)
-    decay, inputs = (dt * a).exp(), x.float() * dt[..., None]
-
-    def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        state = state * decay[token, :, None, None] + inputs[token, :, :, None] * b[token, :, None]
-        return state, (state * c[token, :, None]).sum(-1)
-
-    y = _scan(step, states, slots)
-    return (y if d is None else y + x.float() * d.float()[:, None]).to(x.dtype)
-
-
-def mamba_scan(
+def selective_scan(
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -88,16 +62,20 @@ def mamba_scan(
     d: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
     states: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Mamba 1: x, dt, z [T, I], a [I, N], b, c [T, N], d, dt_bias [I], states [slots, I, N]; z gates the output."""
-    dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float())
+    """A state space: x, z [T, H, P], b, c [T, G, N], states [slots, H, P, N]; the others are broadcast to these: dt to
+    [T, H, P], a to [H, P, N], d and dt_bias to [H, P]. A head reads the b and c of its group; z gates the output.
+    """
+    b, c = (each.float().repeat_interleave(x.shape[1] // b.shape[1], 1)[:, :, None] for each in (b, c))
+    dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*dt_limit)
+    inputs = dt * x.float()
 
     def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        inputs = (dt[token] * x[token].float())[:, None] * b[token].float()
-        state = state * (dt[token, :, None] * a).exp() + inputs
-        return state, (state * c[token].float()).sum(-1)
+        state = state * (dt[token, ..., None] * a).exp() + inputs[token, ..., None] * b[token]
+        return state, (state * c[token]).sum(-1)
 
     y = _scan(step, states, slots)
     y = y if d is None else y + x.float() * d.float()

@@ -65,7 +65,8 @@ def verify_attention(
     install_hooks(model, attention, -(-max(max_sequence_length, _NUM_TOKENS) // block_size) * block_size)
     logits, outputs = _paged_logits(tokens, attention, compute_logits, calls)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(attention.cache) != num_layers and not recurrent_modules(model):  # of hybrids the logits tell
+    # The layers of hybrids without attention are checked by their logits.
+    if len(attention.cache) != num_layers and not recurrent_modules(model):
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"

@@ -1,7 +1,7 @@
 """States of recurrent layers (convolutions, linear attention, state spaces), in a slot for each sequence.
 
 The recurrent layers of all families in transformers call the same few functions of their module. In a step of the
-engine, functions of ours take their place, which carry the states of the flat batch's sequences on.
+engine, functions of ours take their place, which continue from the states of the sequences in the flat batch.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tgis.engines.loading.loader import has_other_state
 from tgis.engines.paged import recurrence
 from tgis.errors import Unsupported
 
-_CONV = "causal_conv1d_fn"  # of each module of transformers with recurrent layers
+_CONV = "causal_conv1d_fn"  # every module of transformers with recurrent layers has it
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 _NO_STATE = torch.empty(0)  # what models get as the state after a pass
 _current: "ContextVar[RecurrentStates | None]" = ContextVar("recurrent_states", default=None)
@@ -42,11 +42,11 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self.num_slots = num_slots
         self._argument = argument
         self._operators: Any = RecurrentKernels(kernels) if kernels else recurrence
-        self.slots = torch.empty(0, 3, dtype=torch.int64)  # of the tokens of the step
-        self._states: dict[Any, Tensor] = {}  # by layer, convolution, operator and number of the call
+        self.slots = torch.empty(0, 3, dtype=torch.int64)
+        self._states: dict[tuple[int, int, str, int], Tensor] = {}  # (layer, convolution, operator, call) -> states
         self._buffers: list[HugePageBuffer] = []
         self._attention_layer = -1
-        self._layer: tuple[int, int] = (-1, 0)  # and its convolution
+        self._layer = -1, 0  # (layer, convolution)
         self._num_calls = 0
         self._awaits_conv = False
 
@@ -70,7 +70,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     @contextmanager
     def using(self, slots: Tensor, arguments: dict[str, Any]) -> Iterator[None]:
-        """Let a pass of the model carry the states of these slots on; its `arguments` get this cache."""
+        """Let a pass of the model read and write the states in these slots; its `arguments` get this cache."""
         self.slots = slots
         arguments[self._argument] = self
         token = _current.set(self)
@@ -83,7 +83,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     @contextmanager
     def preserved(self, slots: Tensor) -> Iterator[Callable[[], None]]:
-        """Gives a function that takes back what a step of these slots has changed, and does so after an error."""
+        """Yield a function that restores the states in these slots; an error restores them, too."""
         changed = slots[:, 1:].unique()
         changed = changed[changed >= 0]
         saved = {key: state[changed] for key, state in self._states.items()}
@@ -98,7 +98,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
             restore()
             raise
 
-    # What transformers asks of a cache.
+    # The interface of transformers' caches.
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return False
@@ -130,7 +130,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         """The layer whose attention this module computes now."""
         return int(module.layer_idx) if _current.get() is None else self._attention_layer
 
-    # What takes the place of transformers' functions.
+    # The replacements of transformers' functions.
 
     def causal_conv1d_fn(
         self,
@@ -174,8 +174,9 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         states = self._of_layer("scan", hidden_states, (*hidden_states.shape[2:], b.shape[3]))
-        inputs = hidden_states[0], dt[0], a, b[0], c[0], D, dt_bias, dt_limit
-        return self._operators.mamba2_scan(*inputs, states, self.slots)[None], _NO_STATE
+        d, dt_bias = (None if x is None else x[:, None] for x in (D, dt_bias))
+        inputs = hidden_states[0], dt[0, ..., None], a[:, None, None], b[0], c[0], d, None, dt_bias, dt_limit
+        return self._operators.selective_scan(*inputs, states, self.slots)[None], _NO_STATE
 
     def mamba_selective_scan(
         self,
@@ -189,11 +190,11 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         delta_bias: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """[1, I, T]"""
-        states = self._of_layer("scan", hidden_states, a.shape)
-        gate = None if z is None else z[0].T
-        inputs = hidden_states[0].T, dt[0].T, a, b[0].T, c[0].T, D, gate, delta_bias
-        return self._operators.mamba_scan(*inputs, states, self.slots).T[None], _NO_STATE
+        """[1, I, T]: Mamba 2 with one head."""
+        states = self._of_layer("scan", hidden_states, (1, *a.shape))
+        x, dt, b, c = (each.permute(2, 0, 1) for each in (hidden_states, dt, b, c))
+        inputs = x, dt, a[None], b, c, D, None if z is None else z.permute(2, 0, 1), delta_bias, (0.0, math.inf)
+        return self._operators.selective_scan(*inputs, states, self.slots).permute(1, 2, 0), _NO_STATE
 
     def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """The states of this call in the layer, [slots, *shape]."""
@@ -217,7 +218,7 @@ class _LeftMatmulWeight:
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules whose states we carry on."""
+    """The recurrent layers whose functions can be replaced."""
     return [module for module in model.modules() if hasattr(module, "conv_kernel_size") and _CONV in _globals(module)]
 
 

@@ -91,7 +91,7 @@ class InvariantFunctions(TorchFunctionMode):  # type: ignore[misc]
         }
         names |= {"silu": (silu,), "softplus": (softplus,)}
         self._cpu_kernels = kernels
-        self._means: dict[int, CpuGemm] = {}  # by size
+        self._means: dict[int, CpuGemm] = {}
         self._kernels = {
             function: Activation(function, name, kernels) for name, functions in names.items() for function in functions
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tgis.errors import Unsupported
 
-_MIN_BYTES = 64  # of a block: a cache line
+_MIN_BLOCK_BYTES = 64  # a cache line
 
 
 class RecorderMemory:
@@ -34,7 +34,7 @@ class RecorderMemory:
     def empty(self, like: Tensor) -> Tensor:
         """A tensor of the same dtype, shape and strides."""
         if self._repeated is None:
-            lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _MIN_BYTES - 1).bit_length())
+            lease = self._lease(1 << max(like.untyped_storage().nbytes() - 1, _MIN_BLOCK_BYTES - 1).bit_length())
         elif self._repeated:
             lease = self._repeated.popleft()
         else:

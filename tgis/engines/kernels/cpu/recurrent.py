@@ -4,7 +4,6 @@
 """
 
 import ctypes
-from math import inf
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.errors import Unsupported
-
-_Limits = tuple[float, float]
 
 # Scratch memory of recurrent.c is on the stack: tokens of a convolution, numbers of a key or of a row of a state.
 _MAX_TAPS, _MAX_SIZE = 8, 1024
@@ -81,24 +78,7 @@ class RecurrentKernels:
         self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
         return y
 
-    def mamba2_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        dt_bias: Tensor | None,
-        dt_limit: _Limits,
-        states: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Mamba 2's scan of x [T, H, P]: dt [T, H], a, d, dt_bias [H], b, c [T, G, N], states [slots, H, P, N]."""
-        optional = [None if tensor is None else tensor[:, None] for tensor in (d, dt_bias)]
-        return self._run_scan([x, dt[..., None], a[:, None, None], b, c], [*optional, None], dt_limit, states, slots)
-
-    def mamba_scan(
+    def selective_scan(
         self,
         x: Tensor,
         dt: Tensor,
@@ -108,25 +88,15 @@ class RecurrentKernels:
         d: Tensor | None,
         z: Tensor | None,
         dt_bias: Tensor | None,
+        dt_limit: tuple[float, float],
         states: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Mamba's scan of x [T, I], times silu(z): dt, z [T, I], a [I, N], b, c [T, N], d, dt_bias [I], states
-        [slots, I, N].
-        """
-        x, dt, b, c = (tensor[:, None] for tensor in (x, dt, b, c))
-        optional = [d, dt_bias, None if z is None else z[:, None]]
-        return self._run_scan([x, dt, a[None], b, c], optional, (0.0, inf), states[:, None], slots)[:, 0]
-
-    def _run_scan(
-        self, inputs: list[Tensor], optional: list[Tensor | None], dt_limit: _Limits, states: Tensor, slots: Tensor
-    ) -> Tensor:
-        """x, dt, a, b and c; d, dt_bias and z. They are repeated as recurrent.c has them."""
-        x, dt, a, b, c = inputs
+        """A state space [T, H, P], as in paged/recurrence.py."""
         _check("states of", b.shape[2], _MAX_SIZE)
         assert a.dtype == torch.float32, a.dtype
         y, batch = _batch(x, states, slots)
-        repeated = (None if tensor is None else tensor.expand(x.shape) for tensor in optional)
+        repeated = (None if tensor is None else tensor.expand(x.shape) for tensor in (d, dt_bias, z))
         tensors = _strided(x.dtype, x, dt.expand(x.shape), a.expand(states.shape[1:]), b, c, *repeated)
         self._scan[x.dtype](_ScanArgs(*batch, *tensors, *x.shape[1:], *b.shape[1:], *dt_limit))
         return y
