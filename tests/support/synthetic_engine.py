@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.base import Engine, StepResult
 from tgis.engines.memory.profiler import DummyRunner
 from tgis.errors import OutOfMemory
 from tgis.ipc.messages import EngineInfo
@@ -32,7 +32,7 @@ class MemoryFormula:
 
 
 @dataclass
-class SyntheticEngine(BaseEngine):
+class SyntheticEngine(Engine):
     """Holds the sequences of its batch."""
 
     formula: MemoryFormula
@@ -47,11 +47,10 @@ class SyntheticEngine(BaseEngine):
     peak_bytes: int = 0
     longest_output: int = 0
 
-    @property
-    def info(self) -> EngineInfo:
+    def __post_init__(self) -> None:
         kind = self.encoder_decoder, not self.block_size, self.max_batch_size
         sizes = 0, PASS_TOKENS, self.block_size  # the first: of the KV cache
-        return EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
+        self.info = EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Account for the memory of the step."""

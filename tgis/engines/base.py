@@ -34,12 +34,11 @@ class Engine(Protocol):
     chunked prefill, a plan is either all sequences held, each with one token to compute, or new ones only.
     """
 
-    @property
-    def info(self) -> EngineInfo:
-        """Properties of the loaded model; final once `warm_up` has returned."""
+    info: EngineInfo  # properties of the loaded model; final once `warm_up` has returned
 
     def warm_up(self) -> None:
         """Run one real step, so that the first request finds everything ready."""
+        return
 
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the scheduled tokens of each sequence, and sample for those whose tokens are all computed then.
@@ -50,37 +49,22 @@ class Engine(Protocol):
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
         """The plan with the drafts that it asks for as proposals."""
+        return plan
 
     def discard_step(self) -> None:
         """Do not reuse a step in flight, after a step that failed: another rank may not have launched it."""
+        return
 
     def release(self, seqs: Collection[Sequence]) -> None:
         """Forget sequences; unknown ones are ignored."""
 
     def clear_cache(self) -> bool:
         """Forget cached prefixes where that frees memory, and return whether it has. No sequence is held."""
-
-    def close(self) -> None:
-        """Free everything."""
-
-
-class BaseEngine:
-    """Part of an engine that drafts nothing, launches no step early, and whose KV cache is as large as its batch."""
-
-    def warm_up(self) -> None:
-        """Prepare nothing."""
-
-    def with_drafts(self, plan: StepPlan) -> StepPlan:
-        return plan
-
-    def discard_step(self) -> None:
-        """No step is in flight."""
-
-    def clear_cache(self) -> bool:
         return False
 
     def close(self) -> None:
-        """Do nothing: the process ends next."""
+        """Free everything that does not end with the process."""
+        return
 
 
 def warn(options: EngineOptions, text: str) -> None:

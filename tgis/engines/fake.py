@@ -14,7 +14,7 @@ import msgspec
 
 from tgis.batcher.capacity import padded_tokens
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.base import Engine, StepResult
 from tgis.errors import GrammarError, OutOfMemory, StartError
 from tgis.ipc.messages import EngineInfo, EngineOptions, FailureKind
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
@@ -33,7 +33,7 @@ class StepModel(msgspec.Struct, frozen=True):
     memory_tokens: int | None = None  # a step that leaves more tokens of context runs out of memory
 
 
-class FakeEngine(BaseEngine):
+class FakeEngine(Engine):
     """Token number n after the prompt is token n of the prompt, modulo its length, or the first that is allowed."""
 
     def __init__(self, options: EngineOptions) -> None:

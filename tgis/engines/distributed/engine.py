@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines import load_shard
-from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.base import Engine, StepResult
 from tgis.engines.distributed import ranks
 from tgis.engines.distributed.mirror import SentSequences
 from tgis.engines.distributed.rendezvous import Joined, address_of, gather
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
-from tgis.ipc.messages import EngineInfo, EngineOptions, Fatal, Heartbeat, Shutdown
+from tgis.ipc.messages import EngineOptions, Fatal, Heartbeat, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _CRASH_DETECTION_SECONDS = 2.0  # until the death of a process is noticed
 _LAST_WORD_SECONDS = 0.1
 
 
-class ShardedEngine(BaseEngine):
+class ShardedEngine(Engine):
     """An engine whose every step is computed by all ranks."""
 
     def __init__(
@@ -70,6 +70,7 @@ class ShardedEngine(BaseEngine):
             self._start_followers(options, links, name, forward)
             ranks.init_ranks(0, options.num_shards, store, options.ranks_per_node)
             self._engine, self.reason = load_shard(options)
+        self.info = self._engine.info  # rank 0 speaks for all
 
     def _start_followers(
         self, options: EngineOptions, links: dict[int, socket.socket], store: str, forward: Callable[[Heartbeat], None]
@@ -85,15 +86,11 @@ class ShardedEngine(BaseEngine):
             if process is None:
                 self._followers[-1].send(encode_frame(Joined(store)))
 
-    @property
-    def info(self) -> EngineInfo:
-        """The info of rank 0, which speaks for all."""
-        return self._engine.info
-
     def warm_up(self) -> None:
         """Warm this rank up; the other ranks do the same after loading, unasked."""
         with self._collective("the first pass"):
             self._engine.warm_up()
+        self.info = self._engine.info
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step on all ranks. An error that leaves a rank waiting for another one ends all ranks."""

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import BaseEngine, StepResult
+from tgis.engines.base import Engine, StepResult
 from tgis.engines.loading.loader import load_config, select_device, select_kernels
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.lora.layers import lora_of
@@ -58,7 +58,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     return unloaded.table("hf_transformers", room, kv_cache, step)
 
 
-class PaddedEngine(BaseEngine):
+class PaddedEngine(Engine):
     """An engine with one padded batch, whose sequences have the same rows here and in the model."""
 
     def __init__(self, options: EngineOptions, load: LoadModel = load_model) -> None:

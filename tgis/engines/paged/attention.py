@@ -194,9 +194,7 @@ def _slots(kv_cache: _KVCache, slot_mapping: Tensor) -> Tensor:
 
 def _select_backends(q: Tensor, kv_cache: _KVCache, params: AttentionParams) -> _Backends:
     """The fastest backends for the device, the dtypes and the parameters."""
-    if not has_kernels(q.device):
-        return _TORCH_BACKENDS
-    if q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
+    if not has_kernels(q.device) or q.dtype != kv_cache[0].dtype or q.dtype == torch.float64:
         return _TORCH_BACKENDS
     prefill = _varlen_prefill if is_supported(q, *kv_cache, params) else _triton_prefill
     return _triton_write, _triton_decode, prefill

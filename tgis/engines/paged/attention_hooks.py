@@ -231,12 +231,7 @@ _HOOKS = {
     "GPTJAttention": _Hook("_attn", _method, _gptj_params),
     "GPTNeoSelfAttention": _Hook("_attn", _method, _gpt_neo_params),
     "CodeGenAttention": _Hook("_attn", _method, lambda module: {"scaling": 1 / module.scale_attn}),
-    "BloomAttention": _Hook(
-        "forward",
-        _bloom,
-        lambda module: {"scaling": module.inv_norm_factor},
-        _bloom_bias,
-    ),
+    "BloomAttention": _Hook("forward", _bloom, lambda module: {"scaling": module.inv_norm_factor}, _bloom_bias),
     "MptAttention": _Hook("forward", _mpt, lambda module: {"scaling": module.softmax_scale}, _mpt_bias),
     "FalconAttention": _Hook("forward", _falcon, _falcon_params, _falcon_bias),
     "T5GemmaCrossAttention": _Hook("forward", _projecting(*_QKV, "o_proj"), _t5gemma_params),

@@ -14,7 +14,7 @@ import torch
 
 from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.base import BaseEngine, StepResult, warn
+from tgis.engines.base import Engine, StepResult, warn
 from tgis.engines.host_memory import upload
 from tgis.engines.loading.loader import engine_info, has_other_state, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
@@ -75,7 +75,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter, (num_slots, slot_bytes))
 
 
-class PagedEngine(BaseEngine):
+class PagedEngine(Engine):
     """The engine; of a sequence it keeps the KV cache, the logprobs of an unfinished prompt, and a step in flight."""
 
     def __init__(

@@ -150,11 +150,11 @@ class RecordedPrefill:
         """Steps have up to `max_tokens` tokens, of `max_rows` sequences, and give as many logits at the most."""
         self._forward = forward
         self._recorder = recorder
-        self._largest = max(max_tokens, _MIN_SIZE), max(max_rows, _MIN_SIZE), max(max_rows, _MIN_SIZE)
-        tokens, rows, logits = self._largest
+        tokens, rows = max(max_tokens, _MIN_SIZE), max(max_rows, _MIN_SIZE)
+        self._largest = tokens, rows, rows
         self._inputs = tuple(torch.zeros(tokens, dtype=torch.int64) for _ in range(3))  # token ids, positions, slots
         self._sequences = torch.zeros(rows, 4, dtype=torch.int64)
-        self._logits_indices = torch.zeros(logits, dtype=torch.int64)
+        self._logits_indices = torch.zeros(rows, dtype=torch.int64)
         self._pass: tuple[ResizablePass, Tensor] | None = None
 
     def run(self, batch: FlatBatch) -> Tensor | None:

@@ -33,9 +33,7 @@ class _StridedParams(ctypes.Structure):
     """`strided_params` of elementwise.c."""
 
     _fields_ = (
-        ("sizes", ctypes.c_int64 * _MAX_DIMS),
-        ("a_strides", ctypes.c_int64 * _MAX_DIMS),
-        ("b_strides", ctypes.c_int64 * _MAX_DIMS),
+        *((name, ctypes.c_int64 * _MAX_DIMS) for name in ("sizes", "a_strides", "b_strides")),
         ("scalar", ctypes.c_float),
     )
 

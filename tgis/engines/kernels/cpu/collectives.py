@@ -21,10 +21,7 @@ class _RankGroup(ctypes.Structure):
 
     _fields_ = (
         ("memory", _POINTER),
-        ("rank", _INTEGER),
-        ("num_ranks", _INTEGER),
-        ("slot_bytes", _INTEGER),
-        ("num_rounds", _INTEGER),
+        *((name, _INTEGER) for name in ("rank", "num_ranks", "slot_bytes", "num_rounds")),
     )
 
 

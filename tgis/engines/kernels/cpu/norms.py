@@ -33,12 +33,9 @@ class _NormParams(ctypes.Structure):
     """`norm_params` of elementwise.c."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("is_centered", ctypes.c_int64),
-        ("weight_offset", ctypes.c_float),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("size", "is_centered")),
+        *((name, ctypes.c_float) for name in ("weight_offset", "eps")),
     )
 
 
