@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams"}
 SHOWN = {"tgis": "tgis", "tgis served": "tgis", "openvino": "OpenVINO GenAI", "vllm-tgis-adapter": "vLLM"}
 COLORS = {"tgis": "#0b6a8a", "OpenVINO GenAI": "#c98a1b", "vLLM": "#8a8f94"}
-WIDTH, LABEL, BAR, GAP = 400, 80, 18, 12
+WIDTH, LABEL, BAR, GAP = 400, 84, 18, 12
 
 
 def medians(file: Path) -> dict[str, dict[str, float]]:
