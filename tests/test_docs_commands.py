@@ -19,6 +19,7 @@ from harness import Server, running_command
 from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+NOTES = sorted((REPOSITORY / "docs" / "notes").glob("*.md"))
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
     r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
@@ -45,7 +46,7 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*match.groups()) for match in _BLOCK.finditer(page.read_text())]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_somewhere_and_no_block_is_forgotten(page: Path) -> None:
     text = page.read_text()
     assert text.count("*Not run by the tests") == len([block for block in blocks(page) if block.reason])
@@ -134,7 +135,7 @@ def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_the_commands_work(page: Path, clone: Clone) -> None:
     for block in blocks(page):
         if not block.reason:
