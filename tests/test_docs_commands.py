@@ -135,7 +135,9 @@ def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}/{page.stem}"
+)
 def test_the_commands_work(page: Path, clone: Clone) -> None:
     for block in blocks(page):
         if not block.reason:
