@@ -1,6 +1,7 @@
 """Runs the commands of README.md and docs/*.md in a copy of the clone, page by page and in order.
 
 A fenced block of `sh` or `python` is run, unless the line above says why not: *Not run by the tests: needs a cluster.*
+Those of docs/clients.md are run by tests/clients.
 The block `text` after it is what it prints, with `...` for whatever differs. A block that serves runs until the next
 one that does; ports are replaced by free ones.
 """
@@ -136,7 +137,9 @@ def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}/{page.stem}"
+    "page",
+    [page for page in PAGES if blocks(page) and page.name != "clients.md"],
+    ids=lambda page: f"{page.parent.name}/{page.stem}",
 )
 def test_the_commands_work(page: Path, clone: Clone) -> None:
     for block in blocks(page):
