@@ -11,7 +11,7 @@ Each option is an environment variable and a flag of `tgis serve`: `MAX_BATCH_SI
 `--max-batch-size 32`. A flag overrides a variable. An empty variable is unset. Invalid values stop the start with one
 line. `tgis serve --check` prints every value with its source and starts nothing.
 
-Other names are accepted as flags and variables. Names in italics are those of vLLM, which only
+Other names of an option are in parentheses. Those in italics are the names of vLLM, which only
 `python -m vllm_tgis_adapter` accepts. [speed.md](speed.md#options-that-matter) says which options matter for speed.
 """
 
@@ -23,15 +23,15 @@ def page() -> str:
 
 
 def _table(options: list[Option]) -> str:
-    rows = ["| Option | Default | Meaning | Other names |", "|---|---|---|---|", *map(_row, options)]
+    rows = ["| Option | Default | Meaning |", "|---|---|---|", *map(_row, options)]
     return "".join(f"{row}\n" for row in rows)
 
 
 def _row(opt: Option) -> str:
     others = [f"`{name.upper()}`" for name in opt.aliases] + [f"*`{name.upper()}`*" for name in opt.vllm_names]
+    also = f" (also {', '.join(others)})" if others else ""
     default = "required" if opt.required else opt.shown_default or ""
-    row = f"| `{opt.name.upper()}` | {default} | {opt.help_text} | {', '.join(others)} |"
-    return row.replace("<", "&lt;").replace("  |", " |")
+    return f"| `{opt.name.upper()}` | {default} | {opt.help_text}{also} |".replace("<", "&lt;")
 
 
 if __name__ == "__main__":
