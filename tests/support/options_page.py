@@ -9,7 +9,7 @@ _HEAD = """# Options
 
 Each option is an environment variable and a flag of `tgis serve`: `MAX_BATCH_SIZE=32` is the same as
 `--max-batch-size 32`. A flag overrides a variable. An empty variable is unset. Invalid values stop the start with one
-line. `tgis serve --check` prints every value with its source and starts nothing.
+line. `tgis serve MODEL --check` prints every value with its source and starts nothing.
 
 Other names of an option are in parentheses. Those in italics are the names of vLLM, which only
 `python -m vllm_tgis_adapter` accepts. [speed.md](speed.md#options-that-matter) says which options matter for speed.
