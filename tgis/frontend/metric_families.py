@@ -234,9 +234,7 @@ class BatchFamilies:
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
         )
-        self.generated_tokens = add.counter(
-            "tgi_batch_generated_tokens", "Generated tokens, also of calls that fail later."
-        )
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, also of failed calls.")
         self.discarded_tokens = add.counter(
             "tgi_batch_discarded_tokens",
             "Generated tokens in no answer: of cancelled and failed calls, or after a stop sequence.",
@@ -302,9 +300,7 @@ class ServiceFamilies:
         )
         self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")
         self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
-        self.log_lines_dropped = add.counter(
-            "tgi_log_lines_dropped", "Log lines dropped because the log was not read in time."
-        )
+        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines dropped for lack of a reader.")
         self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
         self.waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
         self.lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
