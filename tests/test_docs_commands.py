@@ -20,7 +20,8 @@ from harness import Server, running_command
 from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-NOTES = sorted((REPOSITORY / "docs" / "notes").glob("*.md"))
+WITHOUT_COMMANDS = [REPOSITORY / name for name in ("CHANGELOG.md", "SECURITY.md", "tests/golden/README.md")]
+WITHOUT_COMMANDS += sorted((REPOSITORY / "docs/notes").glob("*.md"))
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
     r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
@@ -47,7 +48,7 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*match.groups()) for match in _BLOCK.finditer(page.read_text())]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", [*PAGES, *WITHOUT_COMMANDS], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_somewhere_and_no_block_is_forgotten(page: Path) -> None:
     text = page.read_text()
     assert text.count("*Not run by the tests") == len([block for block in blocks(page) if block.reason])
