@@ -86,6 +86,12 @@ async def test_bad_completions_name_their_field(row: dict[str, Any]) -> None:
     await check_refusal(COMPLETIONS, {"prompt": "p"}, row)
 
 
+@table("refusals", "responses")
+@run_async
+async def test_bad_responses_name_their_field(row: dict[str, Any]) -> None:
+    await check_refusal("/v1/responses", {"input": "p"}, row)
+
+
 @pytest.mark.parametrize("body", [b"{", {}, {"messages": "hello"}, USER | {"max_tokens": -2}, USER | {"n": 1.5}])
 @run_async
 async def test_bodies_of_the_wrong_types(body: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.errors import HttpError
+from tgis.api.http.errors import ErrorFormat, HttpError
 from tgis.api.http.sse import EventStream
 from tgis.config import Config
 from tgis.frontend.calls import CallKind, GenerateCall
@@ -35,7 +35,7 @@ class HttpCall:
     client: bytes
     max_inputs: int
     identity: bytes
-    api: str
+    errors: ErrorFormat
     kind: CallKind | None
     data: bytes = b""
     events: EventStream | None = None
@@ -70,7 +70,7 @@ class HttpCall:
             params=params,
             client=self.client,
             token_ids=token_ids,
-            api=self.api,
+            api=self.errors.api,
             identity=self.identity,
             adapter=("adapter_id", adapter) if adapter else None,
             n=n,
