@@ -20,8 +20,10 @@ from tgis.frontend.calls import CallKind
 
 CALL: Any = SimpleNamespace(
     config=Config(model_name="m"),
-    generator=SimpleNamespace(server_info=SimpleNamespace(limits=LIMITS)),
-    special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    generator=SimpleNamespace(
+        server_info=SimpleNamespace(limits=LIMITS),
+        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    ),
 )
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
 ANSWER = output(reason="MAX_TOKENS")

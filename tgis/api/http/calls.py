@@ -77,12 +77,6 @@ class HttpCall:
             headers=self.request.headers.items(),
         )
 
-    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
-        """The ids of the texts that are special tokens, as far as the model can generate them."""
-        tokenizer, vocab_size = self.generator.token_decoder.tokenizer, self.generator.server_info.limits.vocab_size
-        ids = map(tokenizer.special_token_id, texts)
-        return tuple(token_id for token_id in ids if token_id is not None and token_id < vocab_size)
-
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """Headers of TGI, which say where the answer is computed, and the length of the prompts."""
         kind = f"{self.config.num_shard}-{self.generator.server_info.engine.device}"
