@@ -38,6 +38,7 @@ _RESPONSES_FIELDS = FIELDS | {
     "max_new_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     ".function.": ".",
 }
