@@ -115,7 +115,7 @@ class ResponseStream:
         text, name, self._pieces = "".join(self._pieces), _KINDS[item["type"]][1], []
         if "content" not in item:
             item["arguments"] = text
-            yield self._item_event(f"{name}.done", arguments=text)
+            yield self._item_event(f"{name}.done", arguments=text, name=item["name"])
         for part in item.get("content", ()):
             part["text"] = text
             if "logprobs" in part:
