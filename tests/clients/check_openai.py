@@ -50,6 +50,23 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
     assert [(event.name, json.loads(event.arguments)) for event in done] == [("Count", json.loads(COUNT))]
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    """The helpers of the package keep the order of events."""
+    asked: Any = {"model": "any", "max_output_tokens": 200}
+    answer = client.responses.parse(**asked, input=COUNT, text_format=Count)
+    assert answer.output_parsed == Count(n=5, unit="cm")
+    with client.responses.stream(**asked, input=COUNT, text_format=Count) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_parsed == Count(n=5, unit="cm")
+    assert "".join(deltas) == COUNT
+    tools: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(**asked, **tools, input=CALL) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert (call.parsed_arguments, snapshots[-1]) == (Count(n=5, unit="cm"), call.arguments)
+
+
 def test_parse(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**asking(COUNT, response_format=Count))
     assert answer.choices[0].message.parsed == Count(n=5, unit="cm")

@@ -109,7 +109,7 @@ async def ask(path: str, body: Any, *outputs: RequestOutput | Exception, **optio
 def events(stream: str) -> list[Any]:
     *parts, end = stream.split("\n\n")
     assert end == ""
-    data = [part.removeprefix("data: ") for part in parts]
+    data = [part.partition("data: ")[2] for part in parts]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 

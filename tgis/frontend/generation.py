@@ -7,7 +7,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -72,6 +72,11 @@ class Generator:
         self.metrics = metrics
         self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
         self._seeds = random.Random(server_info.random_seed)
+
+    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
+        """The ids of the texts that are special tokens, as far as the model can generate them."""
+        ids, vocab_size = map(self._tokenizer.special_token_id, texts), self.server_info.limits.vocab_size
+        return tuple(token_id for token_id in ids if token_id is not None and token_id < vocab_size)
 
     async def generate(self, call: GenerateCall) -> list[RequestOutput]:
         """Run a unary call: the outputs of each input, in order; the first that fails fails the call."""

@@ -159,6 +159,17 @@ async def test_failures(outputs: Any, params: Any, code: grpc.StatusCode, text: 
 
 
 @run_async
+async def test_a_special_token_stops_by_its_text() -> None:
+    """Also where texts are without special tokens, as over the other APIs."""
+    generator = ScriptedGenerator([output(reason="MAX_TOKENS")])
+    async with serving_engine(generator) as (_, _, stub):
+        params: Any = {"stop": ["</s>", "x"], "stop_token_ids": [4], "skip_special_tokens": True}
+        await stub.Generate(pb.GenerateRequest(text="a", sampling_params=params)).read()
+    assert generator.call is not None
+    assert generator.call.params.sampling.stop_token_ids == (4, 256)
+
+
+@run_async
 async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
     async with serving_engine(HangingGenerator([]), limit_by_address=True) as (_, port, stub):
         calls = [stub.Generate(pb.GenerateRequest(request_id=name, text="a", stream=True)) for name in ("x", "")]

@@ -19,6 +19,7 @@ from benchmarks.soak.reconcile import parse_metrics
 from demo.fake_model import make_fake_model
 from tgis import __version__
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
+from tgis.api.openai.responses import ResponsesRequest
 from tgis.api.tgi.schema import GenerateParameters, GenerateRequest
 from tgis.pb import generation_pb2 as pb
 
@@ -72,6 +73,22 @@ def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
     *rest, last = streamed(client, "hällo ", stream_options={"include_usage": True})
     assert text_of(rest) == choice.message.content
     assert (last.usage, rest[-1].choices[0].finish_reason) == (answer.usage, "length")
+
+
+def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "input": "hällo ", "max_output_tokens": 20}
+    response = client.responses.create(**asked)
+    assert (response.output_text, response.status) == ("hällo hällo hällo"[:17], "incomplete")
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (7, 20)
+    *events, last = client.responses.create(**asked, stream=True)
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta") == response.output_text
+    )
+    assert last.type == "response.incomplete"
+    assert (last.response.output_text, last.response.usage) == (response.output_text, response.usage)
+    with pytest.raises(openai.BadRequestError, match="store must be false"):
+        client.responses.create(**asked, store=True)
 
 
 CITIES: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Paris"]}}, "required": ["city"]}
@@ -194,6 +211,7 @@ SCHEMA = {"properties": {"x": {"pattern": f"{SECRET}("}, SECRET: {"$ref": SECRET
 BODIES: dict[str, list[type]] = {
     "/v1/chat/completions": [ChatCompletionRequest],
     "/v1/completions": [CompletionRequest],
+    "/v1/responses": [ResponsesRequest],
     "/generate": [GenerateRequest, GenerateParameters],
     "/invocations": [ChatCompletionRequest],
 }
@@ -204,6 +222,8 @@ def test_errors_tell_no_text_of_a_request(server: LocalServer, path: str) -> Non
     function = {"name": SECRET, "parameters": SCHEMA, "arguments": SECRET, "strict": True}
     messages = [{"role": "assistant", "content": SECRET, "tool_calls": [{"function": function}]}]
     base: dict[str, Any] = {"messages": messages, "prompt": SECRET, "inputs": SECRET, "max_tokens": 1}
+    if path == "/v1/responses":
+        base = {"input": [{"role": "assistant", "content": SECRET}, {"type": "function_call", **function}]}
     changes: list[dict[str, Any]] = [{"tools": [{"function": function}], "tool_choice": "required"}]
     changes += [{"grammar": {"type": kind, "value": SCHEMA}} for kind in ("json", "regex", SECRET)]
     for name in sorted(field.encode_name for kind in BODIES[path] for field in msgspec.structs.fields(kind)):

@@ -20,8 +20,10 @@ from tgis.frontend.calls import CallKind
 
 CALL: Any = SimpleNamespace(
     config=Config(model_name="m"),
-    generator=SimpleNamespace(server_info=SimpleNamespace(limits=LIMITS)),
-    special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    generator=SimpleNamespace(
+        server_info=SimpleNamespace(limits=LIMITS),
+        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    ),
 )
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
 ANSWER = output(reason="MAX_TOKENS")
@@ -84,6 +86,12 @@ async def test_bad_chats_name_their_field(row: dict[str, Any]) -> None:
 @run_async
 async def test_bad_completions_name_their_field(row: dict[str, Any]) -> None:
     await check_refusal(COMPLETIONS, {"prompt": "p"}, row)
+
+
+@table("refusals", "responses")
+@run_async
+async def test_bad_responses_name_their_field(row: dict[str, Any]) -> None:
+    await check_refusal("/v1/responses", {"input": "p"}, row)
 
 
 @pytest.mark.parametrize("body", [b"{", {}, {"messages": "hello"}, USER | {"max_tokens": -2}, USER | {"n": 1.5}])

@@ -17,7 +17,7 @@ from tables import table
 
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
-from tgis.api.openai.marks import GrammarMarks
+from tgis.api.openai.grammars import GrammarMarks
 from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar

@@ -13,7 +13,7 @@ from tables import table
 
 from benchmarks.structured_output.features import BOOLEAN, INTEGER, NODE, PERSON, closed
 from tgis.api.openai.bodies import ChatCompletionRequest
-from tgis.api.openai.marks import GrammarMarks
+from tgis.api.openai.grammars import GrammarMarks
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HERMES, MISTRAL, MISTRAL_ARGS, TOOL_FORMATS, ToolFormat

@@ -24,8 +24,10 @@ from tgis.frontend.output import RequestOutput
 
 CALL: Any = SimpleNamespace(
     config=Config(model_name="m"),
-    generator=SimpleNamespace(server_info=SimpleNamespace(limits=LIMITS)),
-    special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    generator=SimpleNamespace(
+        server_info=SimpleNamespace(limits=LIMITS),
+        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    ),
 )
 
 

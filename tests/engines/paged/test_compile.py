@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import ARCHITECTURES, check_greedy, generate_all, greedy_requests, make_model
+from tiny_models import check_greedy, generate_all, greedy_requests, make_config, make_model, make_model_from_config
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.memory import capacity
@@ -51,9 +51,9 @@ def test_three_kinds_of_layers_have_graphs_with_and_without_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setitem(ARCHITECTURES, "Gemma3Text", ARCHITECTURES["Gemma3Text"] | {"num_hidden_layers": 3})
+    model = make_model_from_config(make_config("Gemma3Text", num_hidden_layers=3), tmp_path)
     store = AdapterStoreOptions("/nowhere", 1 << 30, 100)
-    engine = PagedEngine(options(make_model("Gemma3Text", tmp_path), adapter_store=store))
+    engine = PagedEngine(options(model, adapter_store=store))
     for index, layer in enumerate(engine.runner.model.model.layers):
         layer.self_attn.sliding_window = 8 * (index + 1)
     before = graphs()

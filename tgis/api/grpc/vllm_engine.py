@@ -31,6 +31,7 @@ from tgis.frontend.admission import Quota
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.generation import Generator, loaded
 from tgis.frontend.output import RequestOutput
+from tgis.frontend.params import OPENAI_CONSTRAINTS
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.models.files import ModelFiles, eos_token_ids
 
@@ -87,11 +88,12 @@ class VllmEngine:
         generator = loaded(self._generator)
         message = parse(data, pb.GenerateRequest, max_inputs=1)
         limits, client, identity = generator.server_info.limits, grpc_call.client, grpc_call.identity
-        timeout = asyncio.timeout(None)
+        params, timeout = message.sampling_params, asyncio.timeout(None)
+        params.stop_token_ids.extend(generator.special_token_ids(params.stop[: OPENAI_CONSTRAINTS.max_stop_sequences]))
         self._timeouts[timeout] = client, identity, message.request_id
         try:
-            if message.sampling_params.n > (most := self._calls.admission.inputs.most(client)):
-                raise InvalidRequest("n", f"n must be from 1 to {most}", str(message.sampling_params.n))
+            if params.n > (most := self._calls.admission.inputs.most(client)):
+                raise InvalidRequest("n", f"n must be from 1 to {most}", str(params.n))
             async with timeout:
                 call = convert.generate_call(message, limits, client, identity, grpc_call.metadata)
                 await _run(generator, call, convert.Answer(message), grpc_call)

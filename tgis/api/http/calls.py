@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tgis.api.http.errors import HttpError
+from tgis.api.http.errors import ErrorFormat, HttpError
 from tgis.api.http.sse import EventStream
 from tgis.config import Config
 from tgis.frontend.calls import CallKind, GenerateCall
@@ -35,7 +35,7 @@ class HttpCall:
     client: bytes
     max_inputs: int
     identity: bytes
-    api: str
+    errors: ErrorFormat
     kind: CallKind | None
     data: bytes = b""
     events: EventStream | None = None
@@ -70,18 +70,12 @@ class HttpCall:
             params=params,
             client=self.client,
             token_ids=token_ids,
-            api=self.api,
+            api=self.errors.api,
             identity=self.identity,
             adapter=("adapter_id", adapter) if adapter else None,
             n=n,
             headers=self.request.headers.items(),
         )
-
-    def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:
-        """The ids of the texts that are special tokens, as far as the model can generate them."""
-        tokenizer, vocab_size = self.generator.token_decoder.tokenizer, self.generator.server_info.limits.vocab_size
-        ids = map(tokenizer.special_token_id, texts)
-        return tuple(token_id for token_id in ids if token_id is not None and token_id < vocab_size)
 
     def compute_headers(self, prompts: Iterable[str]) -> dict[str, str]:
         """Headers of TGI, which say where the answer is computed, and the length of the prompts."""

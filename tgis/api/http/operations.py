@@ -125,7 +125,7 @@ class HttpApi:
             client=client,
             max_inputs=inputs.most(client),
             identity=identity,
-            api=operation.errors.api,
+            errors=operation.errors,
             kind=operation.kind,
         )
 

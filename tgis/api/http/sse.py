@@ -1,8 +1,9 @@
 """Server-sent events: the answer to one request, written as it grows."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -19,21 +20,29 @@ _HEADERS = {
 
 
 class EventStream:
-    """Begins with its first event, or its first comment: until then the answer can be something else."""
+    """Begins with its first event, or its first comment: until then the answer can be something else.
+
+    `convert` makes events of a body, with their names; each is encoded before the next is made.
+    """
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+        self.convert: Callable[[Any], Iterable[tuple[str, Any]]] = lambda body: [("", body)]
         self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
         self._comments = asyncio.create_task(self._keep_alive())
 
     async def send(self, data: bytes) -> None:
         """Send an event; waits until the client reads, if much is unread."""
-        await self._write(b"data: " + data + b"\n\n")
+        await self.write(_event(data))
+
+    def encode(self, body: Any) -> bytes:
+        """The events of a body, which may be an error."""
+        return b"".join(_event(msgspec.json.encode(event), name) for name, event in self.convert(body))
 
     async def fail(self, error: RequestError, errors: ErrorFormat) -> web.StreamResponse:
         """End a stream that has begun."""
         _, body = errors.convert(error)
-        await self.send(msgspec.json.encode(body))
+        await self.write(self.encode(body))
         if errors.last_event:
             await self.send(errors.last_event)
         return self.response
@@ -42,7 +51,8 @@ class EventStream:
         """Write no more comments."""
         self._comments.cancel()
 
-    async def _write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        """Send encoded events."""
         await self.response.prepare(self._request)
         await self.response.write(data)
 
@@ -50,4 +60,8 @@ class EventStream:
         with suppress(ConnectionError):  # the call itself will notice
             while True:
                 await asyncio.sleep(KEEP_ALIVE_SECONDS)
-                await self._write(b":\n\n")
+                await self.write(b":\n\n")
+
+
+def _event(data: bytes, name: str = "") -> bytes:
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + data + b"\n\n"

@@ -1,1 +1,1 @@
-"""OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models."""
+"""OpenAI's API: /v1/chat/completions, /v1/responses, /v1/completions and /v1/models."""

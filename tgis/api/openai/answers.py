@@ -3,7 +3,7 @@
 import functools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -13,8 +13,7 @@ from aiohttp import web
 from tgis import __version__
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import json_response, timing_headers
-from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
-from tgis.api.openai.errors import ERRORS
+from tgis.api.openai.bodies import ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
 from tgis.api.openai.params import is_echo_only
 from tgis.frontend.calls import GenerateCall
 from tgis.frontend.output import RequestOutput
@@ -43,10 +42,12 @@ class Answer:
         self._call = call
         self._generate_call = generate_call
         self._is_echo_only = is_echo_only(body)
+        # Makes the events of a chunk or of an error, with their names; None if these are the events.
+        self.convert: Callable[[Any], Iterable[tuple[str, Any]]] | None = None
         # Returns the thoughts of all outputs; None if outputs are not parsed.
         self.thoughts: Callable[[], list[str]] | None = None
         self._options = body.stream_options or StreamOptions()
-        self._common: dict[str, Any] = {
+        self.common: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
@@ -57,16 +58,16 @@ class Answer:
         self._cached_tokens = 0
 
     async def whole(
-        self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
+        self, kind: Callable[..., Any], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
     ) -> web.Response:
-        """Generate and answer with one body; `make_fields` makes its choices from the outputs."""
+        """Generate and answer with one body, made by `kind`; `make_fields` makes its choices from the outputs."""
         outputs = await self._call.generator.generate(self._generate_call)
         for output in outputs:
             self._count(output)
 
         def make_body() -> bytes:
             fields = make_fields(outputs)
-            return msgspec.json.encode(kind(usage=self._usage(final=True), **self._common, **fields))
+            return msgspec.json.encode(kind(usage=self._usage(final=True), **self.common, **fields))
 
         size = sum(output.num_details + len(output.text) for output in outputs)
         body = await self._call.generator.pool.run(size, make_body)
@@ -74,27 +75,29 @@ class Answer:
         return json_response(body, headers | timing_headers(outputs, sum(self._prompt_tokens.values())))
 
     async def stream(self, kind: type[Chunk], make_choices: Callable[[RequestOutput], list[Any]]) -> web.StreamResponse:
-        """Stream an event for each choice; `make_choices` makes them from an output message."""
+        """Stream a chunk for each choice; `make_choices` makes them from an output message."""
         events = self._call.event_stream(self._call.compute_headers(self._generate_call.texts))
+        events.convert = self.convert or events.convert
         async with aclosing(self._call.generator.stream(self._generate_call)) as outputs:
             async for output in outputs:
                 self._count(output)
                 convert = functools.partial(make_choices, output)
                 for choice in await self._call.generator.pool.run(output.num_details + len(output.text), convert):
-                    await events.send(self._chunk(kind, [choice]))
+                    await events.write(events.encode(self._chunk(kind, [choice])))
         if self._options.include_usage:
             size = sum(map(len, self.thoughts())) if self.thoughts else 0
-            await events.send(await self._call.generator.pool.run(size, functools.partial(self._chunk, kind, [])))
-        await events.send(ERRORS.last_event)
+            await events.write(await self._call.generator.pool.run(size, lambda: events.encode(self._chunk(kind, []))))
+        if self._call.errors.last_event:
+            await events.send(self._call.errors.last_event)
         return events.response
 
-    def _chunk(self, kind: type[Chunk], choices: list[Any]) -> bytes:
-        """Encode an event; the last one has the total usage and no choices."""
-        chunk = kind(choices=choices, **self._common)
+    def _chunk(self, kind: type[Chunk], choices: list[Any]) -> Chunk:
+        """A chunk; the last one has the total usage and no choices."""
+        chunk = kind(choices=choices, **self.common)
         if self._options.include_usage:
             wanted = self._options.continuous_usage_stats or not choices
             chunk.usage = self._usage(final=not choices) if wanted else None
-        return msgspec.json.encode(chunk)
+        return chunk
 
     def _count(self, output: RequestOutput) -> None:
         """Count the tokens of an output message; with `is_echo_only` drop the generated ones."""

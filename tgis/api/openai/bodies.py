@@ -102,19 +102,24 @@ class Tool(Struct):
     type: str = "function"
 
 
-class ChatCompletionRequest(SamplingBody, kw_only=True):
+class ChatOptions(SamplingBody, kw_only=True):
+    """The common fields of chats and responses."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # a variable of many templates; also in chat_template_kwargs
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Count | None = None
+
+
+class ChatCompletionRequest(ChatOptions, kw_only=True):
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None  # null: true if the assistant wrote it and add_generation_prompt is null
-    enable_thinking: bool | None = None  # a variable of many templates; also in chat_template_kwargs
     logprobs: bool | None = None
     max_completion_tokens: Limit | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     tool_choice: str | Tool | None = None
     tools: list[Tool] | None = None
-    top_logprobs: Count | None = None
 
 
 class PromptTokenizeRequest(ChatCompletionRequest, kw_only=True):

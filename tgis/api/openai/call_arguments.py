@@ -15,17 +15,19 @@ _PYTHON = regex.compile(
     r"""(?s)(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?<!\w)(?:(?P<word>True|False|None)\b|(?P<key>[A-Za-z_]\w*)\s*=)"""
 )
 _ESCAPES = regex.compile(r"""(?s)\\.|\"|[\x00-\x1f]""")
+# What Python writes and reads as JSON, but others do not; strings, perhaps of which the end is missing, are skipped.
+_NO_JSON = regex.compile(r"""(?s)(?P<text>"(?:[^"\\]|\\.)*+(?:"|\\?\Z))|-?(?:NaN|Infinity)""")
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def json_call(text: str, names: Container[str]) -> tuple[str, str] | None:
     """Name and arguments of a JSON object; None if it calls none of these tools."""
     try:
-        call = json.loads(text)
+        call = json.loads(without_constants(text))
         name = call.get("name", call.get("tool_name"))
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # JSON in JSON
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(without_constants(arguments or "{}"))
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict | None):
             return None
         return name, json.dumps(arguments or {}, allow_nan=False)
@@ -33,10 +35,15 @@ def json_call(text: str, names: Container[str]) -> tuple[str, str] | None:
         return None
 
 
+def without_constants(text: str) -> str:
+    """JSON with null for NaN and infinities."""
+    return _NO_JSON.sub(lambda match: match["text"] or "null", text)
+
+
 def python_arguments(text: str) -> str | None:
     """The keyword arguments of a call, up to its closing bracket, as JSON; values may also be written as in JSON."""
     try:
-        arguments = json.loads("{" + _PYTHON.sub(_python_to_json, text[:-1]) + "}")
+        arguments = json.loads(without_constants("{" + _PYTHON.sub(_python_to_json, text[:-1]) + "}"))
         return json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return None

@@ -1,5 +1,7 @@
 """Errors in OpenAI's shape, with TGI's name of the kind of error alongside."""
 
+import functools
+
 from tgis.api.http.errors import ErrorFormat, http_status
 from tgis.api.openai.bodies import ErrorBody, ErrorDetail
 from tgis.api.openai.params import FIELDS
@@ -18,19 +20,28 @@ _KINDS = {
 _STATUSES = {422: 400, 424: 500}  # of TGI, which OpenAI does not have
 
 
-def _convert(error: RequestError) -> tuple[int, ErrorBody]:
+def _convert(names: dict[str, str], error: RequestError) -> tuple[int, ErrorBody]:
     status = http_status(error)
     status = _STATUSES.get(status, status)
     kind, code, tgi_kind = _KINDS.get(status) or _KINDS[400 if status < 500 else 500]
-    message, param = error.detail, None
+    message, param = error.detail, error.field if isinstance(error, InvalidRequest) else ""
     if isinstance(error, InvalidRequest):
-        param = FIELDS.get(error.field, error.field) or None
-        for name, field in FIELDS.items():
-            message = message.replace(name, field)
+        for name, field in names.items():
+            message, param = message.replace(name, field), param.replace(name, field)
     if isinstance(error, TooLong):
         code = "context_length_exceeded"  # at this, or words of the message, agents shorten a history
         message = f"This model's maximum context length is {error.max_length} tokens, the prompt is too long: {message}"
-    return status, ErrorBody(ErrorDetail(message, kind, param, code, status), tgi_kind)
+    return status, ErrorBody(ErrorDetail(message, kind, param or None, code, status), tgi_kind)
 
 
-ERRORS = ErrorFormat("openai", ErrorBody, _convert, b"[DONE]")
+_RESPONSES_FIELDS = FIELDS | {
+    "max_new_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    ".function.": ".",
+}
+
+ERRORS = ErrorFormat("openai", ErrorBody, functools.partial(_convert, FIELDS), b"[DONE]")
+RESPONSES_ERRORS = ErrorFormat("openai", ErrorBody, functools.partial(_convert, _RESPONSES_FIELDS))

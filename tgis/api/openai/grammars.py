@@ -1,12 +1,21 @@
-"""Structured output: `response_format` of OpenAI and TGI, vLLM's `structured_outputs` and `guided_...`."""
+"""Structured output: `response_format` of OpenAI and TGI, vLLM's `structured_outputs` and `guided_...`.
 
+`GrammarMarks` writes the marks of a model's formats around it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from tgis.api.openai.bodies import SamplingBody, StructuredOutputs
+from tgis.api.openai.reasoning import ReasoningFormat, thought_state
 from tgis.errors import InvalidRequest
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
+
+_POSSIBLE_TOKEN = re.compile(r"(</?[|｜]?[\w▁]+[|｜]?>|\[/?[A-Z_]+\])")
 
 
 def grammar(body: SamplingBody) -> GrammarSpec | None:
@@ -23,8 +32,12 @@ def grammar(body: SamplingBody) -> GrammarSpec | None:
 
 
 def _response_format(given: dict[str, Any]) -> GrammarSpec | None:
-    """TGI writes the schema or regex as `value`, llama.cpp the schema of a json_object as `schema`."""
-    values = (given.get(name) for name in ("value", "json_schema", "schema"))
+    """TGI writes the schema or regex as `value`, llama.cpp the schema of a json_object as `schema`.
+
+    The Responses API has name, schema and strictness beside the type.
+    """
+    flat = given if given.get("type") == "json_schema" and "schema" in given else given.get("schema")
+    values = (given.get("value"), given.get("json_schema"), flat)
     value = next((value for value in values if value is not None), None)
     strict = isinstance(value, dict) and value.get("strict") is True
     return format_grammar("response_format", given.get("type"), value, exact=strict)
@@ -69,3 +82,33 @@ def _schema(schema: Any, *, exact: bool = True) -> GrammarSpec:
     """The grammar of a JSON schema, given as an object or as its JSON."""
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text, exact=exact)
+
+
+class GrammarMarks:
+    """Writes marks in Lark: one that is a special token is matched as such, others as text."""
+
+    def __init__(self, special_token_id: Callable[[str], int | None]) -> None:
+        self._special_token_id = special_token_id
+
+    def lark(self, text: str) -> str:
+        """A text of a format."""
+        parts = ((part, self._special_token_id(part)) for part in _POSSIBLE_TOKEN.split(text) if part)
+        return " ".join(json.dumps(part) if id_ is None else f"<[{id_}]>" for part, id_ in parts)
+
+    def until(self, name: str, mark: str, *others: str, any_text: str = "/(?s:.*)/") -> Iterator[str]:
+        """Two rules: a terminal of text without these marks, with the name in capitals, and the text with the mark."""
+        marks = "|".join(re.escape(other.strip()).replace("/", r"\/") for other in (mark, *others) if other)
+        yield f"{name.upper()}: {any_text} & ~/(?s:.*)({marks})(?s:.*)/"
+        end, lazy = self.lark(mark), "[lazy]"
+        if "<[" in end:  # such a rule must not be lazy, so the text takes all white space before the special token
+            end, lazy = self.lark(mark.lstrip()), ""
+        yield f"{name}_and_mark{lazy}: {name.upper()} {end}"
+
+    def after_thought(self, form: ReasoningFormat, prompt: str, *, marks_answer: bool) -> str:
+        """Rules that have a thought before the rule `answer`; empty if the prompt has the answer begin at once."""
+        if (state := thought_state(form, prompt)) is False:
+            return ""
+        thought = f"thought_and_mark {self.lark(form.next_message)} GAP?"
+        start = thought if state else f"({self.lark(form.begin)} {thought})?"
+        answer = f"{self.lark(form.answer) if marks_answer else ''} answer"
+        return "\n".join([*self.until("thought", form.end), r"GAP: /\s{1,4}/", f"start: {start} {answer}"])

@@ -11,7 +11,8 @@ from tgis.errors import InvalidRequest
 
 # Types of content parts, and the field with their text.
 _THINKING = "thinking"
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", _THINKING: "thinking"}
+_TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
+_TEXT_PARTS |= {"refusal": "refusal", _THINKING: "thinking"}
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 # The only key of arguments that are no JSON object.
 ARGUMENTS_KEY = "text"
@@ -43,7 +44,7 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:
-    content = _text(message.refusal if message.content is None else message.content, path)
+    content = content_text(message.refusal if message.content is None else message.content, f"{path}.content")
     parts = message.content if isinstance(message.content, list) else ()
     thoughts = message.reasoning_content or message.reasoning or "".join(part.thinking or "" for part in parts)
     if content is None and not message.tool_calls:
@@ -61,14 +62,15 @@ def _without_nulls(struct: msgspec.Struct, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _text(content: str | list[ContentPart] | None, path: str) -> str | None:
+def content_text(content: str | list[ContentPart] | None, path: str) -> str | None:
+    """The text of a content; InvalidRequest names a part that has none."""
     if content is None or isinstance(content, str):
         return content
     texts: list[str] = []
     for index, part in enumerate(content):
         text = getattr(part, _TEXT_PARTS.get(part.type, ""), None)
         if text is None:
-            field = f"{path}.content[{index}]"
+            field = f"{path}[{index}]"
             raise InvalidRequest(field, f"{field} must have the type text and a text", part.type[:40])
         texts.append("" if part.type == _THINKING else text)
     return "".join(texts)

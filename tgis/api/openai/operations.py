@@ -26,13 +26,15 @@ from tgis.api.openai.bodies import (
 from tgis.api.openai.chat import Choice, render
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.completions import CompletionText, best_outputs, split_prompt
-from tgis.api.openai.errors import ERRORS
+from tgis.api.openai.errors import ERRORS, RESPONSES_ERRORS
+from tgis.api.openai.grammars import GrammarMarks
 from tgis.api.openai.logprobs import TokenTexts
-from tgis.api.openai.marks import GrammarMarks
 from tgis.api.openai.models import ServedModels
 from tgis.api.openai.params import chat_params, check_numbers, completion_params, num_candidates
 from tgis.api.openai.reasoning import OutputParser, ReasoningParser
 from tgis.api.openai.requests import RequestReader
+from tgis.api.openai.response_events import Response, ResponseStream
+from tgis.api.openai.responses import ResponsesRequest, chat_body
 from tgis.api.openai.template_probe import OutputFormats
 from tgis.api.openai.tool_calls import ToolCallParser
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
@@ -60,12 +62,13 @@ class OpenAIApi:
     def operations(self) -> list[Operation]:
         """All of them, with the types of their bodies."""
         chat = (ChatCompletionRequest,), ChatCompletion, ChatCompletionChunk
+        responses = (ResponsesRequest,), Response, dict[str, Any]
+        completions = (CompletionRequest,), Completion, Completion
         any_id = r"{id:[\s\S]+}"  # an id may have slashes and line breaks
         return [
             Operation("POST", "/v1/chat/completions", self.chat_completions, ERRORS, *chat),
-            Operation(
-                "POST", "/v1/completions", self.completions, ERRORS, (CompletionRequest,), Completion, Completion
-            ),
+            Operation("POST", "/v1/responses", self.responses, RESPONSES_ERRORS, *responses),
+            Operation("POST", "/v1/completions", self.completions, ERRORS, *completions),
             Operation("GET", "/v1/models", self._models.list_models, ERRORS, response=ModelList),
             Operation("GET", f"/v1/models/{any_id}", self._models.get_model, ERRORS, response=Model),
             Operation("POST", "/detokenize", self.detokenize, ERRORS, (DetokenizeRequest,), dict[str, str], kind=None),
@@ -76,6 +79,31 @@ class OpenAIApi:
     async def chat_completions(self, call: HttpCall) -> web.StreamResponse:
         """Answer a chat."""
         body = self._reader.read(call, ChatCompletionRequest)
+        answer, choices = await self._chat(call, body, "chatcmpl-")
+        decoder = call.generator.token_decoder
+
+        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
+            return {
+                "choices": [choices[output.index].whole(output) for output in outputs],
+                "prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs),
+            }
+
+        if body.stream:
+            return await answer.stream(ChatCompletionChunk, lambda output: choices[output.index].chunks(output))
+        return await answer.whole(ChatCompletion, make_fields)
+
+    async def responses(self, call: HttpCall) -> web.StreamResponse:
+        """Create a response."""
+        request = self._reader.read(call, ResponsesRequest)
+        body = await asyncio.to_thread(chat_body, request)
+        answer, (choice,) = await self._chat(call, body, "resp_")
+        response = ResponseStream(request, answer.common)
+        answer.convert = response.events
+        if body.stream:
+            return await answer.stream(ChatCompletionChunk, choice.chunks)
+        return await answer.whole(response.whole, lambda outputs: {"choices": choice.chunks(outputs[0])})
+
+    async def _chat(self, call: HttpCall, body: ChatCompletionRequest, id_prefix: str) -> tuple[Answer, list[Choice]]:
         adapter = await self._models.adapter(body.model)
         check_numbers(body, call)
         choice, template = ToolChoice.of(body), self._template.result()
@@ -93,7 +121,7 @@ class OpenAIApi:
             rules = marks.after_thought(reasoning, text, marks_answer=form is None)
             params.grammar = msgspec.structs.replace(params.grammar, after_thought=rules)
         generate_call = call.generate_call(params, [text], ["messages"], adapter, n=n, stream=bool(body.stream))
-        answer = Answer("chatcmpl-", call, generate_call, body, adapter or self._models.names[0])
+        answer = Answer(id_prefix, call, generate_call, body, adapter or self._models.names[0])
 
         def make_parser() -> OutputParser:
             tools = ToolCallParser(form, choice.schemas) if form else None
@@ -103,15 +131,7 @@ class OpenAIApi:
         if reasoning:
             answer.thoughts = lambda: ["".join(choice.thoughts) for choice in choices]
 
-        def make_fields(outputs: list[RequestOutput]) -> dict[str, Any]:
-            return {
-                "choices": [choices[output.index].whole(output) for output in outputs],
-                "prompt_logprobs": TokenTexts(decoder).prompt_logprobs(outputs[0].input_tokens, body.prompt_logprobs),
-            }
-
-        if body.stream:
-            return await answer.stream(ChatCompletionChunk, lambda output: choices[output.index].chunks(output))
-        return await answer.whole(ChatCompletion, make_fields)
+        return answer, choices
 
     async def completions(self, call: HttpCall) -> web.StreamResponse:
         """Continue prompts."""

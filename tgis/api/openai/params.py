@@ -96,7 +96,7 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
     """Convert the common fields; `Params.of` takes those with the same name."""
     limits = call.generator.server_info.limits
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    special_ids = call.special_token_ids(stops[: OPENAI_CONSTRAINTS.max_stop_sequences])
+    special_ids = call.generator.special_token_ids(stops[: OPENAI_CONSTRAINTS.max_stop_sequences])
     truncation = body.truncate_prompt_tokens
     return Params.of(
         msgspec.structs.asdict(body),

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from tgis.api.openai.call_arguments import json_call, python_arguments, xml_arguments
+from tgis.api.openai.call_arguments import json_call, python_arguments, without_constants, xml_arguments
 from tgis.api.openai.tool_formats import ToolFormat, XmlParameters
 
 
@@ -33,6 +33,7 @@ _HEADER = regex.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"tool_call_id"\s*:\s*"\w*"\s*,\s*)?'
     r'"(?:tool_)?name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_PARTIAL_CONSTANT = regex.compile(r"-?(?:Na?N?|I?[a-z]{0,7})\Z")  # a beginning of NaN or -Infinity, among others
 _MAX_HEADER = 1024  # characters
 _MAX_GAP = 1024  # characters before a mark, between calls, or of a name
 _MAX_STEP = 4096  # characters that are parsed at once: what is held is copied when a part of it has been parsed
@@ -176,12 +177,17 @@ class ToolCallParser:
         return json_call(text, self._tools)
 
     def _arguments(self) -> list[Piece] | None:
+        assert isinstance(self._scanner, _Brackets)
+        before = self._scanner.open_text
         end = self._scanner.find_end(self._held)
         piece = self._held[:end]
+        if end is None and not self._scanner.open_text:
+            piece = _PARTIAL_CONSTANT.sub("", piece)
         self._end_part(len(piece))
         if end is not None:
             self._scanner = _Brackets(depth=1)
             self._state = self._tail if self._wrapped else self._next_part
+        piece = without_constants(before + piece)[len(before) :]
         return [ToolCallPiece(self.num_calls - 1, piece)] if piece else None
 
     def _tail(self) -> list[Piece] | None:
@@ -220,6 +226,11 @@ class _Brackets:
         self._pair, self._quotes, self._depth = pair, quotes, depth
         self._open_quote = ""
         self._escaped = False
+
+    @property
+    def open_text(self) -> str:
+        """A beginning of a text that is read as the open one is; empty outside of texts."""
+        return self._open_quote + "\\" * self._escaped
 
     def find_end(self, text: str, start: int = 0) -> int | None:
         """Read `text` from `start` on, or up to the bracket that closes all, and return the index after it."""

@@ -14,7 +14,7 @@ import msgspec
 
 from tgis.api.openai.bodies import ChatCompletionRequest, Tool
 from tgis.api.openai.call_arguments import schema_types
-from tgis.api.openai.marks import GrammarMarks
+from tgis.api.openai.grammars import GrammarMarks
 from tgis.api.openai.tool_formats import LLAMA3, ToolFormat, XmlParameters
 from tgis.errors import InvalidRequest
 from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec

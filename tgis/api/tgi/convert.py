@@ -54,7 +54,7 @@ def params(given: GenerateParameters, call: HttpCall, *, details: bool) -> Param
         msgspec.structs.asdict(given),
         temperature=given.temperature if given.samples else 0.0,
         stop_sequences=given.stop,
-        stop_token_ids=call.special_token_ids(given.stop),
+        stop_token_ids=call.generator.special_token_ids(given.stop),
         include_stop_sequence=True,
         logprob_options=LogprobOptions(
             generated_tokens=details,
