@@ -182,7 +182,7 @@ class Bench:
 
 
 def loads(kinds: list[str], streams: list[int]) -> list[Load]:
-    """Those that docs/speed.md tells of, if all are asked for."""
+    """Those of docs/notes/measuring.md, if all are asked for."""
     greedy = [Load(kind, count, 0.0) for kind in kinds for count in streams if kind != "mixed" or count > 1]
     return greedy + [Load(kind, 1, 0.7) for kind in kinds if kind in _MIXED[:3] and 1 in streams]
 

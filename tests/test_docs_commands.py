@@ -1,6 +1,7 @@
 """Runs the commands of README.md and docs/*.md in a copy of the clone, page by page and in order.
 
 A fenced block of `sh` or `python` is run, unless the line above says why not: *Not run by the tests: needs a cluster.*
+Those of docs/clients.md are run by tests/clients.
 The block `text` after it is what it prints, with `...` for whatever differs. A block that serves runs until the next
 one that does; ports are replaced by free ones.
 """
@@ -19,6 +20,8 @@ from harness import Server, running_command
 from repository import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+WITHOUT_COMMANDS = [REPOSITORY / name for name in ("CHANGELOG.md", "SECURITY.md", "tests/golden/README.md")]
+WITHOUT_COMMANDS += sorted((REPOSITORY / "docs/notes").glob("*.md"))
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+)\.\*\n\n)?^```(?P<language>sh|python)\n(?P<code>(?:.*\n)*?)```$"
     r"(?:\n\n```text\n(?P<shown>(?:.*\n)*?)```$)?",
@@ -45,7 +48,7 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*match.groups()) for match in _BLOCK.finditer(page.read_text())]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *WITHOUT_COMMANDS], ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_somewhere_and_no_block_is_forgotten(page: Path) -> None:
     text = page.read_text()
     assert text.count("*Not run by the tests") == len([block for block in blocks(page) if block.reason])
@@ -134,7 +137,11 @@ def clone(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page) and page.name != "clients.md"],
+    ids=lambda page: f"{page.parent.name}/{page.stem}",
+)
 def test_the_commands_work(page: Path, clone: Clone) -> None:
     for block in blocks(page):
         if not block.reason:

@@ -1,5 +1,5 @@
-"""Options of TGIS and vllm-tgis-adapter, and the environments of TGIS's deployments: what docs/compatibility.md says of
-each is what a start does."""
+"""What a start does with each option of TGIS and vllm-tgis-adapter, as docs/compatibility.md says, and with the
+environments of TGIS's deployments."""
 
 import json
 import logging
@@ -46,16 +46,16 @@ def read_options() -> dict[str, dict[str, str]]:
     return tried
 
 
-def read_table(title: str) -> dict[str, str]:
-    """What the table of that title in the docs says of each name."""
-    section = (REPOSITORY / "docs/compatibility.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+def read_table() -> dict[str, str]:
+    """What the docs say of each option."""
+    section = (REPOSITORY / "docs/compatibility.md").read_text().split("## Options at the start\n")[1]
     rows = re.findall(r"^\| (`.*?`) \| (.*?) \|$", section, re.MULTILINE)
     return {name: result for names, result in rows for name in re.findall(r"`(.*?)`", names)}
 
 
 OPTIONS = read_options()
-OVERLAYS = yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text())["overlays"]
-OPTIONS_TABLE, OVERLAYS_TABLE = read_table("Options at the start"), read_table("Deployments of TGIS")
+OVERLAYS, STARTS = map(yaml.safe_load((SUPPORT / "tgis_overlays.yaml").read_text()).get, ("overlays", "starts"))
+OPTIONS_TABLE = read_table()
 
 
 def make_model(directory: Path, settings: dict[str, Any]) -> Path:
@@ -128,7 +128,7 @@ def start(caplog: pytest.LogCaptureFixture, tmp_path_factory: pytest.TempPathFac
 
 def test_the_tables_have_every_option_and_overlay() -> None:
     assert OPTIONS_TABLE.keys() == OPTIONS.keys()
-    assert OVERLAYS_TABLE.keys() == OVERLAYS.keys()
+    assert STARTS.keys() == OVERLAYS.keys()
 
 
 @pytest.mark.parametrize("label", OPTIONS)
@@ -166,4 +166,4 @@ def test_an_overlay(name: str, tmp_path: Path, start: Start) -> None:
     if engine is not None:
         engine.warm_up()  # generates tokens
         engine.close()
-    assert result == OVERLAYS_TABLE[name]
+    assert result == STARTS[name]

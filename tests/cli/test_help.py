@@ -4,6 +4,8 @@ import contextlib
 import sys
 
 import pytest
+from options_page import page
+from repository import REPOSITORY
 
 from tgis import __main__, __version__, config
 from tgis.__main__ import COMMANDS
@@ -38,6 +40,11 @@ def test_help_of_serve_describes_every_option(helps: dict[str, str]) -> None:
         assert row.help_text in entry
         assert f"[env: {', '.join(row.variables)}]" in entry
         assert (f"[default: {row.shown_default}]" if not row.required else "[required]") in entry
+
+
+def test_the_page_of_options_is_generated() -> None:
+    """By `python tests/support/options_page.py`."""
+    assert (REPOSITORY / "docs/options.md").read_text() == page()
 
 
 def test_help_shows_the_true_defaults() -> None:

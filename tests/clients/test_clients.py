@@ -6,6 +6,7 @@ OpenAPI document describes.
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,9 @@ FUZZ_SECONDS, FUZZ_SEED = int(os.environ.get("FUZZ_SECONDS", "300")), int(os.env
 
 CLIENTS = ["huggingface_hub", "text_generation", "openai", "openai_browser", "openai_agents", "pydantic_ai", "ai_sdk"]
 CLIENTS += ["langchain", "litellm", "lm_eval"]
+# Of docs/clients.md: each heading, and the language and code of the block below.
+_EXAMPLE = re.compile(r"^### (.+)\n(?:(?!#|```|\*Not run).*\n)*```(python|js)\n((?:.*\n)*?)```$", re.MULTILINE)
+EXAMPLES = {heading: code for heading, *code in _EXAMPLE.findall((REPOSITORY / "docs/clients.md").read_text())}
 slow = (pytest.mark.slow, pytest.mark.skipif(not BIN.is_dir(), reason="make test-clients makes the environment"))
 
 
@@ -48,6 +52,19 @@ def test_client(server: LocalServer, python: Path, name: str) -> None:
     environment = os.environ | {"SERVER_URL": f"http://localhost:{server.http_port}"}
     command = ["node"] if script.suffix == ".mjs" else command
     subprocess.run([*command, str(script)], check=True, env=environment, cwd=FOLDER if FOLDER.is_dir() else None)
+
+
+@pytest.mark.parametrize("heading", [pytest.param(heading, marks=slow) for heading in EXAMPLES])
+def test_an_example_of_the_docs(server: LocalServer, heading: str) -> None:
+    language, code = EXAMPLES[heading]
+    for shown, real in (("3000", server.http_port), ("8033", server.grpc_port)):
+        code = code.replace(f"localhost:{shown}", f"localhost:{real}")
+    code = code.replace("smollm2", "any").replace("proto/generation.proto", str(REPOSITORY / "proto/generation.proto"))
+    python = sys.executable if "grpc" in heading.lower() else str(BIN / "python")
+    program = ["node", "--input-type=module", "-e"] if language == "js" else [python, "-c"]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run([*program, code], check=True, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split()[0] in ("Say", "Once")  # the engine repeats its prompt
 
 
 @slow[0]

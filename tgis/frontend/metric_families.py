@@ -151,7 +151,7 @@ class RequestFamilies:
             "tgi_request_failure", "Calls that failed; for cancelled and timeout, inputs.", _FAILURE_LABELS
         )
         self.unknown_fields = add.counter(
-            "tgi_request_unknown_fields", "Fields of requests to OpenAI's API that have no effect."
+            "tgi_request_unknown_fields", "Fields of OpenAI API requests that have no effect."
         )
         self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
 
@@ -178,11 +178,11 @@ class RequestFamilies:
         )
         self.time_to_first_token = add.duration(
             "tgi_request_time_to_first_token_duration",
-            "From arrival to the first token, whatever becomes of the input.",
+            "From arrival to the first token, also of inputs that fail later.",
         )
         self.inter_token_latency = CountedDuration(
             "tgi_request_inter_token_latency_duration",
-            "Seconds. Between two steps that gave an input tokens, whatever becomes of it.",
+            "Seconds. Between two steps that gave an input tokens, also of inputs that fail later.",
         )
         add.registry.register(self.inter_token_latency)
         self.time_per_output_token = add.duration(
@@ -234,7 +234,7 @@ class BatchFamilies:
         self.prompt_tokens = add.counter(
             "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
         )
-        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, whatever becomes of them.")
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, also of failed calls.")
         self.discarded_tokens = add.counter(
             "tgi_batch_discarded_tokens",
             "Generated tokens in no answer: of cancelled and failed calls, or after a stop sequence.",
@@ -300,8 +300,8 @@ class ServiceFamilies:
         )
         self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")
         self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
-        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines that nobody read in time.")
+        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines dropped for lack of a reader.")
         self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
         self.waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
         self.lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
-        self.loop_lag = add.duration("tgi_event_loop_lag_duration", "How late the front end does what is due.")
+        self.loop_lag = add.duration("tgi_event_loop_lag_duration", "Event-loop lag of the front end.")

@@ -9,8 +9,10 @@ import subprocess
 
 import aiohttp
 import pytest
+import yaml
 from harness import run_async
 from http_port import no_metrics, serving, serving_while_loading
+from repository import REPOSITORY
 
 from tgis.api.http.openapi import make_document
 from tgis.api.http.pages.routes import _DIRECTORY as DIRECTORY
@@ -72,6 +74,9 @@ async def test_the_document_describes_every_route() -> None:
     assert document["openapi"] == "3.1.0"
     assert {"/", "/generate", "/tokenize", "/info", "/v1/chat/completions"} <= document["paths"].keys()
     assert all(f" {path}</code>" in page for path in document["paths"])
+    route = yaml.safe_load((REPOSITORY / "deployment/components/http-route/http-route.yaml").read_text())
+    routed = {match["path"]["value"] for rule in route["spec"]["rules"] for match in rule["matches"]}
+    assert {path for path in document["paths"] if not path.startswith("/v1/")} <= routed
     schemas = document["components"]["schemas"]
     assert schemas["GenerateParameters"]["properties"]["top_p"]["anyOf"][0] == {
         "type": "number",
