@@ -1,13 +1,20 @@
 """tgis.server: what ends a start that waits for an adapter of LORA_MODULES; how the engine is watched."""
 
 import asyncio
+import gc
+import re
+import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
+from chat_templates import LAST_MESSAGE
 from config_parsing import read
-from harness import run_async
+from harness import run_async, wait_until
+from local_server import local_server
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
@@ -81,3 +88,41 @@ async def test_a_long_start_is_no_pause(preparation: Preparation, caplog: pytest
     loop.call_soon(stop.set_result, None)
     await server._monitor(stop)
     assert not any("did not run" in message for message in caplog.messages)
+
+
+RUN = """tgis N, starting engine fake with model N
+versions N
+engine N
+device N
+limits N
+ports N
+try N
+serving m after N s
+single request: 3 tokens, MAX_TOKENS
+draining: 0 inputs in flight have 30 s to finish
+drained in N s: 0 of 0 inputs were cancelled"""
+
+
+def test_a_run_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """What it logs, what the garbage collector leaves alone, and that no thread, child or span is left."""
+    tracer, trim = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(server_module, "make_tracer", tracer)
+    monkeypatch.setattr(server_module, "return_unused_memory", trim)
+    gc.set_threshold(700, 10, 10)
+    frozen, others, children = gc.get_freeze_count(), threading.enumerate(), psutil.Process().children()
+
+    def left() -> set[str]:
+        names = {thread.name.split("_")[0] for thread in threading.enumerate() if thread not in others}
+        return names & {"tokenizer"} | {child.name() for child in psutil.Process().children() if child not in children}
+
+    body = {"messages": [{"role": "user", "content": "a" * 300}], "max_tokens": 3}
+    with local_server(tmp_path, None, LAST_MESSAGE, SERVED_MODEL_NAME="m") as server:
+        assert (gc.get_threshold(), trim.call_count) == ((5_000, 10, 10), 1)
+        assert gc.get_freeze_count() > frozen
+        assert server.post("/v1/chat/completions", body)[0] == 200
+        assert len(left()) == 2
+    assert tracer.mock_calls[0] == mock.call(None, None, "m")
+    assert tracer.mock_calls[-1] == mock.call().close()
+    wait_until(lambda: not left(), "end")
+    logged = [line for line in caplog.messages if "did not run" not in line]  # where CPUs are short
+    assert re.fullmatch(RUN.replace("N", ".*"), "\n".join(logged))
