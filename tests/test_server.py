@@ -5,10 +5,12 @@ import gc
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import psutil
 import pytest
 from chat_templates import LAST_MESSAGE
@@ -18,9 +20,11 @@ from local_server import local_server
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
+from tgis.errors import LOADING, StartError, Unavailable
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import EngineWatchdog
 from tgis.frontend.metrics import Metrics
+from tgis.ipc.lookups import Acquired
 from tgis.ipc.messages import EngineInfo, Ready
 from tgis.prepare import Preparation, prepare
 from tgis.server import Server
@@ -49,24 +53,48 @@ def preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preparation:
     return prepare(read(**options, LORA_MODULES=f"x={adapter}"))
 
 
-async def waiting(preparation: Preparation, stop: asyncio.Future[None]) -> tuple[Server, "asyncio.Task[bool]"]:
-    """A start that has asked the engine for the adapter."""
+async def waiting(
+    preparation: Preparation, stop: asyncio.Future[None], info: EngineInfo = INFO
+) -> tuple[Server, "asyncio.Task[bool]"]:
+    """A start that has asked the engine for the adapter, or has failed."""
     server, transport = Server(preparation), Waits()
     server._process._transport = transport  # type: ignore[assignment]
-    server._process.handle(Ready(INFO))
+    server._process.handle(Ready(info))
     start = asyncio.create_task(server._until_ready(stop))
-    await transport.asked
+    await asyncio.wait([transport.asked, start], return_when=asyncio.FIRST_COMPLETED)
     return server, start
 
 
 @run_async
 async def test_a_signal_does(preparation: Preparation) -> None:
     stop = asyncio.get_running_loop().create_future()
-    server, start = await waiting(preparation, stop)
+    certificates: Any = mock.Mock(expiry={"server": 5.0})
+    server, start = await waiting(replace(preparation, certificates=certificates), stop)
     scrape = (await server._scrape()).decode().splitlines()
-    assert {'tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"} <= {*scrape}
+    shown = {'tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"}
+    assert shown | {'tgi_certificate_expiry_timestamp_seconds{certificate="server"} 5.0'} <= {*scrape}
     stop.set_result(None)
     assert not await start
+
+
+@pytest.mark.parametrize(
+    ("info", "problem", "reason"),
+    [
+        (msgspec.structs.replace(INFO, lora_targets={}), "", "X takes no adapters"),
+        (INFO, "a file is broken", "x: a file is broken"),
+    ],
+)
+@run_async
+async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineInfo, problem: str, reason: str) -> None:
+    server, start = await waiting(preparation, asyncio.get_running_loop().create_future(), info)
+    server._process.handle(Acquired(1, reason=problem))
+    with pytest.raises(StartError, match=f"^LORA_MODULES: {reason}$"):
+        await start
+    with pytest.raises(Unavailable, match=LOADING):
+        await Server(preparation)._batch_state()
+    assert server._why_no_grammars(INFO, has_vocabulary=False) == (
+        "structured output is not supported with this tokenizer"
+    )
 
 
 @run_async

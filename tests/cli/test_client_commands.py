@@ -133,8 +133,9 @@ def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pyte
 def test_generate_reads_stdin(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (b"from\nstdin", b"\xff"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         code, _, error = tgis("generate")
-    assert (code, error) == (2, "tgis: the text is not UTF-8\n")
+    assert (code, error) == (2, "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
     assert served.service.asked[0].request.text == "from\nstdin"
     assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
 

@@ -50,7 +50,12 @@ def test_help_shows_the_true_defaults() -> None:
             assert float(row.shown_default or "") == value
 
 
-def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (__main__.run(["--version"]), capsys.readouterr().out) == (0, f"tgis {__version__}\n")
+    with monkeypatch.context() as client_only:
+        client_only.setattr(__main__, "find_spec", lambda _name: None)
+        assert __main__.run(["convert-to-fast-tokenizer", "m"]) == 1
+    assert capsys.readouterr().err.endswith(" needs the server: pip install . in a checkout\n")
     assert __main__.run([]) == 2
     assert capsys.readouterr().err.startswith("usage: tgis COMMAND")
     assert __main__.run(["sevre"]) == 2

@@ -28,6 +28,11 @@ def test_an_unexpected_error_is_in_both_logs(
     assert line["level"] == "ERROR"
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
+    monkeypatch.setenv("JSON_OUTPUT", "true")
+    assert serve.main(["--port", "70000"], "tgis serve") == 2
+    logs._streams[0].stop()
+    line = json.loads(capfd.readouterr().out)
+    assert (line["level"], "port" in line["message"]) == ("CRITICAL", True)
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from demo.fake_model import make_fake_model
 from tgis import __main__
+from tgis.cli import serve
 from tgis.config import Config
 from tgis.utils.options import declared_options
 
@@ -26,7 +27,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     model = str(make_fake_model(tmp_path / "model"))
 
     def run(*argv: str) -> tuple[int, list[str], str]:
-        code = __main__.run(["serve", "--check", "--model-name", model, "--deployment-framework", "fake", *argv])
+        code = __main__.run(["serve", model, "--check", "--deployment-framework", "fake", *argv])
         out, err = capsys.readouterr()
         return code, out.splitlines(), err
 
@@ -48,12 +49,14 @@ def test_every_option_is_shown_with_what_set_it(check: Check, tmp_path: Path, mo
     assert out[-1].startswith("tgis can start with these options.")
 
 
-def test_warnings_of_a_start_are_shown(check: Check) -> None:
+def test_warnings_of_a_start_are_shown(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "describe_memory", lambda _options: ["a line about memory"])
     code, out, _ = check("--max-new-tokens", "5000", "--shard-uds-path", "x")
     assert code == 0
-    assert out[-3:-1] == [
+    assert out[-4:-1] == [
         "WARNING: ignored options: --shard-uds-path",
         "WARNING: MAX_NEW_TOKENS 5000 lowered to 2047, below MAX_SEQUENCE_LENGTH",
+        "a line about memory",
     ]
 
 

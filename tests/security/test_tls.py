@@ -1,6 +1,7 @@
 """Certificates of the gRPC port: real handshakes, mutual TLS, and files that change while serving."""
 
 import asyncio
+import math
 import ssl
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,7 +17,7 @@ from mounted_secret import Clock, Secret
 from benchmarks.certificates import Pair, make_pair
 from tgis.api.grpc.server import GrpcServer
 from tgis.errors import OptionError
-from tgis.security.tls import Certificates, TlsFiles
+from tgis.security.tls import Certificates, TlsFiles, _expiry
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,7 @@ def test_the_expiry_is_of_the_certificates_in_use(secret: Secret) -> None:
     certificates = Certificates(secret.files(mutual=True), clock)
     assert certificates.expiry == {"server": expires(secret.pair), "client_ca": expires(secret.authority)}
     assert Certificates(secret.files()).expiry == {"server": expires(secret.pair)}
+    assert math.isnan(_expiry(b"only OpenSSL can read it"))
     chain = make_pair(secret.authority, days=3)
     secret.publish(chain.cert + secret.authority.cert, chain.key)
     clock.next_check()
