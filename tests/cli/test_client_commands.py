@@ -138,6 +138,7 @@ def test_generate_reads_stdin(served: Served, tgis: Tgis, monkeypatch: pytest.Mo
     assert (code, error) == (2, "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
     assert served.service.asked[0].request.text == "from\nstdin"
     assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
+    assert r"'a\udcff' is not UTF-8" in tgis("generate", "x", "--stop", "a\udcff")[2]
 
 
 def test_generate_writes_json(served: Served, tgis: Tgis) -> None:
@@ -238,25 +239,10 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     assert __main__.grpc_healthcheck() == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("generate x --top-k -1", "argument --top-k: '-1' must be a whole number from 0 to 4294967295 (see tgis gen"),
-        ("generate x --regex a --choice b", "argument --choice: not allowed with argument --regex (see tgis generate "),
-        ("health --target http://a:80", "argument --target: 'http://a:80' must be HOST:PORT, without http:// (see"),
-        (
-            "chat --target localhost",
-            "argument --target: 'localhost' must be HOST:PORT, without http:// (see tgis chat ",
-        ),
-        ("generate x --stop a\udcff", r"'a\udcff' is not UTF-8"),
-        ("health --tls-cert c", "--tls-cert and --tls-key belong together"),
-        ("health --ca-cert /none", "cannot read /none: No such file or directory"),
-        ("health --token-file /none", "cannot read /none: No such file or directory"),
-    ],
-)
-def test_an_option_that_cannot_be_used_is_one_line(tgis: Tgis, line: str, said: str) -> None:
-    code, out, err = tgis(*line.split())
-    assert (code, out, err.count("\n"), err.startswith(f"tgis: {said}")) == (2, "", 1, True)
+@table("options", "clients")
+def test_an_option_that_cannot_be_used_is_one_line(tgis: Tgis, row: dict[str, str]) -> None:
+    code, out, err = tgis(*row["line"].split())
+    assert (code, out, err.count("\n"), err.startswith(f"tgis: {row['said']}")) == (2, "", 1, True)
 
 
 def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path) -> None:
