@@ -2,9 +2,10 @@
 
 import asyncio
 import gc
+import logging
 import re
+import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from local_server import local_server
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
+from tgis.config import Config
 from tgis.errors import LOADING, StartError, Unavailable
+from tgis.frontend import request_log
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_process import EngineWatchdog
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.lookups import Acquired
 from tgis.ipc.messages import EngineInfo, Ready
@@ -108,14 +110,45 @@ async def test_the_end_of_the_engine_does_and_is_the_reason(preparation: Prepara
 
 
 @run_async
-async def test_a_long_start_is_no_pause(preparation: Preparation, caplog: pytest.LogCaptureFixture) -> None:
-    server, loop = Server(preparation), asyncio.get_running_loop()
-    server._process.watchdog = EngineWatchdog(time.monotonic() - 100)
+async def test_pauses_and_changes_of_health_are_logged(
+    preparation: Preparation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, stop = Server(preparation), asyncio.get_running_loop().create_future()
+    late, reasons = iter((100.0, 0.9, 1.5)), [None, "it hangs", "it hangs", None]  # a long start is no pause
+
+    def silence(_now: float) -> str | None:
+        if len(reasons) == 1:
+            stop.set_result(None)
+        return reasons.pop(0)
+
+    monkeypatch.setattr(server_module, "TICK_SECONDS", 0.001)
+    server._process.watchdog = mock.Mock(tick=lambda _now: next(late, 0.0), silence=silence)
     server._client.set_result(EngineClient(server._process, Metrics(preparation.limits, INFO)))
-    stop = loop.create_future()
-    loop.call_soon(stop.set_result, None)
+    server._unhealthy_reason = None
     await server._monitor(stop)
-    assert not any("did not run" in message for message in caplog.messages)
+    pause = "this process did not run for 1.5 s: it was paused, or busy with something else"
+    assert caplog.messages == [pause, "health is off: it hangs", "health is on again"]
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_process_serves_as_a_server_or_as_a_node(node_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {name: mock.AsyncMock(return_value=7) for name in ("serve", "serve_node")}
+    monkeypatch.setattr(sys, "setswitchinterval", switch := mock.Mock())
+    for name, replaced in {"prepare": mock.Mock(), **served}.items():
+        monkeypatch.setattr(server_module, name, replaced)
+    frozen = gc.get_freeze_count()
+    assert server_module.run(Config(model_name="m", node_rank=node_rank)) == 7
+    assert [task.await_count for task in served.values()] == [1 - node_rank, node_rank]
+    assert gc.get_freeze_count() > frozen
+    switch.assert_called_once_with(server_module.SWITCH_SECONDS)
+
+
+def test_a_tokenizer_must_be_found(preparation: Preparation, tmp_path: Path) -> None:
+    options = {"MODEL_NAME": str(preparation.model.path), "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": str(tmp_path)}
+    with pytest.raises(StartError, match=rf"^TOKENIZER_NAME: .* in the cache {tmp_path} "):
+        prepare(read(**options, TOKENIZER_NAME="org/none", HF_HUB_CACHE=str(tmp_path), LOG_REQUESTS="false"))
+    assert logging.getLogger(request_log.__name__).level == logging.WARNING
+    logging.getLogger(request_log.__name__).setLevel(logging.NOTSET)
 
 
 RUN = """tgis N, starting engine fake with model N

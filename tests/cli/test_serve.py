@@ -30,7 +30,7 @@ def test_an_unexpected_error_is_in_both_logs(
     assert serve.main(["--model-name", "m", "--json-output", *paths], "tgis serve") == 1
     logs._streams[0].stop()
     (line,) = map(json.loads, capfd.readouterr().out.splitlines())
-    assert line["level"] == "ERROR"
+    assert (line["level"], line["message"]) == ("ERROR", "the server cannot go on")
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
     monkeypatch.setenv("JSON_OUTPUT", "true")

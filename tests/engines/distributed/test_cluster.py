@@ -57,6 +57,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "other").write_bytes(b"another")
+    caplog.set_level("INFO")
     with gathering(model) as (port, gathered):
         with pytest.raises(StartError, match="CLUSTER_SECRET_PATH is another on node 0"):
             join(options_of(model, 1, port, cluster_secret_path=str(tmp_path / "other")))
@@ -74,6 +75,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
         with pytest.raises(ConnectionRefusedError):  # the port is closed again
             socket.create_connection(("127.0.0.1", port))
         assert "timed out" not in caplog.text  # nobody has waited for the silent one
+        assert "rank 1 has joined, node 1 at 127.0.0.1" in caplog.messages
         for reason in (
             "with another CLUSTER_SECRET_PATH",
             "but a frame of 542393671 bytes",
@@ -85,7 +87,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
             sock.close()
 
 
-def test_nodes_that_restart_join_again(model: Path) -> None:
+def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as node_0:
         port = node_0.getsockname()[1]
         twins = [join_in_thread(options_of(model, 1, port, num_shards=4, rank=2)) for _ in range(2)]
@@ -98,6 +100,7 @@ def test_nodes_that_restart_join_again(model: Path) -> None:
     waiting.add(join_in_thread(options_of(model, 1, port, num_shards=4, rank=3)))
     links = gathered.result(20)
     assert links.keys() == {2, 3}
+    assert f"node 0 at 127.0.0.1, port {port}: its connection was closed; trying again" in caplog.messages
     for link in links.values():
         link.sendall(encode_frame(Joined("a:1")))
     for link in (*links.values(), *(future.result(20)[0] for future in waiting)):
