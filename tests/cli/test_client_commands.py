@@ -1,5 +1,6 @@
 """The commands that call a server, against a scripted one."""
 
+import contextlib
 import io
 import json
 import os
@@ -19,11 +20,25 @@ import pytest
 from google.protobuf import json_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tables import table
-from terminal import tgis_on_terminal
 
 from tgis import __main__
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
+
+
+def tgis_on_terminal(*argv: str) -> str:
+    """What `tgis` writes to its terminal; stdin is empty."""
+    ours, theirs = os.openpty()
+    written = b""
+    command = [sys.executable, "-m", "tgis", *argv]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # nobody has the terminal open any more
+            while data := os.read(ours, 4096):
+                written += data
+        assert process.wait(20) == 0
+    os.close(ours)
+    return written.decode()
 
 
 @dataclass

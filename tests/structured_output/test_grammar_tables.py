@@ -39,6 +39,11 @@ def test_what_users_write(row: dict[str, Any]) -> None:
     assert allows(matcher_of(row), row["allows"])
 
 
+@table("grammars", "texts")
+def test_texts_of_schemas(row: dict[str, Any]) -> None:
+    assert [text for text in row["allows"] + row["refuses"] if allows(matcher_of(row), text)] == row["allows"]
+
+
 def check_refused(row: dict[str, Any]) -> None:
     with pytest.raises(GrammarError) as error:
         matcher_of(row)

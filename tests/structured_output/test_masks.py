@@ -34,7 +34,7 @@ REGEXES = [
 ]
 PIECES = [
     *"abcdefghijklmnoprstuvxyzABCÄÖäöéü世界0123456789@.-/* \n",
-    *(
+    *[
         "ab",
         "abc",
         "yz",
@@ -52,7 +52,7 @@ PIECES = [
         "bC",
         "-Ä",
         "a\nb",
-    ),
+    ],
 ]
 TABLE = token_table([piece.encode() for piece in PIECES])
 
