@@ -106,7 +106,12 @@ async def test_the_end_of_the_engine_does_and_is_the_reason(preparation: Prepara
     server._process._process = mock.Mock(wait=mock.AsyncMock(return_value=-9))
     server._process.connection_lost(None)
     assert not await start
-    assert "signal 9" in server._process.died.result()
+    assert "signal 9" in (reason := server._process.died.result())
+    server._service_metrics.engine_up.set(1)
+    await server._drain(stop)
+    scrape = (await server._scrape()).decode().splitlines()
+    assert {'tgi_state{state="draining"} 1.0', "tgi_engine_up 0.0"} <= {*scrape}
+    assert (server._why_unhealthy(), server._admission.draining) == (reason, True)
 
 
 @run_async

@@ -1,4 +1,6 @@
-"""tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine."""
+"""tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine;
+limits of calls and inputs in total and for each client.
+"""
 
 import asyncio
 import time
