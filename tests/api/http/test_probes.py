@@ -12,6 +12,7 @@ import http_port
 import pytest
 from harness import run_async
 from http_port import exchange
+from tables import table
 
 from tgis.api.http import app
 from tgis.api.http.app import HttpServer
@@ -84,24 +85,10 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
         assert {body for _, _, body in await asyncio.gather(*waiting)} == {b"2"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 200),
-        ("GET", "/health/", 200),
-        ("GET", "/health//", 404),
-        ("GET", "/metrics/../health", 404),
-        ("POST", "/generate", 404),
-        ("POST", "/health", 405),
-        ("HEAD", "/health", 200),
-        ("POST", "/ping", 200),
-        ("HEAD", "/nothing", 404),
-        ("POST", "/v1/responses", 404),
-        ("GET", "/health?verbose=1", 200),
-    ],
-)
+@table("errors", "paths of probes")
 @run_async
-async def test_other_paths_and_methods_are_rejected(method: str, path: str, status: int) -> None:
+async def test_other_paths_and_methods_are_rejected(row: dict[str, Any]) -> None:
+    method, path, status = row["method"], row["path"], row["status"]
     async with serving() as port:
         found, headers, body = await request(port, path, method)
     assert found == status

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 from batches import engine_options
 from cluster import free_port
+from engine_clients import INFO
 from harness import wait_until
 from transformers import LlamaConfig
 
+from tgis.engines.distributed import follower, ranks
 from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join
 from tgis.errors import StartError
-from tgis.ipc.channel import encode_frame
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.channel import encode_frame, receive_messages
+from tgis.ipc.messages import EngineOptions, Fatal, Ready
 
 SECRET = b"16 bytes at least"
 
@@ -105,6 +109,32 @@ def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFix
         link.sendall(encode_frame(Joined("a:1")))
     for link in (*links.values(), *(future.result(20)[0] for future in waiting)):
         link.close()
+
+
+def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, followed, aborts = mock.Mock(), mock.Mock(), SimpleQueue[str]()
+    parent.abort = aborts.put
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = socket.create_connection(listener.getsockname())
+        rank_0, _ = listener.accept()
+    monkeypatch.setattr(follower, "join", lambda _options: (link, "a:1"))
+    monkeypatch.setattr(follower, "_follow", followed)
+    monkeypatch.setattr(ranks, "use_interface", interface := mock.Mock())
+    follower.follow_node_0(parent, options := options_of(model, 1, 1, cluster_interface="eth1"))
+    ((_, *given, fail, on_ready),) = (call.args for call in followed.call_args_list)
+    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.1"))
+    on_ready(INFO)
+    parent.send.assert_called_once_with(Ready(INFO))
+    fail("failed: why")
+    assert next(receive_messages(rank_0, Fatal)) == Fatal("failed: why")
+    rank_0.sendall(encode_frame(Fatal("no memory")))
+    rank_0.close()
+    ends = [aborts.get(timeout=20) for _ in range(3)]
+    gone = "rank 0 of the engine on node 0 at 127.0.0.1 is gone: its connection was closed"
+    assert ends == ["rank 1 of the engine failed: why", "no memory", gone]
+    link.close()
 
 
 @pytest.mark.parametrize(
