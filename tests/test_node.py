@@ -28,7 +28,7 @@ SILENT = [((3, "no heartbeat"), "rank 3: no heartbeat"), ((3, None), None)]
 class Rank(EngineProcess):
     """A rank without a process."""
 
-    exit_code: int | None = None  # type: ignore[assignment]
+    exit_code: int | None = None
 
     async def start(self, options: EngineOptions) -> int:
         self.options = options

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 from chat_templates import LAST_MESSAGE
 from config_parsing import read
@@ -25,6 +25,7 @@ from tgis.config import Config
 from tgis.errors import LOADING, StartError, Unavailable
 from tgis.frontend import request_log
 from tgis.frontend.engine_client import EngineClient
+from tgis.frontend.engine_process import wait_first
 from tgis.frontend.metrics import Metrics
 from tgis.ipc.lookups import Acquired
 from tgis.ipc.messages import EngineInfo, Ready
@@ -63,7 +64,7 @@ async def waiting(
     server._process._transport = transport  # type: ignore[assignment]
     server._process.handle(Ready(info))
     start = asyncio.create_task(server._until_ready(stop))
-    await asyncio.wait([transport.asked, start], return_when=asyncio.FIRST_COMPLETED)
+    await wait_first([transport.asked, start])
     return server, start
 
 
