@@ -67,7 +67,7 @@ TERM, DRAIN = (signal.SIGTERM, SHUTTING_DOWN), (signal.SIGHUP, SHUTTING_DOWN)
 
 
 @pytest.mark.parametrize(
-    ("events", "ends", "seconds", "logged", "outcome"),
+    "case",
     [
         ([], [signal.SIGTERM], (60, 60), [], 0),
         ([((2, "ready"), LOADING)], [(3, "ready"), signal.SIGTERM], (60, 60), [], 0),
@@ -81,19 +81,11 @@ TERM, DRAIN = (signal.SIGTERM, SHUTTING_DOWN), (signal.SIGHUP, SHUTTING_DOWN)
     ],
 )
 @run_async
-async def test_a_node_serves_until_node_0_ends(
-    events: list[Any],
-    ends: list[Any],
-    seconds: tuple[float, float],
-    logged: list[str],
-    outcome: int | str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """After each event the node is unhealthy for a reason. Without more time than `seconds`, only `ends` end it."""
+async def test_a_node_serves_until_node_0_ends(case: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """After each event the node is unhealthy for a reason. Only `ends` end it, within a time for exits and a grace."""
+    events, ends, (exit_seconds, grace), logged, outcome = case
     monkeypatch.setattr(node_module, "EngineProcess", Rank)
     monkeypatch.setattr(node_module, "TICK_SECONDS", 0.001)
-    exit_seconds, grace = seconds
     monkeypatch.setattr(node_module, "_EXIT_SECONDS", exit_seconds)
     caplog.set_level("INFO", "tgis.node")
     ranks.clear()

@@ -50,6 +50,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
     tokens: list[object] = field(default_factory=list)
+    names: list[tuple[str, str]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def GenerateStream(
@@ -71,6 +72,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         self._record_token(context)
         assert request.return_tokens
         assert request.return_offsets
+        self.names.append((request.adapter_id, request.prefix_id))
         text = request.requests[0].text.encode()
         words = [*re.finditer(rb"\S+", text), *re.finditer(rb"\xc3\xa9", text)]  # é has two tokens
         offsets = [pb.TokenizeResponse.Offset(start=word.start(), end=word.end()) for word in words]
@@ -215,13 +217,14 @@ def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) ->
     assert ", MAX_TOKENS\x1b[0m" in statistics
 
 
-def test_tokenize(tgis: Tgis) -> None:
+def test_tokenize(served: Served, tgis: Tgis) -> None:
     code, out, err = tgis("tokenize", "hello w\x07rld\n\té")
     assert (code, err) == (0, "5 tokens\n")
     assert [line.split("  ")[-1] for line in out.splitlines()] == ["<s>", "hello", " w\ufffdrld", "\\n\\té", "é"]
     assert out.splitlines()[2] == "     6     11   w\ufffdrld"
-    code, line, _ = tgis("tokenize", "--json", "a b")
+    code, line, _ = tgis("tokenize", "--json", "a b", "--adapter-id", "a", "--prefix-id", "p")
     assert (code, line.count("\n"), json.loads(line)["tokenCount"]) == (0, 1, 3)
+    assert served.service.names == [("", ""), ("a", "p")]
 
 
 def test_model_info(tgis: Tgis) -> None:
