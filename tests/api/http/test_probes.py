@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -10,6 +11,7 @@ from unittest import mock
 
 import http_port
 import pytest
+from aiohttp import web
 from harness import run_async
 from http_port import exchange
 from tables import table
@@ -189,6 +191,15 @@ async def test_the_headers_of_a_request_are_bounded_as_a_whole() -> None:
         few, many = (LINE + (b"X: %0500d\r\n" % 0) * count for count in (60, 70))
         assert b" 200 " in await exchange(port, few + b"Connection: close\r\n\r\n")
         assert b" 200 " not in await exchange(port, many + b"Connection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [(ConnectionResetError(), False), (web.RequestPayloadError(), False), (ZeroDivisionError(), True), (None, True)],
+)
+def test_clients_that_vanish_are_no_errors(error: Exception | None, logged: bool) -> None:
+    record = logging.makeLogRecord({"exc_info": error and (type(error), error, None)})
+    assert bool(app.log.filter(record)) == logged
 
 
 @run_async
