@@ -22,6 +22,9 @@ from local_server import local_server
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
 from tgis.config import Config
+from tgis.engine_core import main as engine_main
+from tgis.engine_core.lookups import LookupTable
+from tgis.engines.fake import FakeEngine
 from tgis.errors import LOADING, StartError, Unavailable
 from tgis.frontend import request_log
 from tgis.frontend.engine_client import EngineClient
@@ -95,9 +98,8 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
         await start
     with pytest.raises(Unavailable, match=LOADING):
         await Server(preparation)._batch_state()
-    assert server._why_no_grammars(INFO, has_vocabulary=False) == (
-        "structured output is not supported with this tokenizer"
-    )
+    said = server._why_no_grammars(INFO, has_vocabulary=False)
+    assert said == "structured output is not supported with this tokenizer"
 
 
 @run_async
@@ -172,22 +174,24 @@ drained in N s: 0 of 0 inputs were cancelled"""
 
 def test_a_run_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """What it logs, what the garbage collector leaves alone, and that no thread, child or span is left."""
-    tracer, trim = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(server_module, "make_tracer", tracer)
-    monkeypatch.setattr(server_module, "return_unused_memory", trim)
+    tracer, trim, freeze, closed = mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock()
+    replaced = [(server_module, "make_tracer", tracer), (gc, "freeze", freeze), (FakeEngine, "close", closed.engine)]
+    replaced += [(module, "return_unused_memory", trim) for module in (server_module, engine_main)]
+    for target, name, value in [*replaced, (LookupTable, "close", closed.lookups)]:
+        monkeypatch.setattr(target, name, value)
     gc.set_threshold(700, 10, 10)
-    frozen, others, children = gc.get_freeze_count(), threading.enumerate(), psutil.Process().children()
+    others, children = threading.enumerate(), psutil.Process().children()
 
     def left() -> set[str]:
-        names = {thread.name.split("_")[0] for thread in threading.enumerate() if thread not in others}
-        return names & {"tokenizer"} | {child.name() for child in psutil.Process().children() if child not in children}
+        threads = {thread.name for thread in threading.enumerate() if thread not in others and not thread.daemon}
+        return threads | {child.name() for child in psutil.Process().children() if child not in children}
 
     body = {"messages": [{"role": "user", "content": "a" * 300}], "max_tokens": 3}
     with local_server(tmp_path, None, LAST_MESSAGE, SERVED_MODEL_NAME="m") as server:
-        assert (gc.get_threshold(), trim.call_count) == ((5_000, 10, 10), 1)
-        assert gc.get_freeze_count() > frozen
+        assert (gc.get_threshold(), trim.call_count, freeze.call_count) == ((5_000, 10, 10), 2, 3)
         assert server.post("/v1/chat/completions", body)[0] == 200
-        assert len(left()) == 2
+        assert {"tokenizer_0", "python"} <= left()
+    assert closed.mock_calls == [mock.call.lookups(), mock.call.engine()]
     assert tracer.mock_calls[0] == mock.call(None, None, "m")
     assert tracer.mock_calls[-1] == mock.call().close()
     wait_until(lambda: not left(), "end")

@@ -223,9 +223,7 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
         ("bug", (AdapterProblem.BROKEN, "internal error: ZeroDivisionError")),
     ],
 )
-def test_every_lookup_is_answered(
-    name: str, expected: tuple[AdapterProblem, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_lookup_is_answered(name: str, expected: tuple[AdapterProblem, str], caplog: Any) -> None:
     store = SlowStore()
     for number in (1, 2, 3):
         store.lookups.acquire(Acquire(number, name))

@@ -102,7 +102,7 @@ def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: 
 
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
+    defaults: dict[str, Any] = {"estimate_memory": "auto", "batch_safety_margin": None}
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:
