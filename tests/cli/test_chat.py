@@ -88,6 +88,7 @@ def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:
         until("m: Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D leaves\r\n> ")
         os.write(ours, b"hello\x1b[31m\n")
         until("u:hello")
+        assert server.metric("tgi_batch_current_size") == 1.0  # it is shown as it grows
         process.send_signal(signal.SIGINT)
         server.wait_for_metric("tgi_batch_current_size 0.0")
         seen = seen[seen.index("u:hello") :]
