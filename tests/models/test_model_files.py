@@ -13,6 +13,7 @@ from model_directories import write_model
 
 from tgis.errors import StartError
 from tgis.models import files, staging
+from tgis.models.convert.weights import ensure_weights
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -134,8 +135,9 @@ def test_weights(tmp_path: Path) -> None:
 )
 def test_a_bad_index(tmp_path: Path, weight_map: object, message: str) -> None:
     write_index(tmp_path, weight_map)
-    with pytest.raises(StartError, match=message):
-        find_weights(tmp_path)
+    for find in (find_weights, lambda path: ensure_weights(path, tmp_path)):
+        with pytest.raises(StartError, match=message):
+            find(tmp_path)
 
 
 @pytest.mark.parametrize(
