@@ -86,6 +86,8 @@ def test_options_reach_the_engine(tmp_path: Any) -> None:
 def test_only_a_model_can_draft(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert made(tmp_path, SPECULATOR_NAME=str(tmp_path)).speculator_path == str(tmp_path)
+    with pytest.raises(StartError, match=r"^SPECULATOR_NAME: model 'org/none' not found"):
+        made(tmp_path, SPECULATOR_NAME="org/none", HF_HUB_CACHE=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartError, match=f"^SPECULATOR_NAME: {tmp_path} has {kind} heads, which are not supported"):
         made(tmp_path, SPECULATOR_NAME=str(tmp_path))

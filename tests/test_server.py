@@ -1,19 +1,36 @@
 """tgis.server: what ends a start that waits for an adapter of LORA_MODULES; how the engine is watched."""
 
 import asyncio
-import time
+import gc
+import logging
+import re
+import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import msgspec
+import psutil  # type: ignore[import-untyped]
 import pytest
+from chat_templates import LAST_MESSAGE
 from config_parsing import read
-from harness import run_async
+from harness import run_async, wait_until
+from local_server import local_server
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
+from tgis.config import Config
+from tgis.engine_core import main as engine_main
+from tgis.engine_core.lookups import LookupTable
+from tgis.engines.fake import FakeEngine
+from tgis.errors import LOADING, StartError, Unavailable
+from tgis.frontend import request_log
 from tgis.frontend.engine_client import EngineClient
-from tgis.frontend.engine_process import EngineWatchdog
+from tgis.frontend.engine_process import wait_first
 from tgis.frontend.metrics import Metrics
+from tgis.ipc.lookups import Acquired
 from tgis.ipc.messages import EngineInfo, Ready
 from tgis.prepare import Preparation, prepare
 from tgis.server import Server
@@ -42,24 +59,47 @@ def preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preparation:
     return prepare(read(**options, LORA_MODULES=f"x={adapter}"))
 
 
-async def waiting(preparation: Preparation, stop: asyncio.Future[None]) -> tuple[Server, "asyncio.Task[bool]"]:
-    """A start that has asked the engine for the adapter."""
+async def waiting(
+    preparation: Preparation, stop: asyncio.Future[None], info: EngineInfo = INFO
+) -> tuple[Server, "asyncio.Task[bool]"]:
+    """A start that has asked the engine for the adapter, or has failed."""
     server, transport = Server(preparation), Waits()
     server._process._transport = transport  # type: ignore[assignment]
-    server._process.handle(Ready(INFO))
+    server._process.handle(Ready(info))
     start = asyncio.create_task(server._until_ready(stop))
-    await transport.asked
+    await wait_first([transport.asked, start])
     return server, start
 
 
 @run_async
 async def test_a_signal_does(preparation: Preparation) -> None:
     stop = asyncio.get_running_loop().create_future()
-    server, start = await waiting(preparation, stop)
+    certificates: Any = mock.Mock(expiry={"server": 5.0})
+    server, start = await waiting(replace(preparation, certificates=certificates), stop)
     scrape = (await server._scrape()).decode().splitlines()
-    assert {'tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"} <= {*scrape}
+    shown = {'tgi_state{state="loading"} 1.0', 'tgi_state{state="serving"} 0.0', "tgi_engine_up 0.0"}
+    assert shown | {'tgi_certificate_expiry_timestamp_seconds{certificate="server"} 5.0'} <= {*scrape}
     stop.set_result(None)
     assert not await start
+
+
+@pytest.mark.parametrize(
+    ("info", "problem", "reason"),
+    [
+        (msgspec.structs.replace(INFO, lora_targets={}), "", "X takes no adapters"),
+        (INFO, "a file is broken", "x: a file is broken"),
+    ],
+)
+@run_async
+async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineInfo, problem: str, reason: str) -> None:
+    server, start = await waiting(preparation, asyncio.get_running_loop().create_future(), info)
+    server._process.handle(Acquired(1, reason=problem))
+    with pytest.raises(StartError, match=f"^LORA_MODULES: {reason}$"):
+        await start
+    with pytest.raises(Unavailable, match=LOADING):
+        await Server(preparation)._batch_state()
+    said = server._why_no_grammars(INFO, has_vocabulary=False)
+    assert said == "structured output is not supported with this tokenizer"
 
 
 @run_async
@@ -69,15 +109,91 @@ async def test_the_end_of_the_engine_does_and_is_the_reason(preparation: Prepara
     server._process._process = mock.Mock(wait=mock.AsyncMock(return_value=-9))
     server._process.connection_lost(None)
     assert not await start
-    assert "signal 9" in server._process.died.result()
+    assert "signal 9" in (reason := server._process.died.result())
+    server._service_metrics.engine_up.set(1)
+    await server._drain(stop)
+    scrape = (await server._scrape()).decode().splitlines()
+    assert {'tgi_state{state="draining"} 1.0', "tgi_engine_up 0.0"} <= {*scrape}
+    assert (server._why_unhealthy(), server._admission.draining) == (reason, True)
 
 
 @run_async
-async def test_a_long_start_is_no_pause(preparation: Preparation, caplog: pytest.LogCaptureFixture) -> None:
-    server, loop = Server(preparation), asyncio.get_running_loop()
-    server._process.watchdog = EngineWatchdog(time.monotonic() - 100)
+async def test_pauses_and_changes_of_health_are_logged(
+    preparation: Preparation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, stop = Server(preparation), asyncio.get_running_loop().create_future()
+    late, reasons = iter((100.0, 0.9, 1.5)), [None, "it hangs", "it hangs", None]  # a long start is no pause
+
+    def silence(_now: float) -> str | None:
+        if len(reasons) == 1:
+            stop.set_result(None)
+        return reasons.pop(0)
+
+    monkeypatch.setattr(server_module, "TICK_SECONDS", 0.001)
+    server._process.watchdog = mock.Mock(tick=lambda _now: next(late, 0.0), silence=silence)
     server._client.set_result(EngineClient(server._process, Metrics(preparation.limits, INFO)))
-    stop = loop.create_future()
-    loop.call_soon(stop.set_result, None)
+    server._unhealthy_reason = None
     await server._monitor(stop)
-    assert not any("did not run" in message for message in caplog.messages)
+    pause = "this process did not run for 1.5 s: it was paused, or busy with something else"
+    assert caplog.messages == [pause, "health is off: it hangs", "health is on again"]
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_process_serves_as_a_server_or_as_a_node(node_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {name: mock.AsyncMock(return_value=7) for name in ("serve", "serve_node")}
+    monkeypatch.setattr(sys, "setswitchinterval", switch := mock.Mock())
+    for name, replaced in {"prepare": mock.Mock(), **served}.items():
+        monkeypatch.setattr(server_module, name, replaced)
+    frozen = gc.get_freeze_count()
+    assert server_module.run(Config(model_name="m", node_rank=node_rank)) == 7
+    assert [task.await_count for task in served.values()] == [1 - node_rank, node_rank]
+    assert gc.get_freeze_count() > frozen
+    switch.assert_called_once_with(server_module.SWITCH_SECONDS)
+
+
+def test_a_tokenizer_must_be_found(preparation: Preparation, tmp_path: Path) -> None:
+    options = {"MODEL_NAME": str(preparation.model.path), "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": str(tmp_path)}
+    with pytest.raises(StartError, match=rf"^TOKENIZER_NAME: .* in the cache {tmp_path} "):
+        prepare(read(**options, TOKENIZER_NAME="org/none", HF_HUB_CACHE=str(tmp_path), LOG_REQUESTS="false"))
+    assert logging.getLogger(request_log.__name__).level == logging.WARNING
+    logging.getLogger(request_log.__name__).setLevel(logging.NOTSET)
+
+
+RUN = """tgis N, starting engine fake with model N
+versions N
+engine N
+device N
+limits N
+ports N
+try N
+serving m after N s
+single request: 3 tokens, MAX_TOKENS
+draining: 0 inputs in flight have 30 s to finish
+drained in N s: 0 of 0 inputs were cancelled"""
+
+
+def test_a_run_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """What it logs, what the garbage collector leaves alone, and that no thread, child or span is left."""
+    tracer, trim, freeze, closed = mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock()
+    replaced = [(server_module, "make_tracer", tracer), (gc, "freeze", freeze), (FakeEngine, "close", closed.engine)]
+    replaced += [(module, "return_unused_memory", trim) for module in (server_module, engine_main)]
+    for target, name, value in [*replaced, (LookupTable, "close", closed.lookups)]:
+        monkeypatch.setattr(target, name, value)
+    gc.set_threshold(700, 10, 10)
+    others, children = threading.enumerate(), psutil.Process().children()
+
+    def left() -> set[str]:
+        threads = {thread.name for thread in threading.enumerate() if thread not in others and not thread.daemon}
+        return threads | {child.name() for child in psutil.Process().children() if child not in children}
+
+    body = {"messages": [{"role": "user", "content": "a" * 300}], "max_tokens": 3}
+    with local_server(tmp_path, None, LAST_MESSAGE, SERVED_MODEL_NAME="m") as server:
+        assert (gc.get_threshold(), trim.call_count, freeze.call_count) == ((5_000, 10, 10), 2, 3)
+        assert server.post("/v1/chat/completions", body)[0] == 200
+        assert {"tokenizer_0", "python"} <= left()
+    assert closed.mock_calls == [mock.call.lookups(), mock.call.engine()]
+    assert tracer.mock_calls[0] == mock.call(None, None, "m")
+    assert tracer.mock_calls[-1] == mock.call().close()
+    wait_until(lambda: not left(), "end")
+    logged = [line for line in caplog.messages if "did not run" not in line]  # where CPUs are short
+    assert re.fullmatch(RUN.replace("N", ".*"), "\n".join(logged))

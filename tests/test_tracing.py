@@ -136,6 +136,7 @@ def test_a_malformed_tracestate_is_not_logged(collector: tuple[Collector, int], 
     for state in ("A=sesame", "sesame=1,sesame=2", "=sesame", "sesame" * 50 + "=1"):
         tracer.record([("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", state)], time.monotonic())
     tracer.close()
+    assert collector[0].resource()["service.name"] == "tgis"
     assert len(collector[0].spans(4)) == 4
     assert "sesame" not in caplog.text
 

@@ -1,9 +1,11 @@
 """Options of vLLM and vllm-tgis-adapter: what they become, and what is ignored or refused by name."""
 
 import re
+from typing import Any
 
 import pytest
 from config_parsing import read, refusal
+from tables import table
 
 from tgis.config import Config, parse
 from tgis.errors import OptionError
@@ -34,31 +36,11 @@ def test_a_command_line_of_vllm() -> None:
     assert read_as_adapter(*flags.split()) == read_as_adapter(*ours.split())
 
 
-@pytest.mark.parametrize(
-    ("flags", "field", "value"),
-    [
-        ("--max-model-len 4K", "max_sequence_length", 4096),
-        ("--max_model_len 25.6k", "max_sequence_length", 25600),
-        ("-tp 2", "num_shard", 2),
-        ("--dtype float", "dtype", "float32"),
-        ("--dtype bf16", "dtype", "bfloat16"),
-        ("--host localhost", "bind_address", "127.0.0.1"),
-        ("--tokenizer t", "tokenizer_name", "t"),
-        ("--speculative-model [ngram]", "speculation", "lookup"),
-        ("--speculative-model a/b", "speculator_name", "a/b"),
-        ("--num-speculative-tokens 5", "speculation_max_tokens", 5),
-        ('--speculative-config {"method":"ngram","num_speculative_tokens":4}', "speculation", "lookup"),
-        ('--speculative-config {"method":"suffix","num_speculative_tokens":4}', "speculation_max_tokens", 4),
-        ('--speculative-config {"method":"draft_model","model":"a","revision":"r"}', "speculator_revision", "r"),
-        ('--speculative-config {"method":"mlp_speculator","model":"a/b"}', "speculator_name", "a/b"),
-        ("--enable-log-requests", "log_requests", True),
-        ("--load-format gguf", "quantize", "gguf"),
-        ("--load-format bitsandbytes --quantization bitsandbytes", "quantize", "bitsandbytes"),
-    ],
-)
-def test_a_flag_of_vllm(flags: str, field: str, value: object) -> None:
-    config = read_as_adapter(*flags.split(), MODEL_NAME="m")
-    assert (getattr(config, field), config.warnings) == (value, ())
+@table("options", "vllm_flags")
+def test_a_flag_of_vllm(row: dict[str, Any]) -> None:
+    config = read_as_adapter(*row["line"].split(), MODEL_NAME="m")
+    assert {name: getattr(config, name) for name in row["expected"]} == row["expected"]
+    assert config.warnings == ()
 
 
 def test_elsewhere_the_error_for_a_flag_of_vllm_names_ours() -> None:
@@ -133,16 +115,7 @@ def test_every_foreign_option_gets_its_verdict() -> None:
     assert set(ignored.removeprefix("ignored options: ").split(", ")) == named
 
 
-@pytest.mark.parametrize(
-    ("flag", "harmless", "text"),
-    [
-        ("--task", "generate", "embed"),
-        ("--runner", "auto", "pooling"),
-        ("--hf-overrides", "{}", '{"a":1}'),
-        ("--pipeline-parallel-size", "1", "2"),
-        ("--data-parallel-size", "1", "2"),
-    ],
-)
-def test_what_would_serve_something_else_is_refused(flag: str, harmless: str, text: str) -> None:
-    assert read_as_adapter("--model", "m", flag, harmless) == read_as_adapter("--model", "m")
-    assert f"{flag}={text!r} is not supported: " in refusal_as_adapter(flag, text)
+@table("options", "vllm_refused")
+def test_what_would_serve_something_else_is_refused(row: dict[str, str]) -> None:
+    assert read_as_adapter("--model", "m", row["flag"], row["harmless"]) == read_as_adapter("--model", "m")
+    assert f"{row['flag']}={row['text']!r} is not supported: " in refusal_as_adapter(row["flag"], row["text"])

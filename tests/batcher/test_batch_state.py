@@ -1,11 +1,14 @@
-"""the batcher's state: what runs, what waits, and why."""
+"""The batcher's state: what runs, what waits, and why; the peak of a batch against the naive way."""
 
 from typing import Any
 
 import pytest
 from batches import EOS, limits, next_plan, queued, request, run_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
+from tgis.batcher.capacity import PeakEstimator
 from tgis.ipc.messages import RequestState, WaitReason
 from tgis.ipc.request import Request
 
@@ -109,3 +112,32 @@ def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     seen = batcher.state(0.0, max_seqs=3)
     assert seen.token_capacity < 2 * 11 < seen.initial_token_capacity == 1000
+
+
+Lengths = list[tuple[int, int]]  # length, remaining tokens
+SEQS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=7)
+
+
+def naive_peak(seqs: Lengths, padded: bool) -> int:
+    """The largest context over all steps until the last sequence has ended."""
+    peak = 0
+    for step in range(max((remaining for _, remaining in seqs), default=-1) + 1):
+        lengths = [length + step for length, remaining in seqs if remaining >= step]
+        peak = max(peak, len(lengths) * max(lengths) if padded else sum(lengths))
+    return peak
+
+
+@settings(max_examples=500)
+@given(SEQS, SEQS, st.booleans(), st.integers(0, 260))
+def test_a_sequence_fits_if_no_future_step_exceeds_the_limit(
+    seqs: Lengths, candidates: Lengths, padded: bool, limit: int
+) -> None:
+    limit = max(limit, naive_peak(seqs, padded))
+    estimator, batch = PeakEstimator(seqs, padded, limit), list(seqs)
+    for length, remaining in candidates:
+        fits = naive_peak([*batch, (length, remaining)], padded) <= limit
+        assert estimator.fits(length, remaining) == fits
+        assert fits or not estimator.fits_worst_case(length, remaining)
+        if fits:
+            estimator.add(length, remaining)
+            batch.append((length, remaining))

@@ -40,6 +40,11 @@ def test_blocks_are_used_again_before_others_are_touched() -> None:
 
 IGNORE_EOS = SamplingParams(ignore_eos=True)
 STOP_TOKENS = SamplingParams(ignore_eos=True, stop_token_ids=(6, 5), min_new_tokens=3)
+GUESSED = [7, 7, 7, EOS, 7, EOS]
+
+
+def request_with(sampling: SamplingParams, max_new: int) -> Request:
+    return msgspec.structs.replace(request(1, max_new=max_new), sampling_params=sampling)
 
 
 @pytest.mark.parametrize(
@@ -48,29 +53,28 @@ STOP_TOKENS = SamplingParams(ignore_eos=True, stop_token_ids=(6, 5), min_new_tok
         (request(1, max_new=3), [7] * 10, 0.0, 3, StopReason.MAX_TOKENS),
         (request(1, max_new=3, capped=True), [7] * 10, 0.0, 3, StopReason.TOKEN_LIMIT),
         (request(1, max_new=2), [7, EOS], 0.0, 2, StopReason.EOS_TOKEN),
+        (request(1, max_new=9), GUESSED, 0.0, 4, StopReason.EOS_TOKEN),
+        (request(1, max_new=6, min_new=5), GUESSED, 0.0, 6, StopReason.EOS_TOKEN),
+        (request(1, max_new=9, min_new=8), GUESSED, 0.0, 6, StopReason.NOT_FINISHED),
         (request(1), [7, 98], 0.0, 2, StopReason.EOS_TOKEN),  # another EOS id
         (request(1, min_new=3), [EOS, EOS, EOS], 0.0, 3, StopReason.EOS_TOKEN),
         (request(1, deadline=5.0, min_new=4), [EOS], 5.001, 1, StopReason.TIME_LIMIT),  # before everything else
+        (request(1, deadline=5.0, max_new=9), GUESSED, 5.1, 1, StopReason.TIME_LIMIT),
         (request(1, deadline=5.0, max_new=1), [7], 5.0, 1, StopReason.MAX_TOKENS),  # the deadline has not passed
-        (
-            msgspec.structs.replace(request(1, max_new=3), sampling_params=IGNORE_EOS),
-            [EOS] * 3,
-            0.0,
-            3,
-            StopReason.MAX_TOKENS,
-        ),
-        (
-            msgspec.structs.replace(request(1, max_new=4), sampling_params=STOP_TOKENS),
-            [98, 5, EOS, 6],
-            0.0,
-            4,
-            StopReason.EOS_TOKEN,
-        ),
+        (request_with(IGNORE_EOS, max_new=3), [EOS] * 3, 0.0, 3, StopReason.MAX_TOKENS),
+        (request_with(STOP_TOKENS, max_new=4), [98, 5, EOS, 6], 0.0, 4, StopReason.EOS_TOKEN),
     ],
 )
 def test_why_a_request_ends(one: Request, tokens: list[int], now: float, count: int, reason: StopReason) -> None:
+    """Whether tokens come one by one or together; those after the last are dropped."""
     seq = generated(Batcher(limits(), {EOS, 98}), one, tokens, now)
     assert (seq.num_generated_tokens, seq.stop_reason) == (count, reason)
+    batcher = Batcher(limits(padded=False, block_size=4), {EOS, 98})
+    (seq,) = batcher.submit([one], 0.0)
+    assert batcher.commit(next_plan(batcher), [tokens], now) == [tokens[:count]]
+    assert (seq.tokens[seq.prompt_length :], seq.stop_reason) == (tokens[:count], reason)
+    if not seq.finished:  # all of them are computed by the next step
+        assert next_plan(batcher).num_scheduled_tokens == [count]
 
 
 def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
@@ -118,27 +122,6 @@ def test_the_adapters_of_a_batch_have_a_limited_sum_of_ranks(kind: dict[str, Any
         together.append({seq.request.adapter.version for seq in plan.seqs if seq.request.adapter})
     assert all(sum(ranks[version] for version in adapters) <= MAX_ADAPTER_RANKS for adapters in together)
     assert {3} in together
-
-
-@pytest.mark.parametrize(
-    ("one", "now", "kept", "end"),
-    [
-        (request(1, max_new=3), 0.0, [7, 7, 7], StopReason.MAX_TOKENS),
-        (request(1, max_new=9), 0.0, [7, 7, 7, EOS], StopReason.EOS_TOKEN),
-        (request(1, max_new=6, min_new=5), 0.0, [7, 7, 7, EOS, 7, EOS], StopReason.EOS_TOKEN),
-        (request(1, max_new=9, deadline=5.0), 5.1, [7], StopReason.TIME_LIMIT),
-        (request(1, max_new=9, min_new=8), 0.0, [7, 7, 7, EOS, 7, EOS], StopReason.NOT_FINISHED),
-    ],
-)
-def test_tokens_after_the_one_that_ends_a_request_are_dropped(
-    one: Request, now: float, kept: list[int], end: StopReason
-) -> None:
-    batcher = Batcher(limits(padded=False, block_size=4), {EOS})
-    (seq,) = batcher.submit([one], 0.0)
-    assert batcher.commit(next_plan(batcher), [[7, 7, 7, EOS, 7, EOS]], now) == [kept]
-    assert (seq.tokens[seq.prompt_length :], seq.stop_reason) == (kept, end)
-    if not seq.finished:  # all of them are computed by the next step
-        assert next_plan(batcher).num_scheduled_tokens == [6]
 
 
 @pytest.mark.parametrize(("step_seconds", "last_step"), [(0.1, 8), (0.01, 95)])

@@ -218,6 +218,7 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
     assert level["failed"] == {"RESOURCE_EXHAUSTED": 2, "INTERNAL": 1}
     assert (level["ok"], level["output_tokens"]) == (6, 12)
     assert "2 failed with RESOURCE_EXHAUSTED, the first: as the test wants it" in shown
+    assert "interrupted:" not in shown
 
 
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -239,10 +240,10 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--warmup", "0", "--output-tokens", "2")
     assert bench(FakeServer(kill_at=4), "--concurrency", "1,2", "--requests", "8", *options) == 130
-    found = last_line(capsys)
-    assert found["interrupted"] is True
-    (level,) = found["levels"]
-    assert level["ok"] == 4
+    shown = capsys.readouterr().out
+    assert "\ninterrupted: requests that were under way are not counted\n" in shown
+    found = json.loads(shown.splitlines()[-1])
+    assert (found["interrupted"], [level["ok"] for level in found["levels"]]) == (True, [4])
 
 
 @pytest.mark.parametrize(

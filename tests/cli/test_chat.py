@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 from local_server import LocalServer, local_server
 
 from tgis import __main__
+from tgis.cli.chat import _NO_API, _delta
+from tgis.errors import StartError
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
 
@@ -51,6 +54,24 @@ def test_a_refusal_is_one_line(server: LocalServer, chat: Chat) -> None:
     assert line.startswith(f"tgis: localhost:{server.http_port}: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        (b"", (False, "")),
+        (b'data: {"choices": [{"delta": {"reasoning": "a"}}, {"delta": {"content": "b"}}]}', (True, "b")),
+        (b'data: {"error": {"message": "why"}}', "why"),
+        (b'data: {"error": "why"}', "why"),
+        (b'data: {"error": {}}', _NO_API),
+    ],
+)
+def test_the_line_of_a_stream(line: bytes, outcome: tuple[bool, str] | str) -> None:
+    if isinstance(outcome, tuple):
+        assert _delta(line) == outcome
+    else:
+        with pytest.raises(StartError, match=f"^{re.escape(outcome)}$"):
+            _delta(line)
+
+
 def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}"]
@@ -67,6 +88,7 @@ def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:
         until("m: Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D leaves\r\n> ")
         os.write(ours, b"hello\x1b[31m\n")
         until("u:hello")
+        assert server.metric("tgi_batch_current_size") == 1.0  # it is shown as it grows
         process.send_signal(signal.SIGINT)
         server.wait_for_metric("tgi_batch_current_size 0.0")
         seen = seen[seen.index("u:hello") :]

@@ -1,5 +1,6 @@
 """The commands that call a server, against a scripted one."""
 
+import contextlib
 import io
 import json
 import os
@@ -19,11 +20,25 @@ import pytest
 from google.protobuf import json_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tables import table
-from terminal import tgis_on_terminal
 
 from tgis import __main__
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
+
+
+def tgis_on_terminal(*argv: str) -> str:
+    """What `tgis` writes to its terminal; stdin is empty."""
+    ours, theirs = os.openpty()
+    written = b""
+    command = [sys.executable, "-m", "tgis", *argv]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # nobody has the terminal open any more
+            while data := os.read(ours, 4096):
+                written += data
+        assert process.wait(20) == 0
+    os.close(ours)
+    return written.decode()
 
 
 @dataclass
@@ -35,6 +50,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
     tokens: list[object] = field(default_factory=list)
+    names: list[tuple[str, str]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def GenerateStream(
@@ -56,6 +72,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         self._record_token(context)
         assert request.return_tokens
         assert request.return_offsets
+        self.names.append((request.adapter_id, request.prefix_id))
         text = request.requests[0].text.encode()
         words = [*re.finditer(rb"\S+", text), *re.finditer(rb"\xc3\xa9", text)]  # é has two tokens
         offsets = [pb.TokenizeResponse.Offset(start=word.start(), end=word.end()) for word in words]
@@ -133,10 +150,12 @@ def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pyte
 def test_generate_reads_stdin(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (b"from\nstdin", b"\xff"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
         code, _, error = tgis("generate")
-    assert (code, error) == (2, "tgis: the text is not UTF-8\n")
+    assert (code, error) == (2, "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
     assert served.service.asked[0].request.text == "from\nstdin"
     assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
+    assert r"'a\udcff' is not UTF-8" in tgis("generate", "x", "--stop", "a\udcff")[2]
 
 
 def test_generate_writes_json(served: Served, tgis: Tgis) -> None:
@@ -198,13 +217,14 @@ def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) ->
     assert ", MAX_TOKENS\x1b[0m" in statistics
 
 
-def test_tokenize(tgis: Tgis) -> None:
+def test_tokenize(served: Served, tgis: Tgis) -> None:
     code, out, err = tgis("tokenize", "hello w\x07rld\n\té")
     assert (code, err) == (0, "5 tokens\n")
     assert [line.split("  ")[-1] for line in out.splitlines()] == ["<s>", "hello", " w\ufffdrld", "\\n\\té", "é"]
     assert out.splitlines()[2] == "     6     11   w\ufffdrld"
-    code, line, _ = tgis("tokenize", "--json", "a b")
+    code, line, _ = tgis("tokenize", "--json", "a b", "--adapter-id", "a", "--prefix-id", "p")
     assert (code, line.count("\n"), json.loads(line)["tokenCount"]) == (0, 1, 3)
+    assert served.service.names == [("", ""), ("a", "p")]
 
 
 def test_model_info(tgis: Tgis) -> None:
@@ -237,25 +257,10 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     assert __main__.grpc_healthcheck() == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("generate x --top-k -1", "argument --top-k: '-1' must be a whole number from 0 to 4294967295 (see tgis gen"),
-        ("generate x --regex a --choice b", "argument --choice: not allowed with argument --regex (see tgis generate "),
-        ("health --target http://a:80", "argument --target: 'http://a:80' must be HOST:PORT, without http:// (see"),
-        (
-            "chat --target localhost",
-            "argument --target: 'localhost' must be HOST:PORT, without http:// (see tgis chat ",
-        ),
-        ("generate x --stop a\udcff", r"'a\udcff' is not UTF-8"),
-        ("health --tls-cert c", "--tls-cert and --tls-key belong together"),
-        ("health --ca-cert /none", "cannot read /none: No such file or directory"),
-        ("health --token-file /none", "cannot read /none: No such file or directory"),
-    ],
-)
-def test_an_option_that_cannot_be_used_is_one_line(tgis: Tgis, line: str, said: str) -> None:
-    code, out, err = tgis(*line.split())
-    assert (code, out, err.count("\n"), err.startswith(f"tgis: {said}")) == (2, "", 1, True)
+@table("options", "clients")
+def test_an_option_that_cannot_be_used_is_one_line(tgis: Tgis, row: dict[str, str]) -> None:
+    code, out, err = tgis(*row["line"].split())
+    assert (code, out, err.count("\n"), err.startswith(f"tgis: {row['said']}")) == (2, "", 1, True)
 
 
 def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path) -> None:

@@ -56,6 +56,12 @@ HTTP_ERRORS = [
     ("http tls", ("--tls",), UNTRUSTED),
     ("http tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
     ("http tls", (), CLOSED),
+    ("http tls", (*CA, "--tls-cert", "crt", "--tls-key", "key"), "{}: no /v1/models: this server generates text"),
+    (
+        "http tls",
+        (*CA, "--tls-cert", "none", "--tls-key", "key"),
+        "cannot use ca.crt, none, key: No such file or directory",
+    ),
     ("grpc", (), GRPC_PORT),
     ("silent", ("--timeout", "0.1"), SLOW),
     ("elsewhere", (), NO_HOST),
@@ -125,7 +131,7 @@ def test_what_is_wrong_is_said(
     if sentence == HTTP_PORT:  # of several addresses gRPC tells only the last error: nothing listens at ::1
         target = target.replace("localhost", "127.0.0.1")
     name, *arguments = command
-    assert run([name, "--target", target, *arguments, *options]) == 1
+    assert run([name, "--target", target, *arguments, *options]) == 1 + sentence.startswith("cannot use")
     assert capsys.readouterr() == ("", f"tgis: {sentence.format(target)}\n")
 
 

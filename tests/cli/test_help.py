@@ -1,12 +1,16 @@
-"""`tgis --help` and `tgis COMMAND --help`: complete; test_rooms.py checks what they import."""
+"""`tgis --help` and `tgis COMMAND --help`: complete; nothing is imported from the working directory."""
 
 import contextlib
 import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
+from harness import running_server, unary_request
 from options_page import page
 from repository import REPOSITORY
 
+from demo.fake_model import make_fake_model
 from tgis import __main__, __version__, config
 from tgis.__main__ import COMMANDS
 from tgis.config import Config
@@ -57,7 +61,12 @@ def test_help_shows_the_true_defaults() -> None:
             assert float(row.shown_default or "") == value
 
 
-def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (__main__.run(["--version"]), capsys.readouterr().out) == (0, f"tgis {__version__}\n")
+    with monkeypatch.context() as client_only:
+        client_only.setattr(__main__, "find_spec", lambda _name: None)
+        assert __main__.run(["convert-to-fast-tokenizer", "m"]) == 1
+    assert capsys.readouterr().err.endswith(" needs the server: pip install . in a checkout\n")
     assert __main__.run([]) == 2
     assert capsys.readouterr().err.startswith("usage: tgis COMMAND")
     assert __main__.run(["sevre"]) == 2
@@ -77,3 +86,16 @@ def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, caps
             __main__.launcher()
         out = capsys.readouterr().out
         assert out == text or (flag == "--help" and text in out)
+
+
+def test_server_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's directory has a module for every name that could be imported; each leaves a file when it is."""
+    directory = make_fake_model(tmp_path / "model")
+    installed = filter(str.isidentifier, packages_distributions())
+    for name in {"tgis", "sitecustomize", "usercustomize", *sys.stdlib_module_names, *installed}:
+        (directory / f"{name}.py").write_text("import posix\nposix.close(posix.open(__file__ + '.ran', 65, 0o600))\n")
+    monkeypatch.chdir(directory)
+    with running_server(tmp_path, directory, DEPLOYMENT_FRAMEWORK="fake") as server, server.stub() as stub:
+        (response,) = stub.Generate(unary_request("hello", 3), timeout=120).responses
+    assert response.generated_token_count == 3
+    assert list(directory.glob("*.ran")) == []

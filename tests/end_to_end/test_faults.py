@@ -15,15 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import (
-    Server,
-    as_stream_request,
-    failure,
-    running_fake,
-    server_environment,
-    unary_request,
-    wait_until,
-)
+from harness import Server, as_stream_request, failure, running_fake, server_environment, unary_request, wait_until
 from local_server import LocalServer, serving_locally
 from tokenizers import Tokenizer
 
@@ -225,6 +217,7 @@ def test_a_start_that_fails_says_why_in_one_line_and_in_the_termination_log(tmp_
     if json_output:
         last = [json.loads(line) for line in done.stdout.splitlines()][-1]
         assert (done.stderr, last["level"], last["message"]) == ("", "CRITICAL", reason)
+        assert "the engine process cannot go on" in done.stdout
     else:
         assert done.stderr == f"tgis: {reason}\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import golden_runner
 import pytest
 from golden_cases import Case, cases, expected_answers, servers
-from golden_prompts import write_prompts
+from golden_runner import write_prompts
 from harness import Server, running_server
 from repository import REPOSITORY
 

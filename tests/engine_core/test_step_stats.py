@@ -102,12 +102,13 @@ def test_queue_time_starts_at_arrival_even_during_a_long_step(tmp_path: Path) ->
     assert [int(seconds) // 100 for step in stats for seconds, _ in step.first_scheduled.values()] == [5, 2]
 
 
-def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path) -> None:
+def test_sequences_of_a_failed_step_are_requeued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The third step of two sequences runs out of memory; then one of them is recomputed alone."""
     turns: list[Turn] = [[submit(*[request(n, 3, 9) for n in range(4)])], [], [], []]
     stats = run(tmp_path, turns, memory_tokens=9, padded=False, max_batch_size=2)
     assert [step.num_requeued for step in stats] == [0, 0, 1]  # the other two have never run
     assert after(stats[-1]) == (1, 6, 6, 1, 0, 5, False, 0)
+    assert caplog.messages == ["2 sequences of a failed step (oom) will be retried"]
 
 
 @pytest.mark.parametrize(

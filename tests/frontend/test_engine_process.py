@@ -4,11 +4,16 @@ import asyncio
 import random
 import signal
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from batches import engine_options
+from engine_clients import INFO
 from harness import run_async
 
+from tgis.frontend import engine_process
 from tgis.frontend.engine_process import HEARTBEAT_TIMEOUT, TICK_SECONDS, EngineProcess, EngineWatchdog
 
 EPSILON = 1e-6
@@ -56,6 +61,12 @@ def test_any_rank_may_be_silent() -> None:
     assert watchdog.tick(now + 9) == 9
 
 
+ENGINE = """
+import socket, sys, time
+assert sys.argv[1:3] == ["-m", "tgis.engine_core.main"]
+with socket.socket(fileno=int(sys.argv[3])) as sock:
+    while b"shutdown" not in sock.recv(100_000):
+        pass"""
 ENGINE_WITH_COMPILER = "sleep 1000 & echo started; wait"
 
 
@@ -71,6 +82,33 @@ async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
     assert await process.wait() == -signal.SIGKILL
     assert await process.stdout.read() == b""  # once nobody is left who has the writing end open
     client.kill("again")
+
+
+@pytest.mark.parametrize(
+    ("ready", "at_once", "code"), [(True, False, 0), (True, True, -9), (False, False, -9), (None, False, -9)]
+)
+@run_async
+async def test_an_engine_process_is_asked_to_end_and_killed_if_it_does_not(
+    ready: bool | None, at_once: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends after its second message, or with `ready` None never."""
+    script = tmp_path / "engine"
+    script.write_text(f"#!{sys.executable}\n{ENGINE}" + ("\ntime.sleep(1000)" if ready is None else ""))
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(engine_process, "_EXIT_TIMEOUT", 0.01 if ready is None else 60)
+    process = EngineProcess()
+    await process.stop()  # nothing to stop
+    assert await process.start(engine_options(tmp_path)) > 0
+    assert process.exit_code is None
+    if ready is not False:
+        process.ready.set_result(INFO)
+    await process.stop(at_once=at_once)
+    assert process.exit_code == code
+    reason = "the server has stopped" if code else "the engine process ended with exit code 0"
+    assert await process.died == reason
+    assert process._transport is not None
+    assert process._transport.is_closing()
 
 
 @run_async

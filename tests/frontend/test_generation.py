@@ -1,4 +1,6 @@
-"""tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine."""
+"""tgis.frontend.generation: calls become requests of the engine, and its steps their outputs, without an engine;
+limits of calls and inputs in total and for each client.
+"""
 
 import asyncio
 import time
@@ -15,6 +17,7 @@ from scripted_api import LIMITS, byte_tokenizer
 
 from tgis.config import Config
 from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, Unavailable
+from tgis.frontend.admission import Quota
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.generation import Generator, ServerInfo, loaded
@@ -206,3 +209,22 @@ async def test_tokenize() -> None:
 async def test_a_server_that_loads_has_no_generator() -> None:
     with pytest.raises(Unavailable, match="the model is still loading"):
         loaded(asyncio.get_running_loop().create_future())
+
+
+def refusal(quota: Quota, client: bytes, amount: int) -> str:
+    with pytest.raises(Overloaded) as caught, quota.hold(client, amount):
+        pass
+    return caught.value.reason
+
+
+def test_quotas_are_limited_in_total_and_for_each_client() -> None:
+    quota = Quota("inputs", limit=5, per_client=3)
+    assert (quota.most(b"a"), quota.most(b"")) == (3, 5)
+    with quota.hold(b"a", 2), quota.hold(b"", 1):
+        assert refusal(quota, b"a", 2) == "2 inputs of this client, at most 3 allowed"
+        assert refusal(quota, b"b", 3) == "3 inputs, at most 5 allowed"
+        with quota.hold(b"b", 2):
+            assert quota.total == 5
+    with quota.hold(b"", 5):  # a client without a name has no limit but the total
+        assert quota.total == 5
+    assert quota.total == 0

@@ -1,24 +1,32 @@
-"""tgis.frontend.metrics: the scrape against a literal table of TGIS's metrics, events against their values."""
+"""tgis.frontend.metrics: of calls, of the engine and of the service itself; docs/metrics.md against a scrape."""
 
+import asyncio
 import itertools
+import os
+import re
 import time
 
 import msgspec
 import pytest
 import yaml
 from batches import request
-from engine_clients import outputs
+from engine_clients import connected_client, engine_outputs, outputs
+from harness import run_async
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from repository import REPOSITORY
-from scraped_metrics import Series, make_metrics, samples, value
+from scraped_metrics import Series, full_scrape, make_metrics, samples, value
 
 from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, Unavailable
 from tgis.frontend.calls import CallKind, GenerateCall
 from tgis.frontend.engine_output import RequestTimings
-from tgis.frontend.metric_families import FailureReason
-from tgis.frontend.metrics import Metrics
+from tgis.frontend.engine_process import EngineProcess
+from tgis.frontend.metric_families import FailureReason, ServiceState
+from tgis.frontend.metrics import Metrics, ServiceMetrics
 from tgis.frontend.params import Params
 from tgis.frontend.recorder import CallRecorder
-from tgis.ipc.messages import BatcherCounters, FailureKind, StepStats
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.messages import BatcherCounters, EngineInfo, FailureKind, Heartbeat, Step, StepStats
 from tgis.ipc.request import StopReason
 
 EXPECTED = yaml.safe_load((REPOSITORY / "tests/golden/metrics.yaml").read_text())
@@ -181,3 +189,113 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     names += ["step_tokens_count", "step_tokens_sum"]
     assert [counted[f"tgi_speculation_{name}"] for name in names] == [16, 6, 10, 8, 3 * 3, 3 * 5]
     assert value(metrics, "tgi_batch_context_limit") == 900
+
+
+INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, block_size=16)
+
+
+@pytest.fixture
+def service_metrics() -> ServiceMetrics:
+    return ServiceMetrics("1.2", "abc", "org/model")
+
+
+def test_the_memory_of_processes_that_run_is_in_the_scrape(service_metrics: ServiceMetrics) -> None:
+    service_metrics.engine_started(os.getpid())
+    for name in ("process_resident_memory_bytes", "tgi_engine_process_resident_memory_bytes"):
+        assert value(service_metrics, name) > 1 << 20
+    gone = ServiceMetrics("1.2", "abc", "org/model")
+    gone.engine_started(1 << 30)  # above every process id
+    assert "tgi_engine_process_resident_memory_bytes" not in samples(gone)
+
+
+@run_async
+async def test_what_holds_the_event_loop_is_in_the_metrics(service_metrics: ServiceMetrics) -> None:
+    watch = asyncio.create_task(service_metrics.watch_event_loop(interval=0.001))
+    await asyncio.sleep(0)  # it begins
+    time.sleep(0.05)  # this is what it is to notice
+    while value(service_metrics, "tgi_event_loop_lag_duration_count") == 0:
+        await asyncio.sleep(0)
+    watch.cancel()
+    assert value(service_metrics, "tgi_event_loop_lag_duration_sum") > 0.04
+
+
+def test_the_service_is_in_one_state(service_metrics: ServiceMetrics) -> None:
+    for state in ServiceState:
+        service_metrics.set_state(state)
+        series = samples(service_metrics)["tgi_state"].items()
+        assert {dict(labels)["state"]: number for labels, number in series} == {s: s is state for s in ServiceState}
+
+
+def test_what_is_served_is_known_in_full_once_the_engine_is_ready(service_metrics: ServiceMetrics) -> None:
+    known = {("version", "1.2"), ("commit", "abc"), ("model", "org/model")}
+    (labels,) = samples(service_metrics)["tgi_info"]
+    unknown = "engine", "dtype", "device", "quantize", "kv_cache_dtype"
+    assert labels == known | {(name, "") for name in unknown}
+    service_metrics.engine_ready(INFO, 12.5)
+    (labels,) = samples(service_metrics)["tgi_info"]
+    assert labels == known | set(zip(unknown, ("tgis_native", "bfloat16", "cpu", "none", "auto"), strict=True))
+    assert value(service_metrics, "tgi_model_load_duration") == 12.5
+    assert value(service_metrics, "tgi_kv_cache_block_size") == 16
+    assert value(service_metrics, "tgi_kv_cache_blocks") == 1000 // 16
+
+
+@run_async
+async def test_dropped_log_lines_of_all_processes_are_counted_once() -> None:
+    service_metrics, process = ServiceMetrics("1.2", "abc", "org/model"), EngineProcess()
+    for total in (0, 3, 3, 10):
+        service_metrics.set_log_lines_dropped(total)
+        assert value(service_metrics, "tgi_log_lines_dropped_total") == total
+    for message in (Heartbeat(0), Heartbeat(0, 5), Heartbeat(1, 2), Heartbeat(0, 6)):
+        process.handle(message)
+    assert process.num_dropped_log_lines == 8
+
+
+def test_lora_adapters_by_name(service_metrics: ServiceMetrics) -> None:
+    service_metrics.set_lora_adapters({"a"}, set())
+    assert "tgi_lora_requests_info" not in samples(service_metrics)  # the engine takes none
+    service_metrics.engine_ready(msgspec.structs.replace(INFO, lora_targets={"q": (1, 1)}), 1.0)
+    for running, waiting in (({"b", "a"}, {"c"}), (set[str](), set[str]())):
+        service_metrics.set_lora_adapters(running, waiting)
+        (labels,) = samples(service_metrics)["tgi_lora_requests_info"]
+        names = {"running_lora_adapters": ",".join(sorted(running)), "waiting_lora_adapters": ",".join(sorted(waiting))}
+        assert dict(labels) == names | {"max_lora": "4"}
+        assert value(service_metrics, "tgi_lora_running_adapters") == len(running)
+        assert value(service_metrics, "tgi_lora_waiting_adapters") == len(waiting)
+
+
+@run_async
+async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
+    client, _ = connected_client()
+    adapters = [AdapterRef(name, length, 0, 90, 1) for name, length in (("a", 0), ("a", 0), ("b", 0), ("prompt", 2))]
+    requests = [msgspec.structs.replace(request(n), adapter=adapter) for n, adapter in enumerate([*adapters, None])]
+    with client.submit(engine_outputs(requests)):
+        assert client.lora_adapters() == (set(), {"a", "b"})
+        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], (0.1, 0)))
+        client.handle(Step([], [], [], [], stats))
+        assert client.lora_adapters() == ({"a"}, {"b"})
+    assert client.lora_adapters() == (set(), set())
+
+
+DOCS = (REPOSITORY / "docs" / "metrics.md").read_text()
+
+
+def test_the_tables_have_every_metric_as_it_is() -> None:
+    rows = set(re.findall(r"^\| `tgi_.*$", DOCS, re.MULTILINE))
+    families = [family for family in text_string_to_metric_families(full_scrape()) if family.name.startswith("tgi_")]
+    assert rows == {
+        f"| `{family.name}` | {family.type} |{_labels(family.samples)} | {family.documentation} |"
+        for family in families
+        if family.type != "unknown"  # the twins of counters
+    }
+
+
+def _labels(samples: list[Sample]) -> str:
+    names = sorted({label for sample in samples for label in sample.labels} - {"le"})
+    return " " * bool(names) + ", ".join(f"`{name}`" for name in names)
+
+
+def test_names_beside_the_tables_are_of_metrics() -> None:
+    exported = {re.split(r"[{ ]", line)[0] for line in full_scrape().splitlines()}
+    named = set(re.findall(r"`(tgi_(?!engine_process)\w+)`", DOCS))
+    assert len(named) > 50
+    assert {name for name in named if not {name, f"{name}_count"} & exported} == set()

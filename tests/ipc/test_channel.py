@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tgis.ipc import channel as channel_module
 from tgis.ipc.channel import Channel, FrameReader, encode_frame, receive_messages
 from tgis.ipc.messages import Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Shutdown, ToEngine
 
@@ -49,6 +50,18 @@ def test_the_end_of_the_parent_is_reported() -> None:
     channel.send(Heartbeat(0))
     assert ended.get(timeout=10) == "Broken pipe"
     theirs.close()
+
+
+def test_heartbeats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_HEARTBEAT_SECONDS", 0.001)
+    ours, theirs = socket.socketpair()
+    beats = queue.SimpleQueue[Heartbeat]()  # its thread waits for more
+    for number in range(3):
+        beats.put(Heartbeat(3, number))
+    Channel(theirs, ToEngine, lambda _reason: None).start_heartbeat(beats.get)
+    with ours:
+        received = itertools.islice(receive_messages(ours, FromEngine), 3)
+        assert [*received] == [Heartbeat(3, number) for number in range(3)]
 
 
 CHILD = """

@@ -208,12 +208,14 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 def test_converted_once_until_the_weights_change(
-    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, cache = model("encoder-decoder", 2), tmp_path / "cache"
+    caplog.set_level("INFO")
     save_file({"w": torch.ones(1)}, path / "adapter_model.safetensors")  # not the weights
     before = sorted(path.iterdir())
     first = weights.ensure_weights(path, cache)
+    assert f"{path} has no safetensors: serving those made of its .bin files, in {first}" in caplog.messages
     assert same(loaded(first, safetensors=True), loaded(path, safetensors=False))
     assert sorted(path.iterdir()) == before
     with monkeypatch.context() as patch:

@@ -13,6 +13,7 @@ from model_directories import write_model
 
 from tgis.errors import StartError
 from tgis.models import files, staging
+from tgis.models.convert.weights import ensure_weights
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -90,11 +91,20 @@ def test_no_config(tmp_path: Path, hub: Path) -> None:
         find_model("org/name", None, str(hub.parent))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\xfd", b'{"a":' * 100_000, b"[1]"])
+BROKEN = {
+    "is not valid JSON": [b"", b"\xff\xfe\xfd", b'{"a":' * 100_000],
+    "does not hold a JSON object": [b"[1]"],
+    "has more than 600000 bytes": [b"{" + b" " * 600_000],
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"), [(m, content) for m, contents in BROKEN.items() for content in contents]
+)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_broken_json(tmp_path: Path, file: str, content: bytes) -> None:
+def test_broken_json(tmp_path: Path, file: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 600_000)
     (write_model(tmp_path) / file).write_bytes(content)
-    message = "does not hold a JSON object" if content == b"[1]" else "is not valid JSON"
     with pytest.raises(StartError, match=f"^{tmp_path}/{file} {message}"):
         find_model(str(tmp_path), None, None)
 
@@ -125,8 +135,9 @@ def test_weights(tmp_path: Path) -> None:
 )
 def test_a_bad_index(tmp_path: Path, weight_map: object, message: str) -> None:
     write_index(tmp_path, weight_map)
-    with pytest.raises(StartError, match=message):
-        find_weights(tmp_path)
+    for find in (find_weights, lambda path: ensure_weights(path, tmp_path)):
+        with pytest.raises(StartError, match=message):
+            find(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +199,7 @@ def test_eos_ids_of_the_wrong_type(tmp_path: Path, value: object) -> None:
         ("pass", None),
         ("raise ValueError('first\\nlast\\n\\n')", "last"),
         ("raise SystemExit(3)", "exit code 3"),
+        ("import os; os.abort()", "killed by SIGABRT"),
         ("raise SystemExit('x' * 10000)", "x" * staging.MAX_REASON_LENGTH),
     ],
 )

@@ -96,11 +96,17 @@ class Layers(nn.Module):  # type: ignore[misc]
     [
         ([(576, 1536), (1536, 576)], 128, [], 64),
         ([(96, 64), (341, 64), (64, 40)], 128, ["layers.1", "layers.2"], 32),
+        ([(576, 64)], 32, [], 32),
         ([(576, 64)], None, [], -1),
     ],
 )
-def test_groups_are_halved(shapes: list[tuple[int, int]], asked: int | None, skipped: list[str], size: int) -> None:
+def test_groups_are_halved(
+    shapes: list[tuple[int, int]], asked: int | None, skipped: list[str], size: int, capsys: Any
+) -> None:
     assert _fit(Layers(*shapes), asked) == (skipped, size)
+    said = capsys.readouterr().err
+    assert ("does not divide every layer" in said) == (size not in (asked, -1))
+    assert (f"{len(skipped)} layers whose sizes are no multiples of " in said) == bool(skipped)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

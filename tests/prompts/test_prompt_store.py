@@ -223,7 +223,7 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
         ("bug", (AdapterProblem.BROKEN, "internal error: ZeroDivisionError")),
     ],
 )
-def test_every_lookup_is_answered(name: str, expected: tuple[AdapterProblem, str]) -> None:
+def test_every_lookup_is_answered(name: str, expected: tuple[AdapterProblem, str], caplog: Any) -> None:
     store = SlowStore()
     for number in (1, 2, 3):
         store.lookups.acquire(Acquire(number, name))
@@ -233,6 +233,7 @@ def test_every_lookup_is_answered(name: str, expected: tuple[AdapterProblem, str
     }
     store.lookups.release([1, 2, 3])
     assert (store.lookups._held, store.lookups._known) == ({}, {})
+    assert caplog.messages == ["a lookup failed"] * (3 if name == "bug" else 0)
 
 
 @pytest.fixture

@@ -139,7 +139,9 @@ def test_callers_without_credentials_have_the_same_identity() -> None:
 
 def test_tokens_and_certificates_make_identities() -> None:
     callers = [Context("a"), Context("b"), Context("", make_pair().cert), Context("a", make_pair().cert)]
+    callers.append(Context("", b"what only OpenSSL\ncan read"))
     found = [caller_identity(caller, bearer_auth=True) for caller in callers]
     assert len(set(found)) == len(callers)
     assert b"" not in found
+    assert found[-1] == caller_identity(Context("", b"what only OpenSSL can read\n"), bearer_auth=True)
     assert found == [caller_identity(caller, bearer_auth=True) for caller in callers]

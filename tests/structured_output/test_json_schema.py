@@ -27,39 +27,6 @@ WALKS, MAX_TOKENS = 12, 80
 MAX_BLANKS = 34  # in a row, outside of strings
 
 OVERLAPS = "its schemas must differ in type, in constant or in a required property"
-# Schema -> what says that it is refused.
-REFUSED: list[tuple[Any, str]] = [
-    ({"not": STRING}, 'unsupported keywords: ["not"]'),
-    ({"type": "array", "uniqueItems": True}, 'unsupported keywords: ["uniqueItems"]'),
-    ({"type": "array", "contains": INTEGER}, 'unsupported keywords: ["contains"]'),
-    ({"type": "object", "propertyNames": {"maxLength": 3}}, 'unsupported keywords: ["propertyNames"]'),
-    ({"if": {}, "then": {}}, 'unsupported keywords: ["if", "then"]'),
-    ({"dependentRequired": {"a": ["b"]}}, 'unsupported keywords: ["dependentRequired"]'),
-    ({"dependentSchemas": {"a": {}}}, 'unsupported keywords: ["dependentSchemas"]'),
-    ({"unevaluatedProperties": False}, 'unsupported keywords: ["unevaluatedProperties"]'),
-    ({"$ref": "https://a.example/b"}, "$ref is not in this document"),
-    ({"$ref": "#/$defs/b"}, "Pointer does not exist"),
-    ({"$dynamicRef": "#a"}, 'unsupported keywords: ["$dynamicRef"]'),
-    ({"type": "string", "format": "nonsense"}, "Unknown format: nonsense"),
-    ({"type": "nonsense"}, "Invalid type: nonsense"),
-    ({"properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 9}]}}}, f"oneOf at #/properties/a: {OVERLAPS}"),
-    ({"x-guidance": {"lenient": True}}, "unsupported keyword x-guidance"),
-    ({"properties": {"a": {"x-guidance": {}}}}, "unsupported keyword x-guidance"),
-    ({"enum": []}, "Unsatisfiable schema: anyOf is empty"),
-    (False, "Unsatisfiable schema: anyOf is empty"),
-    ([], "a JSON schema is an object or a boolean"),
-    ({"type": "string", "maxLength": 10_001}, "maxLength 10001 is more than 10000"),
-    ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf: the common multiple of all values is more than 20000"),
-    (
-        {"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]},
-        "multipleOf: the common multiple of all values is more than 20000",
-    ),
-    ({"type": "integer", "multipleOf": 1e300}, "multipleOf: the common multiple of all values is more than 20000"),
-    (
-        {"minProperties": 3, "required": ["a"]},
-        "minProperties 3 is more than 2, the number of required names and one more",
-    ),
-]
 
 
 @pytest.mark.parametrize("category", FEATURES)
@@ -108,18 +75,6 @@ def is_date(text: str) -> bool:
         return bool(date.fromisoformat(text))
     except ValueError:
         return False
-
-
-def test_a_format_leaves_the_rest_of_its_schema_in_force() -> None:
-    dates = ["2024-02-29", "2023-12-24", "2024-12-24"]
-    schema = {"type": "string", "format": "date", "allOf": [{"pattern": "^2024"}], "pattern": "24$"}
-    assert allows(schema, dates) == ["2024-12-24"]
-
-
-def test_times_have_no_leap_seconds() -> None:
-    valid = ["00:00:00Z", "23:59:59.123+23:59", "08:30:06z", "08:30:06-00:00"]
-    invalid = ["24:00:00Z", "23:60:00Z", "23:59:60Z", "08:30:06", "08:30:06+24:00", "08:30:06.Z", "8:30:06Z"]
-    assert allows({"type": "string", "format": "time"}, valid + invalid) == valid
 
 
 def test_host_names_have_253_characters_at_most() -> None:
@@ -240,59 +195,6 @@ def test_keywords_in_values_are_values(value: dict[str, Any]) -> None:
         parse_schema(json.dumps(leading))
 
 
-def test_exclusive_bounds_are_exclusive() -> None:
-    """llguidance alone allows the bound where the other one is less than 1 away."""
-    for schema, bounds in [
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "-0", "0e5"]),
-        ({"exclusiveMinimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0"]),
-        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]}, ["1", "1.0"]),
-    ]:
-        matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
-        assert not any(suite.allows(matcher, bound) for bound in bounds)
-
-
-# Schema without a type -> what it begins with, as a client means it.
-MEANT: list[tuple[dict[str, Any], str]] = [
-    ({"properties": {"a": INTEGER}, "required": ["a"]}, "{"),
-    ({"required": ["a"]}, "{"),
-    ({"additionalProperties": INTEGER}, "{"),
-    ({"patternProperties": {"^a": INTEGER}, "additionalProperties": False}, "{"),
-    ({"minProperties": 1}, "{"),
-    ({"items": INTEGER}, "["),
-    ({"minItems": 1}, "["),
-    ({"prefixItems": [{"properties": {}}], "items": False}, "["),
-    ({"pattern": "^a"}, '"'),
-    ({"format": "date"}, '"'),
-    ({"minimum": 3}, "3456789123456789"),
-    ({"properties": {}, "items": {}}, "{["),
-    ({"$ref": "#/$defs/x", "$defs": {"x": {"required": ["a"]}}}, "{"),
-    ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INTEGER}}, "{"),
-    ({"allOf": [{"description": "x"}], "properties": {"a": INTEGER}}, "{"),
-    ({"anyOf": [{"type": "string"}, {"type": "null"}], "maxLength": 3}, '"n'),
-    ({"allOf": [{"type": "integer"}, {"minimum": 3, "maximum": 4}]}, "34"),
-    ({"const": None, "maxLength": 3}, "n"),
-    ({"type": ["object", "null"], "properties": {}}, "{n"),
-    ({"description": "anything"}, '"[{-0123456789tfn'),
-]
-
-
-@pytest.mark.parametrize(("schema", "first"), MEANT, ids=range(len(MEANT)))
-@pytest.mark.parametrize("inner", [False, True])
-def test_types_are_those_that_clients_mean(schema: dict[str, Any], first: str, inner: bool) -> None:
-    start = ""
-    if inner:
-        start = '{"a":'
-        schema = {
-            "properties": {"a": {"$ref": "#/$defs/s"}},
-            "required": ["a"],
-            "$defs": {"s": schema} | schema.get("$defs", {}),
-        }
-    matcher = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
-    allowed = matcher.allowed_ids([byte + 1 for byte in start.encode()])
-    found = {chr(token - 1) for token in allowed if token <= 256} - set(" \r\n")
-    assert found == set(first)
-
-
 def output(tokens: list[int]) -> str:
     return b"".join(TABLE_BYTES[token] for token in tokens).decode()
 
@@ -310,26 +212,6 @@ def test_references_do_not_multiply_what_is_compared() -> None:
         parse_schema(json.dumps(schemas))
 
 
-NO_SCHEMA: list[tuple[str, str]] = [
-    ("{", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-    ("[" * 100_000, "nested more than 64 levels deep"),
-    ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
-    ('{"minimum": NaN}', "not JSON: NaN is no number"),
-    ('{"minimum": 1e9999999999999999999}', "a number has too large an exponent"),
-    ('{"minimum": 1e-9999999999999999999}', "a number has too large an exponent"),
-    ('{"const": "\\ud800"}', "not JSON: unexpected end of hex escape at line 1 column 19"),
-    ('{"minimum": -1e400}', "a number has too large an exponent"),
-    ('{"exclusiveMinimum": 1%s}' % ("0" * 400), "a number has too large an exponent"),
-]
-
-
-@pytest.mark.parametrize(("text", "problem"), [*((json.dumps(schema), said) for schema, said in REFUSED), *NO_SCHEMA])
-def test_what_is_not_enforced_and_what_is_no_schema_is_refused_by_name(text: str, problem: str) -> None:
-    with pytest.raises(GrammarError) as error:
-        compiled(GrammarKind.JSON_SCHEMA, text, TABLE)
-    assert str(error.value) == problem
-
-
 def test_blanks_are_bounded() -> None:
     """A model that likes nothing better than blanks still has to go on."""
     blanks = {token for token, data in enumerate(TABLE_BYTES) if data and not data.strip()}
@@ -340,8 +222,3 @@ def test_blanks_are_bounded() -> None:
         tokens.append(max(allowed))
         run += len(TABLE_BYTES[tokens[-1]])
     assert 1 < run <= MAX_BLANKS
-
-
-@pytest.mark.parametrize("text", ['{"a": 1, "b": [true, null]}', '{"a":1}', '{\n  "a": {\n    "b": []\n  }\n}', "{}"])
-def test_usual_layouts_are_allowed(text: str) -> None:
-    assert suite.allows(compiled(GrammarKind.JSON_OBJECT, "", TABLE), text)

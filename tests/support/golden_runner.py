@@ -9,18 +9,127 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
+import prompt_files
+import safetensors
+import torch
 from golden_cases import Case, Error, Json, expected_answer, servers
-from golden_protocol import join_stream, violations
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from harness import as_stream_request
+from prompt_files import Files, pt, write
+from transformers import AutoTokenizer
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
+
+
+def write_prompts(prompts: dict[str, dict[str, str]], directory: Path, store: Path) -> None:
+    """Write soft prompts that are the token embeddings of texts, in TGIS's layout or PEFT's."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with safetensors.safe_open(directory / "model.safetensors", "pt") as weights:
+        (name,) = {"model.embed_tokens.weight", "shared.weight"} & set(weights.keys())
+        table = weights.get_tensor(name)
+    for prompt, parts in prompts.items():
+        for name, text in parts.items():
+            write(store / prompt, _prompt_files(name, table[_prompt_ids(tokenizer, text)]))
+
+
+def _prompt_files(name: str, rows: torch.Tensor) -> Files:
+    match name:
+        case prompt_files.SAFETENSORS:
+            return prompt_files.peft({prompt_files.KEY: rows})
+        case prompt_files.BIN:
+            return {name: pt({prompt_files.KEY: rows})}
+    return {name: pt(rows)}
+
+
+def _prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+Messages = list[pb.GenerationResponse]
+
+
+def join_stream(messages: Messages) -> pb.GenerationResponse:
+    """The response of the same request as a unary call."""
+    first, last = messages[0], messages[-1]
+    whole = pb.GenerationResponse(
+        text="".join(message.text for message in messages),
+        input_token_count=first.input_token_count,
+        generated_token_count=last.generated_token_count,
+        stop_reason=last.stop_reason,
+        stop_sequence=last.stop_sequence,
+        seed=last.seed,
+    )
+    for message in messages:
+        whole.tokens.extend(message.tokens)
+        whole.input_tokens.extend(message.input_tokens)
+    return whole
+
+
+def violations(request: pb.SingleGenerationRequest, messages: Messages) -> list[str]:
+    """One line for each violation of the protocol."""
+    if len(messages) < 2:
+        return [f": only {len(messages)} messages"]
+    options, expired = request.params.response, messages[-1] == pb.GenerationResponse(stop_reason=pb.TIME_LIMIT)
+    outputs = 2 if options.input_tokens and not expired else 1
+    found = list(_first(request, messages[0], messages[-1]))
+    if outputs == 2:
+        found += _inputs(messages[0], messages[1])
+    if not expired:
+        found += _outputs(options, messages[outputs:])
+    return found
+
+
+def _first(
+    request: pb.SingleGenerationRequest, first: pb.GenerationResponse, last: pb.GenerationResponse
+) -> Iterator[str]:
+    text = request.request.text if request.params.response.input_text else ""
+    wanted = pb.GenerationResponse(text=text, input_token_count=first.input_token_count, seed=last.seed)
+    if last.stop_reason == pb.TIME_LIMIT and not last.generated_token_count:
+        wanted.seed = first.seed
+    if not first.input_token_count:
+        yield "[0]: no input_token_count"
+    if first != wanted:
+        yield f"[0]: expected only {_line(wanted)}, got {_line(first)}"
+
+
+def _inputs(first: pb.GenerationResponse, message: pb.GenerationResponse) -> Iterator[str]:
+    wanted = pb.GenerationResponse(input_tokens=message.input_tokens, input_token_count=first.input_token_count)
+    if not message.input_tokens:
+        yield "[1]: no input_tokens"
+    elif message.SerializeToString(deterministic=True) != wanted.SerializeToString(deterministic=True):  # NaN != NaN
+        yield f"[1]: expected only {_line(wanted)}, got {_line(message)}"
+
+
+def _outputs(options: pb.ResponseOptions, messages: Messages) -> Iterator[str]:
+    count = 0
+    for index, message in enumerate(messages):
+        at, last = f" output[{index}]", index == len(messages) - 1
+        if message.generated_token_count <= count:
+            yield f"{at}: generated_token_count {message.generated_token_count} after {count}"
+        count = message.generated_token_count
+        if message.input_token_count or message.input_tokens:
+            yield f"{at}: fields of the input"
+        if len(message.tokens) != options.generated_tokens:
+            yield f"{at}: {len(message.tokens)} tokens"
+        if last != bool(message.stop_reason):
+            yield f"{at}: stop_reason {pb.StopReason.Name(message.stop_reason)}"
+        if not last and (message.seed or message.stop_sequence or not (message.text or message.tokens)):
+            yield f"{at}: expected text or tokens only, got {_line(message)}"
+    if not messages:
+        yield ": no output"
+
+
+def _line(message: pb.GenerationResponse) -> str:
+    return " ".join(str(message).split())
+
 
 PAUSE = 0.004  # seconds between one call and the next
 TIMEOUT = 120

@@ -118,7 +118,7 @@ async def _serve(config: Config, log: Path, started: "Future[LocalServer]") -> N
     with (
         mock.patch.object(server_module, "EngineProcess", EngineThread),
         mock.patch.object(stop_signals, "futures", return_value=(stop_signal, second_signal)),
-        mock.patch.object(stop_signals, "ignore"),
+        mock.patch.object(stop_signals, "ignore") as ignore,
     ):
         server = server_module.Server(prepare(config))
         start_serving = server._start_serving
@@ -128,7 +128,8 @@ async def _serve(config: Config, log: Path, started: "Future[LocalServer]") -> N
             started.set_result(LocalServer(process, *ports, log, loop, stop_signal))
 
         server._start_serving = report  # type: ignore[method-assign]
-        await server.serve()
+        assert await server.serve() == 0
+        ignore.assert_called_once()
 
 
 @contextlib.contextmanager

@@ -152,10 +152,11 @@ STOP_BYTES = "stop must have at most 16384 UTF8 bytes in all"
     ],
 )
 @run_async
-async def test_failures(outputs: Any, params: Any, code: grpc.StatusCode, text: str) -> None:
+async def test_failures(outputs: Any, params: Any, code: grpc.StatusCode, text: str, caplog: Any) -> None:
     async with serving_engine(ScriptedGenerator(outputs), max_concurrent_requests=4) as (_, _, stub):
         call = stub.Generate(pb.GenerateRequest(text="a", sampling_params=params))
         assert (await call.code(), await call.details()) == (code, text)
+    assert ("internal error in a call" in caplog.messages) == (code is grpc.StatusCode.INTERNAL)
 
 
 @run_async

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -10,8 +11,10 @@ from unittest import mock
 
 import http_port
 import pytest
+from aiohttp import web
 from harness import run_async
 from http_port import exchange
+from tables import table
 
 from tgis.api.http import app
 from tgis.api.http.app import HttpServer
@@ -84,24 +87,10 @@ async def test_requests_during_a_scrape_share_the_next() -> None:
         assert {body for _, _, body in await asyncio.gather(*waiting)} == {b"2"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 200),
-        ("GET", "/health/", 200),
-        ("GET", "/health//", 404),
-        ("GET", "/metrics/../health", 404),
-        ("POST", "/generate", 404),
-        ("POST", "/health", 405),
-        ("HEAD", "/health", 200),
-        ("POST", "/ping", 200),
-        ("HEAD", "/nothing", 404),
-        ("POST", "/v1/responses", 404),
-        ("GET", "/health?verbose=1", 200),
-    ],
-)
+@table("errors", "paths of probes")
 @run_async
-async def test_other_paths_and_methods_are_rejected(method: str, path: str, status: int) -> None:
+async def test_other_paths_and_methods_are_rejected(row: dict[str, Any]) -> None:
+    method, path, status = row["method"], row["path"], row["status"]
     async with serving() as port:
         found, headers, body = await request(port, path, method)
     assert found == status
@@ -202,6 +191,15 @@ async def test_the_headers_of_a_request_are_bounded_as_a_whole() -> None:
         few, many = (LINE + (b"X: %0500d\r\n" % 0) * count for count in (60, 70))
         assert b" 200 " in await exchange(port, few + b"Connection: close\r\n\r\n")
         assert b" 200 " not in await exchange(port, many + b"Connection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [(ConnectionResetError(), False), (web.RequestPayloadError(), False), (ZeroDivisionError(), True), (None, True)],
+)
+def test_clients_that_vanish_are_no_errors(error: Exception | None, logged: bool) -> None:
+    record = logging.makeLogRecord({"exc_info": error and (type(error), error, None)})
+    assert bool(app.log.filter(record)) == logged
 
 
 @run_async

@@ -132,45 +132,15 @@ async def test_calls_of_the_front_end() -> None:
     assert call.fields == ["prompt[0]", "prompt[1]"]
 
 
-PARTS = [
-    {"type": "thinking", "thinking": "hm"},
-    {"type": "refusal", "refusal": "no, "},
-    {"type": "output_text", "text": "but"},
-]
+@table("parameters", "template messages")
+def test_messages_for_a_template(row: dict[str, Any]) -> None:
+    assert template_messages(chat_body(messages=[row["given"]]).messages) == [row["expected"]]
 
 
-def test_messages_for_a_template() -> None:
-    function: dict[str, Any] = {"name": "w", "arguments": '{"city": "Oslo"}'}
-    body = chat_body(
-        messages=[
-            {"role": "developer", "content": "d"},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}],
-                "name": "me",
-            },
-            {"role": "assistant", "tool_calls": [{"id": "1", "function": function}, {"function": {"name": "x"}}]},
-            {"role": "assistant", "content": PARTS},
-            {"role": "assistant", "content": None, "tool_calls": []},
-            {"role": "assistant", "refusal": "no"},
-            {"role": "tool", "tool_call_id": "1", "content": "7"},
-        ],
-        tools=[{"type": "function", "function": {"name": "w", "parameters": {}, "strict": True}}],
-    )
-    calls = [
-        {"type": "function", "function": {"name": "w", "arguments": {"city": "Oslo"}}, "id": "1"},
-        {"type": "function", "function": {"name": "x", "arguments": {}}},
-    ]
-    assert template_messages(body.messages) == [
-        {"role": "system", "content": "d"},
-        {"role": "user", "content": "ab", "name": "me"},
-        {"role": "assistant", "tool_calls": calls},
-        {"role": "assistant", "content": "no, but", "reasoning_content": "hm"},
-        {"role": "assistant", "content": ""},
-        {"role": "assistant", "content": "no"},
-        {"role": "tool", "content": "7", "tool_call_id": "1"},
-    ]
-    assert template_tools(body.tools or ()) == [{"type": "function", "function": {"name": "w", "parameters": {}}}]
+def test_tools_for_a_template() -> None:
+    function = {"name": "w", "parameters": {}}
+    body = chat_body(tools=[{"type": "function", "function": function | {"strict": True}}])
+    assert template_tools(body.tools or ()) == [{"type": "function", "function": function}]
 
 
 EMPTY: list[Any] = ["", " ", "null", None, "{}", {}]

@@ -83,18 +83,6 @@ MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", 
 SPECIAL = {mark: 257 + index for index, mark in enumerate(MARKS)}
 TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
 ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
-GRAMMARS = [
-    ("qwen3", "x", '<think>\nHm {"a": }</thin\n</think>\n\n{}', True),
-    ("qwen3", "x", "{}", True),
-    ("qwen3", "x", "<think>{}", False),
-    ("qwen3", "x</think>\n", "<think></think>{}", None),
-    ("qwen3", "x<think>", "{}", False),
-    ("qwen3", "x<think>", "Hm</think>{}", True),
-    ("mistral", "x", "[THINK]Hm [/[/THINK]{}", True),
-    ("openai_gptoss", "x", f"{ANALYSIS}<|channel|>final<|message|>{{}}", True),
-    ("openai_gptoss", "x", "<|channel|>final<|message|>{}", True),
-    ("openai_gptoss", "x", "{}", None),
-]
 
 
 def accepts(spec: GrammarSpec, text: str) -> bool | None:
@@ -110,13 +98,11 @@ def accepts(spec: GrammarSpec, text: str) -> bool | None:
 
 
 @pytest.mark.parametrize("kind", [GrammarKind.JSON_OBJECT, GrammarKind.CHOICE, GrammarKind.GRAMMAR])
-@pytest.mark.parametrize(("form", "prompt", "text", "accepted"), GRAMMARS)
-def test_grammars_begin_behind_thoughts(
-    form: str, prompt: str, text: str, accepted: bool | None, kind: GrammarKind
-) -> None:
-    rules = GrammarMarks(SPECIAL.get).after_thought(REASONING_FORMATS[form], prompt, marks_answer=True)
+@table("grammars", "thoughts")
+def test_grammars_begin_behind_thoughts(row: dict[str, Any], kind: GrammarKind) -> None:
+    rules = GrammarMarks(SPECIAL.get).after_thought(REASONING_FORMATS[row["form"]], row["prompt"], marks_answer=True)
     grammar = {GrammarKind.JSON_OBJECT: "", GrammarKind.CHOICE: "", GrammarKind.GRAMMAR: 'root ::= "{" "}"'}[kind]
-    assert accepts(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), text) is accepted
+    assert accepts(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), row["text"]) is row["accepted"]
 
 
 CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}'

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 from batches import engine_options
 from cluster import free_port
+from engine_clients import INFO
 from harness import wait_until
 from transformers import LlamaConfig
 
+from tgis.engines.distributed import follower, ranks
 from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join
 from tgis.errors import StartError
-from tgis.ipc.channel import encode_frame
-from tgis.ipc.messages import EngineOptions
+from tgis.ipc.channel import encode_frame, receive_messages
+from tgis.ipc.messages import EngineOptions, Fatal, Ready
 
 SECRET = b"16 bytes at least"
 
@@ -57,6 +61,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "other").write_bytes(b"another")
+    caplog.set_level("INFO")
     with gathering(model) as (port, gathered):
         with pytest.raises(StartError, match="CLUSTER_SECRET_PATH is another on node 0"):
             join(options_of(model, 1, port, cluster_secret_path=str(tmp_path / "other")))
@@ -74,6 +79,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
         with pytest.raises(ConnectionRefusedError):  # the port is closed again
             socket.create_connection(("127.0.0.1", port))
         assert "timed out" not in caplog.text  # nobody has waited for the silent one
+        assert "rank 1 has joined, node 1 at 127.0.0.1" in caplog.messages
         for reason in (
             "with another CLUSTER_SECRET_PATH",
             "but a frame of 542393671 bytes",
@@ -85,7 +91,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
             sock.close()
 
 
-def test_nodes_that_restart_join_again(model: Path) -> None:
+def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as node_0:
         port = node_0.getsockname()[1]
         twins = [join_in_thread(options_of(model, 1, port, num_shards=4, rank=2)) for _ in range(2)]
@@ -98,10 +104,37 @@ def test_nodes_that_restart_join_again(model: Path) -> None:
     waiting.add(join_in_thread(options_of(model, 1, port, num_shards=4, rank=3)))
     links = gathered.result(20)
     assert links.keys() == {2, 3}
+    assert f"node 0 at 127.0.0.1, port {port}: its connection was closed; trying again" in caplog.messages
     for link in links.values():
         link.sendall(encode_frame(Joined("a:1")))
     for link in (*links.values(), *(future.result(20)[0] for future in waiting)):
         link.close()
+
+
+def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, followed, aborts = mock.Mock(), mock.Mock(), SimpleQueue[str]()
+    parent.abort = aborts.put
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = socket.create_connection(listener.getsockname())
+        rank_0, _ = listener.accept()
+    monkeypatch.setattr(follower, "join", lambda _options: (link, "a:1"))
+    monkeypatch.setattr(follower, "_follow", followed)
+    monkeypatch.setattr(ranks, "use_interface", interface := mock.Mock())
+    follower.follow_node_0(parent, options := options_of(model, 1, 1, cluster_interface="eth1"))
+    ((_, *given, fail, on_ready),) = (call.args for call in followed.call_args_list)
+    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.1"))
+    on_ready(INFO)
+    parent.send.assert_called_once_with(Ready(INFO))
+    fail("failed: why")
+    assert next(receive_messages(rank_0, Fatal)) == Fatal("failed: why")
+    rank_0.sendall(encode_frame(Fatal("no memory")))
+    rank_0.close()
+    ends = [aborts.get(timeout=20) for _ in range(3)]
+    gone = "rank 0 of the engine on node 0 at 127.0.0.1 is gone: its connection was closed"
+    assert ends == ["rank 1 of the engine failed: why", "no memory", gone]
+    link.close()
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,7 @@ import torch
 from batches import engine_options
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import (
-    PeakMeter,
-    available_memory,
-    memory_for_batches,
-    total_memory,
-)
+from tgis.engines.memory.available import PeakMeter, available_memory, memory_for_batches, total_memory
 from tgis.engines.memory.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -102,7 +97,7 @@ def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: 
 
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {"estimate_memory": "auto", "batch_safety_margin": None}
+    defaults: dict[str, Any] = {"estimate_memory": "auto", "batch_safety_margin": None}
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
     def found(device: str, to_load: int = 0, **changes: Any) -> int:
@@ -121,6 +116,13 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
         found("cpu", to_load=501, kv_cache_bytes=500)
     with pytest.raises(StartError, match="no memory is left"):
         found("cpu", to_load=880)
+    for (size, rows, cache), expected in {(10, 4, 0): (4, 4), (10, 4, 1): (8, 4), (10, 99, 1): (16, 16)}.items():
+        options = engine_options(tmp_path, **defaults, prefix_cache=bool(cache))
+        slots, rest = KVBudget(options, CPU, rows, 16).with_states(size, lambda: 100)
+        assert ((slots, rest.max_batch_size), rest.to_load) == (expected, slots * size)
+    assert KVBudget(options, CPU, 9, 16).with_states(160, lambda: 100)[0] == 1
+    with pytest.raises(StartError, match=r"^no memory is left for states of 161 bytes: grant more memory$"):
+        KVBudget(options, CPU, 9, 16).with_states(161, lambda: 100)
 
 
 def test_this_machine_has_memory() -> None:

@@ -1,15 +1,117 @@
-"""Dummy batches on engines whose memory is a formula: no real step needs more than they find."""
+"""Dummy batches on engines whose memory is a formula: no real step needs more than they find;
+the capacity that the modes of ESTIMATE_MEMORY find.
+"""
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from batches import engine_options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_engine import PASS_TOKENS, MemoryFormula, MiB, SyntheticEngine
+from tiny_models import tgis_warnings
 
-from tgis.engines.memory.capacity import manual_capacity
+from tgis.batcher.sequence import Sequence, StepPlan
+from tgis.engines.base import Engine, StepResult
+from tgis.engines.memory import available, profiler
+from tgis.engines.memory.capacity import KVCacheCost, manual_capacity, padded_capacity
 from tgis.engines.memory.profiler import DummyRunner
-from tgis.errors import StartError
+from tgis.errors import OutOfMemory, StartError
+from tgis.ipc.messages import EngineInfo, EngineOptions
+
+MiB = 1 << 20
+MODEL_BYTES = 500 * MiB  # bytes of the model
+KV_BYTES = 40_000  # of a token in the KV cache
+PASS_TOKENS = 512  # of one forward pass of a decoder-only model
+
+
+@dataclass(frozen=True)
+class MemoryFormula:
+    """Bytes of a step besides the KV cache; sequences of a padded engine are as long as the longest."""
+
+    step: int = 30 * MiB
+    row: int = MiB
+    width: int = 0  # per token of the longest sequence
+    computed: int = 0  # per token of a forward pass
+    told: int = 0  # per token of a forward pass that computes logprobs of the input
+    square: float = 0.0  # per token and token of its sequence
+
+    def bytes(self, rows: int, width: int, computed: int, *, told: int = 0) -> int:
+        tokens = computed * self.computed + told * self.told + int(computed * width * self.square)
+        return self.step + rows * self.row + width * self.width + tokens
+
+
+@dataclass
+class SyntheticEngine(Engine):
+    """Holds the sequences of its batch."""
+
+    formula: MemoryFormula
+    capacity: int = 1 << 60
+    max_batch_size: int = 64
+    encoder_decoder: bool = False
+    block_size: int = 0
+    device: str = "none"
+    vocab_size: int = 100
+    steps: int = 0
+    rows: dict[int, Sequence] = field(default_factory=dict)
+    peak_bytes: int = 0
+    longest_output: int = 0
+
+    def __post_init__(self) -> None:
+        kind = self.encoder_decoder, not self.block_size, self.max_batch_size
+        sizes = 0, PASS_TOKENS, self.block_size  # the first: of the KV cache
+        self.info = EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Account for the memory of the step."""
+        self.steps += 1
+        self.rows |= {seq.id: seq for seq in plan.seqs}
+        self.longest_output = max(
+            self.longest_output, *(len(seq.tokens) - len(seq.request.tokens) for seq in plan.seqs)
+        )
+        assert all(max(seq.tokens) < min(self.info.vocab_size, self.info.input_vocab_size) for seq in plan.seqs)
+        assert len(self.rows) <= self.max_batch_size
+        ends = [seq.num_computed_tokens + n for seq, n in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
+        assert all(len(seq.tokens) >= end for seq, end in zip(plan.seqs, ends, strict=True))
+        rows, computed = len(plan.seqs), sum(plan.num_scheduled_tokens)
+        if self.block_size:
+            assert computed <= max(PASS_TOKENS, rows)
+            assert all(len(seq.block_table) * self.block_size >= end for seq, end in zip(plan.seqs, ends, strict=True))
+        else:
+            computed = rows * max(plan.num_scheduled_tokens)
+            computed = computed if self.encoder_decoder else min(computed, PASS_TOKENS)
+        told = computed * (plan.has_prefill and plan.seqs[0].request.logprob_options.input_tokens)
+        needed = self.formula.bytes(rows, max(ends), computed, told=told)
+        self.peak_bytes = max(self.peak_bytes, MODEL_BYTES + self.kv_cache_bytes + needed)
+        if self.kv_cache_bytes + needed > self.capacity:
+            raise OutOfMemory("no room")
+        return StepResult([[0]] * len(plan.sampled), [])
+
+    def release(self, rows: Collection[Sequence]) -> None:
+        for row in rows:
+            del self.rows[row.id]
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return KV_BYTES * sum(len(row.tokens) for row in self.rows.values())
+
+    def find_peak(self, runner: DummyRunner) -> int:
+        return runner.padded_peak(2046, PASS_TOKENS, chunked=True)
+
+    def reset(self) -> int:
+        """Begin to measure at what is used now; as `PeakMeter`."""
+        self.peak_bytes = MODEL_BYTES + self.kv_cache_bytes
+        return self.peak_bytes
+
+    def peak(self) -> int:
+        """The bytes at most since `reset`."""
+        return self.peak_bytes
+
 
 GiB = 1 << 30
 MAX_LENGTH = 2048
@@ -86,3 +188,83 @@ def test_manual_is_that_of_tgis_but_for_the_second_margin() -> None:
     """In tokens of context, not in percent: 100 percent are 8 x 200 tokens."""
     assert manual_capacity(200, 8, 20) == 0.8 * 8 * 200
     assert manual_capacity(200, 1, 20) == 200  # one request always fits
+
+
+FREE = 8 << 30
+CPU = torch.device("cpu")
+COST = KVCacheCost(60_000.0, 10 * MiB)
+FULL_BATCH = 30 * MiB + 64 * MiB  # of the synthetic engine
+
+Start = Callable[..., tuple[int, SyntheticEngine]]
+
+
+@pytest.fixture
+def options() -> EngineOptions:
+    changes = {"estimate_memory": "auto", "max_sequence_length": 2048}
+    return engine_options(Path("model"), 64, **changes)
+
+
+@pytest.fixture
+def start(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """The token capacity of a synthetic engine on a system with `FREE` bytes, with some facts and options changed."""
+
+    def run(*, facts: dict[str, Any] | None = None, **changes: Any) -> tuple[int, SyntheticEngine]:
+        wanted: dict[str, Any] = {"formula": MemoryFormula(), "capacity": FREE} | (facts or {})
+        engine = SyntheticEngine(**wanted)
+        monkeypatch.setattr(available, "available_memory", lambda _: FREE)
+        monkeypatch.setattr(profiler, "PeakMeter", lambda _: engine)
+        changed = msgspec.structs.replace(options, **changes)
+        return capacity(engine, changed), engine
+
+    return run
+
+
+def capacity(engine: SyntheticEngine, options: EngineOptions) -> int:
+    measure = partial(profiler.profile, engine, options, CPU)
+    return padded_capacity(options, 64, COST, available.memory_for_batches(options, CPU), measure)
+
+
+def test_the_margin_is_taken_off_once(start: Start) -> None:
+    whole, _ = start(batch_safety_margin=0)
+    less, _ = start(batch_safety_margin=25)
+    assert whole - less == pytest.approx(FREE / 4 / 60_000, abs=1)
+    assert less == int((0.75 * FREE - COST.fixed_bytes - FULL_BATCH) / 60_000)
+
+
+def test_logits_of_prompts_count_on_a_cpu_even_if_they_are_not_seen(start: Start) -> None:
+    facts = {"formula": MemoryFormula(), "vocab_size": 50_000}
+    seen, _ = start(facts=facts | {"device": "cuda:0"})
+    known, _ = start(facts=facts | {"device": "cpu"})
+    logits = 3 * 512 * 50_000 * 4  # three copies in float32
+    assert known == int((0.8 * FREE - COST.fixed_bytes - logits) / 60_000)
+    assert known < seen
+
+
+def test_off_runs_nothing_and_counts_the_kv_cache(start: Start) -> None:
+    tokens, engine = start(estimate_memory="off")
+    assert not engine.steps
+    assert tokens == int((0.8 * FREE - COST.fixed_bytes) / COST.bytes_per_token)
+
+
+def test_manual_runs_nothing_and_trusts(start: Start) -> None:
+    tokens, engine = start(estimate_memory="manual")
+    assert not engine.steps
+    assert tokens == manual_capacity(2048, 64, 20)
+
+
+def test_a_system_that_reports_nothing_is_as_off(
+    start: Start, options: EngineOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, engine = start(estimate_memory="off")
+
+    def refuse(_: torch.device) -> object:
+        raise PermissionError("no clear_refs")
+
+    monkeypatch.setattr(profiler, "PeakMeter", refuse)
+    assert capacity(engine, options) == expected
+    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
+
+
+def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:
+    with pytest.raises(StartError, match=r"0 bytes are there .* 64 rows take 10 MiB.*; lower MAX_BATCH_SIZE, choose a"):
+        start(estimate_memory="off", batch_safety_margin=100)

@@ -1,5 +1,6 @@
 """The engine hf_optimum_ort: graphs generate what transformers generates in changing batches; bad files are named."""
 
+import hashlib
 import random
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import onnx
 import pytest
 import torch
 from batches import engine_options, limits
-from onnx_exports import beside, exported, halves, without_past
+from compute_once import compute_once
+from onnx import TensorProto, helper
 from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
@@ -24,6 +26,63 @@ from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.models.onnx import export, optimum_export
+
+MAKERS = [Path(str(module.__file__)) for module in (export, optimum_export)]
+
+
+def exported(model: Path, cache: Path, *options: str) -> Path:
+    """A demo model converted by `tgis convert-to-onnx`."""
+    digest = hashlib.sha256()
+    for file in (*MAKERS, export.REQUIREMENTS):
+        digest.update(file.read_bytes())
+    out = cache / "onnx" / "-".join([model.name, *(option.strip("-") for option in options), digest.hexdigest()[:12]])
+    environment = {"CACHE_DIR": str(cache)}
+    return compute_once(out, "-m", "tgis", "convert-to-onnx", *options, model, environment=environment)
+
+
+def beside(source: Path, folder: Path) -> Path:
+    """A directory with links to all files of another except its graphs."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if ".onnx" not in file.name:
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+def halves(source: Path, folder: Path) -> Path:
+    """A decoder-only model in the old layout: one graph without a KV cache input, one with it."""
+    beside(source, folder)
+    (folder / "decoder_with_past_model.onnx").symlink_to(source / "model.onnx")
+    onnx.save(without_past(onnx.load(source / "model.onnx")), folder / "decoder_model.onnx")
+    return folder
+
+
+def without_past(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with an empty KV cache built in."""
+    graph = model.graph
+    past = [port for port in graph.input if port.name.startswith("past_key_values.")]
+    nodes = [
+        helper.make_node("Shape", ["input_ids"], ["rows"], start=0, end=1),
+        *(node for port in past for node in _nothing(port)),
+    ]
+    for port in past:
+        graph.input.remove(port)
+    for index, node in enumerate(nodes):
+        graph.node.insert(index, node)
+    return model
+
+
+def _nothing(port: onnx.ValueInfoProto) -> list[onnx.NodeProto]:
+    _, heads, _, size = (axis.dim_value for axis in port.type.tensor_type.shape.dim)
+    rest, shape = f"{port.name} rest", f"{port.name} shape"
+    tensor = helper.make_tensor("", TensorProto.INT64, [3], [heads, 0, size])
+    return [
+        helper.make_node("Constant", [], [rest], value=tensor),
+        helper.make_node("Concat", ["rows", rest], [shape], axis=0),
+        helper.make_node("ConstantOfShape", [shape], [port.name]),
+    ]
+
 
 BOTH = pytest.mark.parametrize("exports", ["glassllm", "detransliterator"], indirect=True, scope="module")
 DECODER = pytest.mark.parametrize("exports", ["glassllm"], indirect=True, scope="module")

@@ -1,16 +1,32 @@
-"""Draws: which token a seed chooses. kernels/test_cpu_sampling.py compares the C kernel with them."""
+"""Draws: which token a seed chooses; the ends and histories that samplers know. kernels/test_cpu_sampling.py compares
+the C kernel with the draws.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
+from config_parsing import read
 from sampling_oracle import make_row
-from sampling_steps import sample_batch
+from sampling_steps import PLAIN_OPS, by_row, sample_batch
+from tokenizers import pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from demo.fake_model import EOS, make_fake_model
+from tgis.batcher.sequence import Sequence
+from tgis.engines.host_memory import to_device
 from tgis.engines.sampling import draws
-from tgis.engines.sampling.draws import noise_keys
+from tgis.engines.sampling.draws import SamplingOps, noise_keys
+from tgis.engines.sampling.histories import HistorySlots
 from tgis.engines.sampling.logits_processors import Scores
+from tgis.engines.sampling.sampler import BatchSampler
 from tgis.ipc.request import SamplingParams
+from tgis.prepare import prepare
 
 
 def normal(*shape: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
@@ -67,3 +83,97 @@ def test_a_removed_token_is_never_drawn(dtype: torch.dtype, temperature: float, 
     values = normal(200, size).to(dtype).masked_fill(normal(200, size, seed=1) < 0, -torch.inf)
     values[:, size // 2] = 1.0
     assert values.gather(1, draws.draw(scores_of(values, temperature), keys_of(200))).isfinite().all()
+
+
+B = sorted(pre_tokenizers.ByteLevel.alphabet()).index("b")  # its id
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "eos_token", "eos_ids"),
+    [(EOS, "b", (EOS, B)), ([EOS, 1], "b", (EOS, 1, B)), (EOS, "</s>", (EOS,)), (1, None, (1,)), ([], "b", (B,))],
+)
+def test_ends_of_a_model(config_eos: Any, eos_token: str | None, eos_ids: tuple[int, ...], tmp_path: Path) -> None:
+    model = make_fake_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": config_eos}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    preparation = prepare(read(MODEL_NAME=str(model), DEPLOYMENT_FRAMEWORK="fake", CACHE_DIR=str(tmp_path)))
+    options = preparation.engine_options()
+    assert preparation.eos_ids == options.eos_ids == eos_ids
+    assert [*options.config_eos_ids] == (config_eos if isinstance(config_eos, list) else [config_eos])
+
+
+@pytest.mark.parametrize(
+    ("params", "config_eos", "expected"),
+    [
+        (SamplingParams(length_penalty=(0, 9.0)), [1], 1),
+        (SamplingParams(length_penalty=(0, 9.0)), [], 3),  # the config names none
+        (SamplingParams(min_new_tokens=9), [1], 2),
+        (SamplingParams(), [1], 3),
+    ],
+)
+def test_penalties_on_ends(params: SamplingParams, config_eos: list[int], expected: int) -> None:
+    row = make_row(params, generated=2)
+    sampler = BatchSampler(4, [1, 3], torch.device("cpu"), lambda seq: [0], PLAIN_OPS, config_eos)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    assert by_row(sampler.sample_and_wait([row], logits), [row]).tokens == [expected]
+
+
+CPU = torch.device("cpu")
+PENALIZED = SamplingParams(repetition_penalty=1.3)
+VOCAB_SIZE = 1000
+
+
+def test_histories_are_those_of_the_sequences() -> None:
+    """Sequences that come, go and come back, with several tokens at once or the newest one on the device only."""
+    rng, slots, seqs = random.Random(1), HistorySlots(CPU), list[Sequence]()
+    for _ in range(600):
+        seqs = [seq for seq in seqs if rng.random() < 0.95]
+        if rng.random() < 0.2:
+            seqs.append(make_row(PENALIZED, prompt=[rng.randrange(99)] * rng.randint(1, 200)))
+        batch = rng.sample(seqs, rng.randint(0, len(seqs)))
+        lookahead = rng.randint(0, 1)
+        newest = [rng.randrange(99) for _ in batch]
+        if not batch:
+            continue
+        slots.release(seq.id for seq in rng.sample(seqs, len(seqs) // 20))
+        indices, lengths = slots.update(batch, lambda seq: seq.tokens, lookahead)
+        if lookahead:
+            rows = to_device([indices, [0] * len(batch), lengths], torch.int64, CPU)
+            slots.append(rows, torch.tensor(newest))
+        for seq, index, length, token in zip(batch, indices, lengths, newest, strict=True):
+            assert slots.ids[index, :length].tolist() == [*seq.tokens, token][: len(seq.tokens) + lookahead]
+            failed = rng.random() < 0.1  # the host does not get the token
+            seq.tokens += [] if failed else [token, *[rng.randrange(99) for _ in range(rng.choice([0, 0, 3]))]]
+
+
+class Writes(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the tokens that are written to histories."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_put_.default and args[0].dtype == torch.int32:
+            self.count += args[2].numel()
+        return func(*args, **kwargs or {})
+
+
+def test_a_join_writes_one_history() -> None:
+    """The others append one token; rows without a penalty have no history."""
+    sampler = BatchSampler(VOCAB_SIZE, [], CPU, lambda seq: seq.tokens, SamplingOps())
+    seqs = [make_row(PENALIZED if n < 4 else SamplingParams(), prompt=range(500)) for n in range(64)]
+
+    def tokens_written() -> int:
+        with Writes() as counted:
+            result = sampler.sample_and_wait(seqs, torch.randn(len(seqs), VOCAB_SIZE))
+        for seq, tokens in zip(seqs, result.tokens, strict=True):
+            seq.tokens += tokens
+        return int(counted.count)
+
+    assert [tokens_written() for _ in range(3)] == [4 * 500, 4, 4]
+    seqs.append(make_row(SamplingParams(), prompt=range(500)))
+    assert tokens_written() == 4
+    seqs.append(make_row(PENALIZED, prompt=range(500)))
+    assert tokens_written() == 4 + 500
+    del seqs[0]
+    assert tokens_written() == 4
