@@ -75,7 +75,7 @@ def test_the_line_of_a_stream(line: bytes, outcome: tuple[bool, str] | str) -> N
 def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "tgis", "chat", "--target", f"localhost:{server.http_port}"]
-    environ = os.environ | {"TERM": "dumb"}
+    environ = os.environ | {"TERM": "dumb", "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
         os.close(theirs)
         seen = ""

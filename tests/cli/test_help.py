@@ -1,14 +1,17 @@
 """`tgis --help` and `tgis COMMAND --help`: complete; nothing is imported from the working directory."""
 
 import contextlib
+import re
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import running_server, unary_request
 from options_page import page
 from repository import REPOSITORY
+from tables import table
 
 from demo.fake_model import make_fake_model
 from tgis import __main__, __version__, config
@@ -34,6 +37,12 @@ def test_every_command_has_help_of_80_columns(helps: dict[str, str]) -> None:
         assert f"  {command:<27}{about}\n" in helps["--help"]
         assert helps[f"{command} --help"].startswith(f"usage: tgis {command} ")
     assert max(len(line) for text in helps.values() for line in text.splitlines()) <= 80
+
+
+@table("parameters", "tgis generate")
+def test_help_names_an_option_in_full(helps: dict[str, str], row: dict[str, Any]) -> None:
+    for flag in re.findall(r"--[\w-]+", row["options"]):
+        assert re.search(rf"\s{flag}[\s,]", helps["generate --help"]), flag
 
 
 def test_help_of_serve_describes_every_option(helps: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -25,6 +26,7 @@ def test_an_unexpected_error_is_in_both_logs(
         raise ValueError("a bug")
 
     monkeypatch.setattr(serve, "prepare_environment", fail)
+    monkeypatch.setattr(serve, "raise_file_limit", limit := mock.Mock())
     (tmp_path / "termination").touch()
     paths = "--termination-log", str(tmp_path / "termination"), "--cache-dir", str(tmp_path)
     assert serve.main(["--model-name", "m", "--json-output", *paths], "tgis serve") == 1
@@ -33,6 +35,7 @@ def test_an_unexpected_error_is_in_both_logs(
     assert (line["level"], line["message"]) == ("ERROR", "the server cannot go on")
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
+    limit.assert_called_once_with()
     monkeypatch.setenv("JSON_OUTPUT", "true")
     assert serve.main(["--port", "70000"], "tgis serve") == 2
     logs._streams[0].stop()

@@ -96,6 +96,7 @@ def test_a_request_that_fails_steps_is_retried_alone_and_fails_without_its_neigh
         for text, future in zip(texts, calls, strict=True):
             assert future.result().responses[0].text == (text * 40)[:40]
     assert server.get("/health") == (200, "")
+    assert "a step of 1 sequences failed" in server.log.read_text()
 
 
 def test_the_engine_exits_when_its_front_end_is_killed(server: Server) -> None:

@@ -13,18 +13,17 @@ from tgis.ipc.lookups import GrammarKind
 from tgis.structured_output.matcher import GrammarMatcher
 
 TABLE = byte_table()
-LONG = {
-    "root ::= " + "(" * 60_000: "lark grammar too deeply nested (at ('(')) in line 1",
-    "start: %json " + "[" * 60_000: "%json in line 1: nested more than 64 levels deep",
-}
-LONG_SCHEMAS = {
-    "[" * 100_000: "nested more than 64 levels deep",
-    '{"a":' * 65 + "1" + "}" * 65: "nested more than 64 levels deep",
-    '{"exclusiveMinimum": 1%s}' % ("0" * 400): "a number has too large an exponent",
+NESTED = "invalid regex: exceed the maximum number of nested parentheses/brackets"
+LONG = [
+    ("GRAMMAR", "root ::= " + "(" * 60_000, "lark grammar too deeply nested (at ('(')) in line 1"),
+    ("GRAMMAR", "start: %json " + "[" * 60_000, "%json in line 1: nested more than 64 levels deep"),
+    ("JSON_SCHEMA", "[" * 100_000, "nested more than 64 levels deep"),
+    ("JSON_SCHEMA", '{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
+    ("JSON_SCHEMA", '{"exclusiveMinimum": 1%s}' % ("0" * 400), "a number has too large an exponent"),
     # llguidance cuts off what it quotes: the end of a string may be missing
-    '{"pattern": ["' + "a" * 200 + '"]}': "Expected string for 'pattern', got [",
-}
-NESTED = "invalid regex: exceed the maximum number of nested parentheses/brackets (250)"
+    ("JSON_SCHEMA", '{"pattern": ["' + "a" * 200 + '"]}', "Expected string for 'pattern', got ["),
+    ("REGEX", "(" * 30_000 + ")" * 30_000, f"{NESTED} (250)"),
+]
 
 
 def matcher_of(row: dict[str, Any]) -> GrammarMatcher:
@@ -56,11 +55,8 @@ def test_errors_name_the_place_and_no_text(row: dict[str, Any]) -> None:
 
 
 def test_long_texts_are_refused() -> None:
-    for text, problem in LONG.items():
-        check_refused({"text": text, "problem": problem})
-    for text, problem in LONG_SCHEMAS.items():
-        check_refused({"kind": "JSON_SCHEMA", "text": text, "problem": problem})
-    check_refused({"kind": "REGEX", "text": "(" * 30_000 + ")" * 30_000, "problem": NESTED})
+    for kind, text, problem in LONG:
+        check_refused({"kind": kind, "text": text, "problem": problem})
 
 
 @table("grammars", "meant")

@@ -129,6 +129,7 @@ async def test_other_hosts_are_403() -> None:
     async with serving() as port:
         answer = await exchange(port, b"GET /health HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 403 ")
+    assert b'"403: Host must be localhost, an address or one of ALLOWED_HOSTS: GET /health"' in answer
 
 
 @run_async
