@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages, cache_lines
+from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
@@ -43,7 +43,7 @@ class QuantizedGemm:
     def __init__(
         self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype, memory: HugePages | None = None
     ) -> None:
-        self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
+        self.dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
         self.rounds_inputs = weight.activations is not None
         inputs, missing = self._in_features + -self._in_features % GROUP, -self._out_features % _TILE_N
         codes = pad(weight.codes, (0, inputs - self._in_features, 0, missing))
@@ -56,8 +56,6 @@ class QuantizedGemm:
         tiles = tiles.permute(0, 3, 2, 1)  # [tiles, groups, 1 or 2, tile]
         self._codes, self._groups = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
         self._order = weight.order
-        self.in_features, self.layout = self._in_features, weight.kind
-        self.num_bytes = cache_lines(self._codes) + cache_lines(self._groups)
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
             codes=self._codes.data_ptr(),
@@ -96,7 +94,7 @@ class QuantizedGemm:
 
     def _columns(self, x: Tensor) -> Tensor:
         """x in the order of the columns of the weight, contiguous."""
-        assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
+        assert (x.dtype, x.shape[-1]) == (self.dtype, self._in_features), (x.dtype, x.shape)
         x = x.contiguous()
         if self._order is None:
             return x
@@ -140,13 +138,11 @@ def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torc
     return is_right(QuantizedGemm(sample, kernels, dtype), sample.dequantized(), dtype, fake_quantized)
 
 
-def stored(weight: QuantizedWeight, *, widest: bool = False) -> QuantizedWeight:
-    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets, or the
-    widest.
-    """
+def stored(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets."""
     inputs, size = weight.codes.shape[1], weight.group_size
     groups = [x for x in (weight.scale, weight.offset) if x is not None]
-    is_short = not widest and all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
+    is_short = all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
     scale, *offset = [x.to(torch.bfloat16 if is_short else torch.float32) for x in groups]
     if size is None or size >= inputs:
         size = inputs + -inputs % GROUP
