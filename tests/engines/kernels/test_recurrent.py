@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.recording import Recorder
-from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
+from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.paged import recurrence
 
 deterministic, best_kernels = seeded, of_best_isa
@@ -35,8 +35,8 @@ class Plain:
         inputs = (x[None] for x in (q, k, v, g, beta))
         return torch_recurrent_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=normalize)[0][0]
 
-    def selective_scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *rest: Any) -> Tensor:
-        d, z, bias, limit, *_ = rest
+    def selective_scan(self, inputs: Any, *_: Tensor) -> Tensor:
+        x, dt, a, b, c, d, z, bias, limit = inputs
         if z is None:
             options = {"D": d[:, 0], "dt_bias": bias[:, 0], "dt_softplus": True, "dt_limit": limit}
             return mamba2_chunk_scan(x[None], dt[None, ..., 0], a[:, 0, 0], b[None], c[None], 16, **options)[0]
@@ -63,13 +63,13 @@ def delta_rule(normalize: bool) -> Callable[..., Tensor]:
 def mamba2(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, *rest: Tensor) -> Tensor:
     bias, *states = rest
     inputs = x, dt[..., None], decay(a)[:, None, None], b, c, d[:, None], None, bias[:, None], LIMIT
-    return k.selective_scan(*inputs, *states)
+    return k.selective_scan(StateSpace(*inputs), *states)
 
 
 def mamba(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor, *rest: Tensor) -> Tensor:
     a, d, bias, *states = rest
     x, dt, b, c, z = (tensor[:, None] for tensor in (x, dt, b, c, z))
-    return k.selective_scan(x, dt, decay(a)[None], b, c, d, z, bias, (0.0, torch.inf), *states)[:, 0]
+    return k.selective_scan(StateSpace(x, dt, decay(a)[None], b, c, d, z, bias, (0.0, torch.inf)), *states)[:, 0]
 
 
 OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] = [  # inputs of tokens, others, state

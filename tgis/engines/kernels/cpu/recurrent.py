@@ -4,6 +4,7 @@
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,20 @@ _DeltaArgs = _arguments("q k v decay beta", "key_heads key_size heads size norma
 _ScanArgs = _arguments("x dt a b c d dt_bias z", "heads size groups state_size", "dt_min dt_max")
 
 
+class StateSpace(NamedTuple):
+    """The inputs of a selective scan. A head reads the b and c of its group."""
+
+    x: Tensor  # [T, H, P]
+    dt: Tensor  # broadcast to [T, H, P], with the bias
+    a: Tensor  # broadcast to [H, P, N]
+    b: Tensor  # [T, G, N], as c
+    c: Tensor
+    d: Tensor | None  # broadcast to [H, P], as the bias
+    z: Tensor | None  # [T, H, P], gates the output
+    dt_bias: Tensor | None
+    dt_limit: tuple[float, float]
+
+
 class RecurrentKernels:
     """The kernels. Inputs may have any strides, and float32 or the dtype of the output; states are contiguous."""
 
@@ -56,16 +71,7 @@ class RecurrentKernels:
         return y
 
     def gated_delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        states: Tensor,
-        slots: Tensor,
-        *,
-        normalize: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, normalize: bool
     ) -> Tensor:
         """Linear attention [T, HV, DV] of q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
 
@@ -78,21 +84,9 @@ class RecurrentKernels:
         self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
         return y
 
-    def selective_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        dt_limit: tuple[float, float],
-        states: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """A state space [T, H, P], as in paged/recurrence.py."""
+    def selective_scan(self, inputs: StateSpace, states: Tensor, slots: Tensor) -> Tensor:
+        """The output [T, H, P] of a state space, states [slots, H, P, N]."""
+        x, dt, a, b, c, d, z, dt_bias, dt_limit = inputs
         _check("states of", b.shape[2], _MAX_SIZE)
         assert a.dtype == torch.float32, a.dtype
         y, batch = _batch(x, states, slots)
