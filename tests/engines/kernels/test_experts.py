@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tgis.engines.kernels.cpu.experts import PackedExperts, pack_experts, rows_of_experts
+from tgis.engines.kernels.cpu.experts import PackedExperts, matrix_of, pack_experts
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.quantization.config import Quantization
@@ -54,7 +54,7 @@ def experts_of(name: str) -> Any:
 
 def packed(experts: Any, how: Quantization | None, kernels: CpuKernels, dtype: torch.dtype) -> Any:
     """The module in the place of `experts`, which stays if it cannot be packed."""
-    read = lambda path, name, rows: rows_of_experts(experts, getattr(experts, name), rows)  # noqa: E731
+    read = lambda path, name, rows: matrix_of(experts, getattr(experts, name))[rows]  # noqa: E731
     block = nn.Sequential(experts)
     pack_experts(block, GemmSelector(kernels, how), kernels, dtype, read)
     return block[0]

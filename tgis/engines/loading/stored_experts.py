@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from tgis.engines.kernels.cpu.experts import rows_of_experts
-from tgis.engines.kernels.cpu.probes import output_of
+from tgis.engines.kernels.cpu.experts import matrix_of
 from tgis.engines.kernels.cpu.quantized import has_kernel
 from tgis.engines.memory.available import available_memory
 from tgis.engines.quantization.checkpoint import QuantizedLayer
@@ -29,9 +28,7 @@ _DIMS = 3
 
 
 def store_experts(model: PreTrainedModel, paths: Collection[str], tensors: Tensors) -> dict[str, StoredWeight]:
-    """The weights in the files of the experts at these paths of a model on the meta device, by name of parameter. Those
-    that transformers merges to another shape are left out.
-    """
+    """The weights in the files of the experts at these paths of a model on the meta device, by name of parameter."""
     parameters, mapping = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -46,10 +43,7 @@ def store_experts(model: PreTrainedModel, paths: Collection[str], tensors: Tenso
         name, pattern = next(iter(of_target.items()))
         converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
         merge = partial(_merged, converter, model, target, of_target)
-        weight = StoredWeight({name: tensors[name] for name in of_target}, merge)
-        is_transposed = model.get_submodule(target.rpartition(".")[0]).is_transposed
-        if output_of(_has_shape, weight, parameters[target], is_transposed, name=target):
-            stored[target] = weight
+        stored[target] = StoredWeight({name: tensors[name] for name in of_target}, merge)
     return stored
 
 
@@ -64,14 +58,6 @@ def _merged(
     return merged[0] if isinstance(merged, list) else merged
 
 
-def _has_shape(weight: StoredWeight, parameter: Tensor, is_transposed: bool) -> bool:
-    """Whether a stored weight is that of a parameter. Codes are [experts * outputs, inputs]."""
-    merged = weight.merge([torch.empty(part.shape, device="meta") for part in weight.parts.values()])
-    if weight.is_coded:
-        merged, parameter = merged.flatten(0, -2), (parameter.mT if is_transposed else parameter).flatten(0, 1)
-    return merged.shape == parameter.shape
-
-
 def read_experts(
     model: PreTrainedModel, dtype: torch.dtype, path: str, name: str, rows: Tensor
 ) -> Tensor | QuantizedWeight:
@@ -81,18 +67,23 @@ def read_experts(
     experts, full_name = model.get_submodule(path), f"{path}.{name}"
     parameter, stored = getattr(experts, name).detach(), model.stored_experts.pop(full_name, None)
     weight = stored.read(dtype) if stored else parameter
-    if isinstance(weight, QuantizedWeight) and has_kernel(weight) and weight.order is None:
-        return weight.part(rows, 0)
+    matrix = weight if isinstance(weight, QuantizedWeight) else matrix_of(experts, weight)
+    shape = (matrix.codes if isinstance(matrix, QuantizedWeight) else matrix).shape
+    if shape != (expected := matrix_of(experts, torch.empty_like(parameter, device="meta")).shape):
+        kind = type(model).__name__
+        raise StartError(f"the weights {full_name} have the shape {[*shape]} in the files, {[*expected]} in {kind}")
+    if isinstance(matrix, QuantizedWeight) and has_kernel(matrix) and matrix.order is None:
+        return matrix.part(rows, 0)
     if stored and stored.is_coded:
         log.warning("%s is widened to %s: no kernel multiplies by its codes", full_name, dtype)
         needed, free = parameter.numel() * dtype.itemsize, max(available_memory(torch.device("cpu")), 0)
         if needed > free:
             sizes = f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free"
             raise StartError(f"{full_name}, whose codes no kernel multiplies, takes {sizes}")
-    if isinstance(weight, QuantizedWeight):
-        weight = weight.widened(dtype).view(parameter.shape)
-    check_finite(f"the weight {full_name}", weight, parameter.dtype)
-    return rows_of_experts(experts, weight, rows)
+    if isinstance(matrix, QuantizedWeight):
+        return matrix.part(rows, 0).widened(dtype)
+    check_finite(f"the weight {full_name}", matrix, parameter.dtype)
+    return matrix[rows]
 
 
 def check_finite(name: str, weight: Tensor, dtype: torch.dtype) -> None:

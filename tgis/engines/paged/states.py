@@ -50,6 +50,9 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self._layer = -1, 0  # (layer, convolution)
         self._num_calls = 0
 
+    def __bool__(self) -> bool:  # a cache without layers is false
+        return True
+
     def allocate(self, num_slots: int) -> None:
         """Have so many slots from now on, none of which has states."""
         self.num_slots = num_slots
@@ -79,22 +82,17 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         finally:
             _current.reset(token)
 
-    @contextmanager
-    def preserved(self, slots: Tensor) -> Iterator[Callable[[], None]]:
-        """Yield a function that restores the states in these slots; an error restores them, too."""
+    def saved(self, slots: Tensor) -> Callable[[], None]:
+        """A function that restores the states that a pass with these slots changes."""
         changed = slots[:, 1:].unique()
         changed = changed[changed >= 0]
-        saved = {key: state[changed] for key, state in self._states.items()}
+        states = {key: state[changed] for key, state in self._states.items()}
 
         def restore() -> None:
-            for key, state in saved.items():
+            for key, state in states.items():
                 self._states[key][changed] = state
 
-        try:
-            yield restore
-        except BaseException:
-            restore()
-            raise
+        return restore
 
     # The interface of transformers' caches.
 

@@ -10,11 +10,10 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
 from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 from tgis.engines.quantization.weight import GROUP, QuantizedWeight
@@ -36,35 +35,22 @@ _ALIGNMENT = 8  # rows of an expert begin at a multiple, as in experts.h
 _BLOCK_WORDS = 5  # int64 in an expert_block
 
 
-class _Layer(ctypes.Structure):
-    """`expert_layer` of experts.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("multiply", "quantize", "weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("k", "n")),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "codes")),
-        ("num_rows", ctypes.c_int64),
-    )
-
-
-class _Params(ctypes.Structure):
-    """`experts_params` of experts.c."""
-
-    _fields_ = (
-        *((name, _Layer) for name in ("up", "down")),
-        *((name, ctypes.c_int64) for name in ("num_experts", "size", "is_gated", "activation")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Gate:
+class _Gate(NamedTuple):
     """activation(alpha * gate) / alpha * (up + up_offset), where gate and up are limited."""
 
-    activation: str
+    activation: int  # index in ACTIVATIONS
     alpha: float = 1.0
     limit: float = math.inf
     up_offset: float = 0.0
+
+
+# `expert_layer` of experts.h and `experts_params` of experts.c.
+_Layer = structure(
+    ("multiply quantize weight bias", POINTER), ("k n", INTEGER), ("x y codes", POINTER), ("num_rows", INTEGER)
+)
+_Params = structure(
+    ("up down", _Layer), ("num_experts size is_gated activation", INTEGER), ("alpha limit up_offset", FLOAT)
+)
 
 
 class _PackedLayer:
@@ -93,9 +79,9 @@ class _PackedLayer:
         )
 
 
-def rows_of_experts(experts: Any, weight: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a weight of experts as [experts * outputs, inputs]."""
-    return (weight.mT if experts.is_transposed else weight).flatten(0, 1)[rows]
+def matrix_of(experts: Any, weight: Tensor) -> Tensor:
+    """A weight of experts as [experts * outputs, inputs]."""
+    return (weight.mT if experts.is_transposed else weight).flatten(0, 1)
 
 
 class PackedExperts(nn.Module):  # type: ignore[misc]
@@ -109,17 +95,8 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
         self._up, self._down = (_PackedLayer(experts, name, read, gemms, kernels) for name in names)
         assert (self._up.inputs, self._down.inputs) == (self._down.outputs, self._up.outputs)
         self.rounds_inputs = self._up.rounds_inputs or self._down.rounds_inputs
-        self._params = _Params(
-            self._up.params,
-            self._down.params,
-            num_experts=experts.num_experts,
-            size=self._up.outputs,
-            is_gated=experts.has_gate,
-            activation=list(ACTIVATIONS).index(gate.activation),
-            alpha=gate.alpha,
-            limit=gate.limit,
-            up_offset=gate.up_offset,
-        )
+        sizes = experts.num_experts, self._up.outputs, experts.has_gate
+        self._params = _Params(self._up.params, self._down.params, *sizes, *gate)
         argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 3
         self._function = kernels.function("experts", self._up.dtype, argtypes, ctypes.c_int)
 
@@ -225,9 +202,9 @@ def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
     expected = batched_mm_experts_forward(probe, x, ids, factors)
     alpha, limit = (getattr(experts, name, None) or 1.0 for name in ("alpha", "limit"))
     gemms = GemmSelector(kernels)
-    for form, activation in product([(), (1.0, limit), (alpha, limit, 1.0)], ACTIVATIONS):
+    for form, activation in product([(), (1.0, limit), (alpha, limit, 1.0)], range(len(ACTIVATIONS))):
         gate = _Gate(activation, *form)
-        read = lambda name, rows: rows_of_experts(probe, parameters[name], rows)  # noqa: E731
+        read = lambda name, rows: matrix_of(probe, parameters[name])[rows]  # noqa: E731
         packed = PackedExperts(probe, gate, read, gemms, kernels)
         if rows_close(expected, packed(x, ids, factors)):
             return gate

@@ -9,7 +9,7 @@ from torch.nn.functional import linear, pad
 
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import is_right
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
@@ -19,19 +19,13 @@ _TABLES = {"int4": INT4, "int8": INT8, "fp8": E4M3, "mxfp4": E2M1}  # names for 
 _KINDS = {id(table): (kind, name) for kind, (name, table) in enumerate(_TABLES.items())}
 
 
-class _CodesParams(ctypes.Structure):
-    """`packed_codes` of codes.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "groups")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("kind", "group_size", "num_groups", "has_offset", "in_bf16", "per_block")
-        ),
-        ("steps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("may_use_amx", ctypes.c_int64),
-    )
+# `packed_codes` of codes.h.
+_CodesParams = structure(
+    ("codes groups", POINTER),
+    ("kind group_size num_groups has_offset in_bf16 per_block", INTEGER),
+    ("steps scale", FLOAT),
+    ("may_use_amx", INTEGER),
+)
 
 
 class QuantizedGemm:

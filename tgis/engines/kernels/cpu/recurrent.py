@@ -4,13 +4,13 @@
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.errors import Unsupported
 
 # Scratch memory of recurrent.c is on the stack: tokens of a convolution, numbers of a key or of a row of a state.
@@ -18,23 +18,17 @@ _MAX_TAPS, _MAX_SIZE = 8, 1024
 _ALIASES = {"swish": "silu"}
 
 
-class _Strided(ctypes.Structure):
-    """`strided` of recurrent.c."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("in_f32", ctypes.c_int64))
-
-
-def _arguments(tensors: str, sizes: str, limits: str = "") -> type[ctypes.Structure]:
-    """A structure of recurrent.c: a `flat_batch`, then these fields."""
-    batch = ("y states slots", ctypes.c_void_p), ("tokens threads", ctypes.c_int64)
-    types = *batch, (tensors, _Strided), (sizes, ctypes.c_int64), (limits, ctypes.c_float)
-    fields = [(name, kind) for names, kind in types for name in names.split()]
-    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
-
-
-_ConvArgs = _arguments("x weight bias", "channels taps activation")
-_DeltaArgs = _arguments("q k v decay beta", "key_heads key_size heads size normalize")
-_ScanArgs = _arguments("x dt a b c d dt_bias z", "heads size groups state_size", "dt_min dt_max")
+# `strided` of recurrent.c, and its arguments, which begin with those of a `flat_batch`.
+_Strided = structure(("data", POINTER), ("strides", INTEGER * 3), ("in_f32", INTEGER))
+_BATCH = ("y states slots", POINTER), ("tokens threads", INTEGER)
+_ConvArgs = structure(*_BATCH, ("x weight bias", _Strided), ("channels taps activation", INTEGER))
+_DeltaArgs = structure(*_BATCH, ("q k v decay beta", _Strided), ("key_heads key_size heads size normalize", INTEGER))
+_ScanArgs = structure(
+    *_BATCH,
+    ("x dt a b c d dt_bias z", _Strided),
+    ("heads size groups state_size", INTEGER),
+    ("dt_min dt_max", FLOAT),
+)
 
 
 class StateSpace(NamedTuple):
@@ -110,7 +104,7 @@ def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, list[in
     return y, [y.data_ptr(), states.data_ptr(), slots.data_ptr(), len(y), torch.get_num_threads()]
 
 
-def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[_Strided]:
+def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     """The tensors as arguments of a function for a dtype."""
     assert all(x is None or x.dtype in (dtype, torch.float32) for x in tensors)
     strides = ctypes.c_int64 * 3
