@@ -156,12 +156,9 @@ def look_at_model(
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-        if has_other_state(model):
+        if has_other_state(model) and (options.num_shards > 1 or device.type == "cuda"):
             kind = f"{options.model_path}: {type(model).__name__} has recurrent layers"
-            if options.num_shards > 1:
-                raise StartError(f"{kind}: NUM_SHARD must be 1")
-            if device.type == "cuda":
-                raise StartError(f"{kind}, which run on CPUs only")
+            raise StartError(f"{kind}: NUM_SHARD must be 1, and the device a CPU")
         kernels = select_kernels(options, device) if experts_of(model) and options.num_shards == 1 else None
         checkpoint = quantization.checkpoint if quantization else None
         model.stored_experts = {}

@@ -24,7 +24,6 @@ from tgis.utils.logs import format_bytes
 log = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor | QuantizedLayer]
-_DIMS = 3
 
 
 def store_experts(model: PreTrainedModel, paths: Collection[str], tensors: Tensors) -> dict[str, StoredWeight]:
@@ -35,7 +34,7 @@ def store_experts(model: PreTrainedModel, paths: Collection[str], tensors: Tenso
     patterns: dict[str, dict[str, str | None]] = {}  # by parameter and name in the files
     for name in sorted(tensors, key=dot_natural_key):  # the order in which transformers converts
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if target.rpartition(".")[0] in paths and target in parameters and parameters[target].dim() == _DIMS:
+        if target.rpartition(".")[0] in paths and target in parameters and target.endswith("_proj"):
             patterns.setdefault(target, {})[name] = pattern
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     stored = {}

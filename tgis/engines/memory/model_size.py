@@ -42,10 +42,9 @@ def check_model_fits(
     together = sum(parameter.nbytes for parameter in others)
     if quantization:
         together = sum(_quantized_bytes(model, others, quantization, options.num_shards))
-    experts = [(parameter, stored[name]) for name, parameter in model.named_parameters() if name in stored]
-    packed = [weight.packed_bytes(parameter, bits) for parameter, weight in experts]
-    unpacked = (_UNPACKED * parameter.numel() for parameter, _ in experts)
-    together += sum(packed) + max((more - size for more, size in zip(unpacked, packed, strict=True)), default=0)
+    packed = {name: weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items()}
+    packing = [_UNPACKED * model.get_parameter(name).numel() - size for name, size in packed.items()]
+    together += sum(packed.values()) + max(packing, default=0)
     needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
     if needed > free:
         raise StartError(

@@ -72,7 +72,9 @@ def describe_memory(options: EngineOptions) -> list[str]:
     num_slots, budget = budget.with_states(slot_bytes, lambda: step) if slot_bytes else (0, budget)
     room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter, (num_slots, slot_bytes))
+    states = f"states of recurrent layers: {num_slots} slots of {format_bytes(slot_bytes)}"
+    others = {"weights of SPECULATOR_NAME": drafter, states: num_slots * slot_bytes}
+    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, others)
 
 
 class PagedEngine(BaseEngine):

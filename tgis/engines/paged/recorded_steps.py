@@ -128,19 +128,16 @@ class RecordedDecodes:
             if step is None:
                 self._steps[key] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(static)))
             else:
-                self._verify(step, self._forward(static), restore)
+                eager = self._forward(static)
+                restore()
+                step.replay()
+                if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
+                    raise Unsupported(_OTHER_LOGITS)
+                step.verified = True
         except BaseException:
             restore()
             raise
         return step.logits
-
-    def _verify(self, step: _RecordedStep, eager: Tensor, restore: Callable[[], None]) -> None:
-        """Repeat a step that was computed eagerly, from the same states."""
-        restore()
-        step.replay()
-        if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
-            raise Unsupported(_OTHER_LOGITS)
-        step.verified = True
 
 
 class RecordedPrefill:

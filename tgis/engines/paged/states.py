@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.linear import PackedLinear
+from tgis.engines.kernels.cpu.linear import PackedLinear, WeightArgument
 from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.loading.loader import has_other_state
 from tgis.engines.paged import recurrence
@@ -48,7 +49,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self._buffers: list[HugePageBuffer] = []
         self._attention_layer = -1
         self._layer = -1, 0  # (layer, convolution)
-        self._num_calls = 0
+        self._calls = count()  # of operators in the layer
 
     def __bool__(self) -> bool:  # a cache without layers is false
         return True
@@ -106,7 +107,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     def update_conv_state(self, x: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Note the layer whose convolution comes next: the functions get no index."""
-        self._layer, self._num_calls = (layer_idx, state_idx), 0
+        self._layer, self._calls = (layer_idx, state_idx), count()
         return x
 
     def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -164,8 +165,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """The states of this call in the layer, [slots, *shape]."""
-        key = *self._layer, kind, self._num_calls
-        self._num_calls += 1
+        key = *self._layer, kind, next(self._calls)
         if key not in self._states:
             self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
         if self._states[key].shape[1:] != shape:
@@ -173,26 +173,11 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         return self._states[key]
 
 
-class _LeftMatmulWeight:
-    """The packed weight of Mamba's dt_proj, by which the models multiply from the left."""
-
-    def __init__(self, linear: PackedLinear) -> None:
-        self._gemm = linear.gemm
-
-    def __matmul__(self, x: Tensor) -> Tensor:  # [1, in, T] -> [1, out, T]
-        return self._gemm(x.mT.contiguous(), None).mT
-
-
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The recurrent layers whose functions can be replaced."""
-    return [module for module in model.modules() if hasattr(module, "conv_kernel_size") and _CONV in _globals(module)]
-
-
 def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) -> RecurrentStates | None:
     """Let states of ours replace those of a model's recurrent layers; None if it has none. Unsupported for others that
     keep more than a KV cache.
     """
-    modules = recurrent_modules(model)
+    modules = [x for x in model.modules() if hasattr(x, "conv_kernel_size") and _CONV in _globals(x)]
     if not modules:
         if has_other_state(model):
             raise Unsupported(f"{type(model).__name__} keeps more than a KV cache, which is unknown here")
@@ -202,7 +187,7 @@ def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) ->
         for name in _FUNCTIONS & functions.keys():
             functions[name] = _replaceable(functions[name], name)
         if isinstance(projection := getattr(module, "dt_proj", None), PackedLinear):
-            projection.weight = _LeftMatmulWeight(projection)
+            projection.weight = WeightArgument(projection.gemm)
     argument = next(name for name in signature(model.forward).parameters if name in _CACHE_ARGUMENTS)
     return RecurrentStates(1, argument, kernels if model.dtype in DTYPES else None)
 
@@ -211,8 +196,7 @@ def unloaded_slot_bytes(model: PreTrainedModel) -> int:
     """The bytes of a sequence's states for a model on the meta device; 0 without recurrent layers. Unsupported as in
     `install_states`.
     """
-    states = install_states(model)
-    if states is None:
+    if not (states := install_states(model)):
         return 0
     arguments: dict[str, Any] = {"input_ids": torch.ones(1, 2, dtype=torch.int64, device="meta")}
     with states.using(torch.tensor([[-1, 0, -1]] * 2), arguments), torch.device("meta"), torch.inference_mode():

@@ -2,6 +2,7 @@
 multiply by the codes; without them a model that is loaded has widened weights, each rank its part.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ class _Widened:
         """The codes [experts * outputs, inputs]."""
         experts, inputs, outputs = self.get_shape()
         size = experts * outputs * inputs * 9 // 16  # scales are packed in bfloat16
-        return QuantizedLayer(name, (experts * outputs, inputs), size, self._coded)
+        return QuantizedLayer(name, (experts * outputs, inputs), size, partial(self._coded, slice(None)))
 
-    def _coded(self) -> QuantizedWeight:
-        exponents = self._exponents.flatten(0, 1).int() - _BIAS
+    def _coded(self, experts: slice) -> QuantizedWeight:
+        """The codes [experts * outputs, inputs] of some experts."""
+        exponents = self._exponents[experts].flatten(0, 1).int() - _BIAS
         scale = torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()
-        return QuantizedWeight(_nibbles(self._codes).flatten(2).flatten(0, 1), E2M1, scale, None, _BLOCK)
+        codes = _nibbles(self._codes[experts]).flatten(2).flatten(0, 1)
+        return QuantizedWeight(codes, E2M1, scale, None, _BLOCK)
 
     def get_shape(self) -> list[int]:
         experts, outputs, groups = self._exponents.shape
@@ -62,16 +65,9 @@ class _Widened:
         experts, inputs, outputs = (range(size)[bound] for bound, size in zip(bounds, self.get_shape(), strict=True))
         result = torch.empty(len(experts), len(inputs), len(outputs), dtype=self._dtype)
         for weight, expert in zip(result, experts, strict=True):
-            weight.copy_(self._expert(expert, inputs, slice(outputs.start, outputs.stop)))
+            widened = self._coded(slice(expert, expert + 1)).dequantized()
+            weight.copy_(widened.T[inputs.start : inputs.stop, outputs.start : outputs.stop])
         return result
-
-    def _expert(self, expert: int, inputs: range, outputs: slice) -> Tensor:  # float32 [inputs, outputs]
-        first = inputs.start // _BLOCK
-        blocks = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
-        codes, exponents = self._codes[blocks], self._exponents[blocks].int() - _BIAS
-        mantissas = E2M1[_nibbles(codes).int()]
-        weight = torch.ldexp(mantissas, exponents[..., None]).flatten(1).T
-        return weight[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]
 
 
 def _nibbles(codes: Tensor) -> Tensor:  # [..., n] -> [..., 2 n]

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers.integrations.moe import batched_mm_experts_forward
 
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
-from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
+from tgis.engines.kernels.cpu.gemm import TILE_N
 from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
-from tgis.engines.kernels.cpu.linear import GemmSelector
+from tgis.engines.kernels.cpu.linear import GemmSelector, WeightArgument
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 from tgis.engines.quantization.weight import GROUP, QuantizedWeight
 
@@ -97,8 +97,7 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
         self.rounds_inputs = self._up.rounds_inputs or self._down.rounds_inputs
         sizes = experts.num_experts, self._up.outputs, experts.has_gate
         self._params = _Params(self._up.params, self._down.params, *sizes, *gate)
-        argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 3
-        self._function = kernels.function("experts", self._up.dtype, argtypes, ctypes.c_int)
+        self._function = kernels.function("experts", self._up.dtype, [POINTER] * 9 + [INTEGER] * 3, ctypes.c_int)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The outputs [tokens, hidden] of states of this shape, for experts and their weights [tokens, k]."""
@@ -117,39 +116,10 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
         return y.to(hidden_states.dtype)
 
 
-class _RouterWeight:
-    """What takes the place of a router's weight in F.linear, whose result is in float32."""
-
-    dtype = torch.float32
-
-    def __init__(self, gemm: Gemm) -> None:
-        self._gemm = gemm
-
-    def float(self) -> "_RouterWeight":
-        return self
-
-    def type(self, _: torch.dtype) -> "_RouterWeight":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not linear:
-            return NotImplemented
-
-        def logits(x: Tensor, weight: "_RouterWeight", bias: Tensor | None = None) -> Tensor:
-            return weight._gemm(x.float(), None if bias is None else bias.float())
-
-        return logits(*args, **kwargs or {})
-
-
 def experts_of(model: nn.Module) -> dict[str, Any]:
     """The modules of transformers' ExpertsInterface in a model, by path."""
     modules = model.named_modules()
     return {path: x for path, x in modules if hasattr(x, "_apply_gate") and hasattr(x, "is_concatenated")}
-
-
-def has_packed_experts(model: nn.Module) -> bool:
-    return any(isinstance(module, PackedExperts) for module in model.modules())
 
 
 def packable_experts(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> dict[str, _Gate]:
@@ -166,9 +136,9 @@ def packable_experts(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) 
 
 def pack_experts(
     model: nn.Module, gemms: GemmSelector, kernels: CpuKernels, dtype: torch.dtype, read: Callable[..., Any]
-) -> int:
-    """Replace the experts of a CPU model, and their routers, in place; how many layers have others from then on. `read`
-    gives the parameter with a name of the experts at a path.
+) -> None:
+    """Replace the experts of a CPU model, and their routers, in place. `read` gives rows of a weight by the path of the
+    experts, the name of the parameter, and the indices of the rows.
     """
     gates, others = packable_experts(model, kernels, dtype), Counter[str]()
     for path in [*experts_of(model)]:  # frees each layer as soon as it is packed
@@ -183,7 +153,8 @@ def pack_experts(
         log.warning(
             "experts of %d layers are not packed: no kernel computes %s of these sizes in %s", count, kind, dtype
         )
-    return len(gates)
+    if gates:
+        log.info("packed the experts of %d layers", len(gates))
 
 
 def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
@@ -216,11 +187,8 @@ def _pack_router(router: Any, gemms: GemmSelector) -> None:
     weight = getattr(router, "weight", None)
     if weight is None or weight.ndim != 2 or type(router) in (nn.Linear, nn.Embedding):
         return
-    gemm = gemms.gemm(weight.detach(), torch.float32)
-    if gemm is None:
-        return
     del router.weight
-    router.weight = _RouterWeight(gemm)
+    router.weight = WeightArgument(gemms.gemm(weight.detach(), torch.float32))
     x, bias = (torch.randn(*size, dtype=weight.dtype) for size in ((2, weight.shape[1]), weight.shape[:1]))
     inputs = (x, bias)[: len(signature(router.forward).parameters)]  # some get a bias for the choice of experts
     if output_of(router, *inputs, name=type(router).__name__) is None:

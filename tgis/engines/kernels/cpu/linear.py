@@ -4,9 +4,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -142,6 +144,37 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return self.gemm(x, self.bias)
+
+
+class WeightArgument:
+    """A packed weight that models multiply by without calling its layer: a router's in F.linear, whose result is in
+    float32, and that of Mamba's dt_proj from the left.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, gemm: Gemm | None) -> None:
+        """None where multiplying shall fail."""
+        self._gemm: Any = gemm
+
+    def float(self) -> "WeightArgument":
+        return self
+
+    def type(self, _: torch.dtype) -> "WeightArgument":
+        return self
+
+    def __matmul__(self, x: Tensor) -> Tensor:  # [1, in, T] -> [1, out, T]
+        return self._gemm(x.mT.contiguous(), None).mT
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not functional.linear:
+            return NotImplemented
+
+        def logits(x: Tensor, weight: "WeightArgument", bias: Tensor | None = None) -> Tensor:
+            return weight._gemm(x.float(), None if bias is None else bias.float())
+
+        return logits(*args, **kwargs or {})
 
 
 def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:

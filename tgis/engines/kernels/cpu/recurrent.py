@@ -24,10 +24,7 @@ _BATCH = ("y states slots", POINTER), ("tokens threads", INTEGER)
 _ConvArgs = structure(*_BATCH, ("x weight bias", _Strided), ("channels taps activation", INTEGER))
 _DeltaArgs = structure(*_BATCH, ("q k v decay beta", _Strided), ("key_heads key_size heads size normalize", INTEGER))
 _ScanArgs = structure(
-    *_BATCH,
-    ("x dt a b c d dt_bias z", _Strided),
-    ("heads size groups state_size", INTEGER),
-    ("dt_min dt_max", FLOAT),
+    *_BATCH, ("x dt a b c d dt_bias z", _Strided), ("heads size groups state_size", INTEGER), ("dt_min dt_max", FLOAT)
 )
 
 
