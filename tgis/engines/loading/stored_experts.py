@@ -73,7 +73,7 @@ def read_experts(
         raise StartError(f"the weights {full_name} have the shape {[*shape]} in the files, {[*expected]} in {kind}")
     if isinstance(matrix, QuantizedWeight) and has_kernel(matrix) and matrix.order is None:
         return matrix.part(rows, 0)
-    if stored and stored.is_coded:
+    if stored and any(isinstance(part, QuantizedLayer) for part in stored.parts.values()):
         log.warning("%s is widened to %s: no kernel multiplies by its codes", full_name, dtype)
         needed, free = parameter.numel() * dtype.itemsize, max(available_memory(torch.device("cpu")), 0)
         if needed > free:

@@ -17,10 +17,6 @@ class StoredWeight:
     parts: dict[str, Tensor | QuantizedLayer]  # by their names in the files
     merge: Callable[[list[Tensor]], Tensor]  # what transformers makes of all parts
 
-    @property
-    def is_coded(self) -> bool:
-        return any(isinstance(part, QuantizedLayer) for part in self.parts.values())
-
     def read(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
         """The parameter, or its codes [experts * outputs, inputs]. Codes of several kinds are dequantized."""
         parts = [part.checked() if isinstance(part, QuantizedLayer) else part for part in self.parts.values()]
