@@ -82,23 +82,15 @@ class HugePageBuffer:
         self._memory.madvise(mmap.MADV_DONTNEED, self._start, self._size)
 
 
-def cache_lines(x: Tensor) -> int:
-    """The bytes of the cache lines that hold a tensor."""
-    return -(-x.nbytes // _CACHE_LINE) * _CACHE_LINE
-
-
 class HugePages:
     """Allocates tensors side by side in huge pages."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Let the next tensors of so many bytes, in full cache lines, follow one another."""
-        if num_bytes > len(self._free):
-            self._free = HugePageBuffer(max(num_bytes, _CHUNK)).bytes
-
     def copy_of(self, x: Tensor) -> Tensor:
-        self.reserve(size := cache_lines(x))
+        size = -(-x.nbytes // _CACHE_LINE) * _CACHE_LINE
+        if size > len(self._free):
+            self._free = HugePageBuffer(max(size, _CHUNK)).bytes
         memory, self._free = self._free[:size], self._free[size:]
         return memory[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)

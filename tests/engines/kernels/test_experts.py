@@ -15,7 +15,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tgis.engines.kernels.cpu.experts import pack_experts
+from tgis.engines.kernels.cpu.experts import PackedExperts, matrix_of, pack_experts
+from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector
 from tgis.engines.quantization.config import Quantization
 from tgis.engines.quantization.weight import quantize
@@ -51,6 +52,14 @@ def experts_of(name: str) -> Any:
     return experts
 
 
+def packed(experts: Any, how: Quantization | None, kernels: CpuKernels, dtype: torch.dtype) -> Any:
+    """The module in the place of `experts`, which stays if it cannot be packed."""
+    read = lambda path, name, rows: matrix_of(experts, getattr(experts, name))[rows]  # noqa: E731
+    block = nn.Sequential(experts)
+    pack_experts(block, GemmSelector(kernels, how), kernels, dtype, read)
+    return block[0]
+
+
 def expected(experts: Any, how: Quantization | None, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     exact = copy.deepcopy(experts)
     for weight in exact.parameters():
@@ -77,45 +86,19 @@ def test_experts_are_those_of_transformers_and_no_token_depends_on_others(
     reference = expected(experts, how, x, ids, weights)
     tolerance = error or (1e-5 if dtype == torch.float32 else 0.01)
     for kernels in kernels_here():
-        block = nn.Sequential(copy.deepcopy(experts).to(torch.float32 if how else dtype))
-        assert pack_experts(block, GemmSelector(kernels, how), kernels) == 1
-        output = block[0](x, ids, weights)
+        module = packed(copy.deepcopy(experts).to(torch.float32 if how else dtype), how, kernels, dtype)
+        assert isinstance(module, PackedExperts)
+        output = module(x, ids, weights)
         assert (output.double() - reference).norm() < tolerance * reference.norm(), kernels.isa
         with num_threads(3):
             for first, last in ((0, 1), (7, 8), (5, 11), (190, 300), (299, 300)):
                 part = slice(first, last)
-                assert torch.equal(block[0](x[part], ids[part], weights[part]), output[part])
-        assert block[0](x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
-
-
-@pytest.mark.parametrize("kind", ["plain", "int8"])
-def test_an_expert_that_16_bits_hold_is_packed_like_the_others(kind: str) -> None:
-    experts, (how, _), kernels = experts_of("plain"), KINDS[kind], kernels_here()[-1]
-    for weight in experts.parameters():
-        weight.mul_(1 + 2**-12)
-        weight[2] = 0
-    block, gemms = nn.Sequential(copy.deepcopy(experts)), GemmSelector(kernels, how)
-    assert pack_experts(block, gemms, kernels) == 1
-    assert sorted(gemms.counts.values()) == [2 * EXPERTS]
-    x, ids, weights = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).topk(3).indices, torch.rand(9, 3)
-    reference = expected(experts, how, x, ids, weights)
-    assert (block[0](x, ids, weights).double() - reference).norm() < 1e-5 * reference.norm()
-
-
-def test_weights_that_do_not_fit_together_are_not_packed(caplog: pytest.LogCaptureFixture) -> None:
-    experts, kernels = experts_of("no gate"), kernels_here()[-1]
-    for name, outputs, inputs in (("up_proj", SIZE, HIDDEN + 32), ("down_proj", HIDDEN, SIZE + 32)):
-        changed = copy.deepcopy(experts)
-        setattr(changed, name, nn.Parameter(torch.zeros(EXPERTS, outputs, inputs), requires_grad=False))
-        assert pack_experts(nn.Sequential(changed), GemmSelector(kernels), kernels) == 0
-    assert caplog.text.count("NemotronHExperts: the shapes of its weights do not fit") == 2
+                assert torch.equal(module(x[part], ids[part], weights[part]), output[part])
+        assert module(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 
 
 def test_other_formulas_are_left_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
     experts = experts_of("plain")
     experts.act_fn = nn.Mish()
-    block = nn.Sequential(experts)
-    kernels = kernels_here()[-1]
-    assert pack_experts(block, GemmSelector(kernels), kernels) == 0
-    assert block[0] is experts
-    assert "experts of 1 layers are not packed, Qwen3MoeExperts: our kernels compute another formula" in caplog.text
+    assert packed(experts, None, kernels_here()[-1], torch.float32) is experts
+    assert "experts of 1 layers are not packed: no kernel computes Qwen3MoeExperts of these sizes" in caplog.text

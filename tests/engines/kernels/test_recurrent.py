@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_kernels import kernels_here, num_threads, of_best_isa, seeded
+from cpu_kernels import kernels_here, num_threads, seeded
 from torch import Tensor
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.recording import Recorder
-from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
+from tgis.engines.kernels.cpu.library import DTYPES
+from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.paged import recurrence
 
-deterministic, best_kernels = seeded, of_best_isa
+deterministic = seeded
 Shapes = list[tuple[int, ...]]
 TOKENS, SLOTS, LIMIT = 75, 5, (0.01, 0.9)
 
@@ -35,8 +34,8 @@ class Plain:
         inputs = (x[None] for x in (q, k, v, g, beta))
         return torch_recurrent_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=normalize)[0][0]
 
-    def selective_scan(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *rest: Any) -> Tensor:
-        d, z, bias, limit, *_ = rest
+    def selective_scan(self, inputs: Any, *_: Tensor) -> Tensor:
+        x, dt, a, b, c, d, z, bias, limit = inputs
         if z is None:
             options = {"D": d[:, 0], "dt_bias": bias[:, 0], "dt_softplus": True, "dt_limit": limit}
             return mamba2_chunk_scan(x[None], dt[None, ..., 0], a[:, 0, 0], b[None], c[None], 16, **options)[0]
@@ -63,13 +62,13 @@ def delta_rule(normalize: bool) -> Callable[..., Tensor]:
 def mamba2(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, *rest: Tensor) -> Tensor:
     bias, *states = rest
     inputs = x, dt[..., None], decay(a)[:, None, None], b, c, d[:, None], None, bias[:, None], LIMIT
-    return k.selective_scan(*inputs, *states)
+    return k.selective_scan(StateSpace(*inputs), *states)
 
 
 def mamba(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor, *rest: Tensor) -> Tensor:
     a, d, bias, *states = rest
     x, dt, b, c, z = (tensor[:, None] for tensor in (x, dt, b, c, z))
-    return k.selective_scan(x, dt, decay(a)[None], b, c, d, z, bias, (0.0, torch.inf), *states)[:, 0]
+    return k.selective_scan(StateSpace(x, dt, decay(a)[None], b, c, d, z, bias, (0.0, torch.inf)), *states)[:, 0]
 
 
 OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] = [  # inputs of tokens, others, state
@@ -82,7 +81,6 @@ OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] =
     (mamba, [(96,), (96,), (16,), (16,), (96,)], [(96, 16), (96,), (96,)], (1, 96, 16)),
     (mamba, [(37,), (37,), (5,), (5,), (37,)], [(37, 5), (37,), (37,)], (1, 37, 5)),
 ]
-each_operator = pytest.mark.parametrize(("run", "inputs", "constants", "state"), OPERATORS)
 
 
 def drawn(inputs: Shapes, constants: Shapes, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -102,7 +100,7 @@ def slots_of(count: int, source: int, slot: int, *saves: tuple[int, int]) -> Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@each_operator
+@pytest.mark.parametrize(("run", "inputs", "constants", "state"), OPERATORS)
 def test_computes_what_transformers_does_whatever_the_batch(
     run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, state: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -137,24 +135,3 @@ def test_computes_what_transformers_does_whatever_the_batch(
             assert torch.equal(states[3], states[0])
     of_isas.pop("generic", None)  # it has no instruction that multiplies and adds
     assert all(torch.equal(whole, output) for output in of_isas.values())
-
-
-@each_operator
-def test_one_recording_serves_any_number_of_tokens(
-    best_kernels: CpuKernels, run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, state: tuple[int, ...]
-) -> None:
-    kernels, states = RecurrentKernels(best_kernels), new_states(run, state, torch.float32)
-    of_tokens, others = drawn(inputs, constants, torch.float32)
-    slots = slots_of(TOKENS, -1, 0)
-
-    def run_first(sizes: tuple[int, ...]) -> Tensor:
-        first = slice(0, sizes[0])
-        return run(kernels, *(x[first] for x in of_tokens), *others, states, slots[first])
-
-    with torch.inference_mode():
-        replay, output = Recorder(best_kernels).record_resizable(run_first, (TOKENS,))
-        for count in (TOKENS, 7, 1):
-            for x in of_tokens:
-                x.copy_(torch.randn_like(x))
-            replay((count,))
-            assert torch.equal(output[:count], run_first((count,)))

@@ -207,9 +207,7 @@ def test_experts_in_mxfp4_are_widened(dtype: str, tmp_path: Path) -> None:
             load(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "shape"), [((2, 1, 1), [4, 64, 64]), ((1, 2, 1), [2, 128, 64]), ((1, 1, 2), [2, 64, 128])]
-)
+@pytest.mark.parametrize(("change", "shape"), [((2, 1, 1), [256, 64]), ((1, 2, 1), [128, 128]), ((1, 1, 2), [256, 64])])
 def test_experts_in_mxfp4_of_another_shape_are_refused(change: Any, shape: list[int], tmp_path: Path) -> None:
     path = make_model_from_config(make_config("GptOss", hidden_size=64, intermediate_size=64), tmp_path)
     experts_in_mxfp4(path)
@@ -218,7 +216,7 @@ def test_experts_in_mxfp4_of_another_shape_are_refused(change: Any, shape: list[
         name = f"model.layers.1.mlp.experts.down_proj_{suffix}"
         tensors[name] = tensors[name].repeat(experts, outputs, inputs, *[1] * (tensors[name].dim() - 3))
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    error = f"down_proj has the shape {shape} in the files, [2, 64, 64] in GptOssForCausalLM"
+    error = f"down_proj have the shape {shape} in the files, [128, 64] in GptOssForCausalLM"
     with pytest.raises(StartError, match=re.escape(error)):
         load(path)
 
@@ -231,11 +229,11 @@ def test_kernels_multiply_by_the_codes_of_mxfp4(dtype: str, tmp_path: Path, monk
     experts_in_mxfp4(path)
     *_, (sized, size) = loader.look_at_model(engine_options(path, dtype=dtype), torch.device("cpu"))
     logits = load(path, dtype=dtype)(IDS).logits
-    monkeypatch.setattr(loader, "store_experts", lambda *_: None)
+    monkeypatch.setattr(loader, "store_experts", lambda *_: {})
     *_, (_, widened) = loader.look_at_model(engine_options(path, dtype=dtype), torch.device("cpu"))
     assert torch.equal(load(path, dtype=dtype)(IDS).logits, logits)
-    weights = sum(weight.numel() for weight in sized.parameters() if weight.dim() == 3)
-    assert widened - size == weights * (sized.dtype.itemsize * 16 - 9) // 16
+    weights = [weight.numel() for weight in sized.parameters() if weight.dim() == 3]
+    assert widened - size == sum(weights) * (sized.dtype.itemsize * 16 - 9) // 16 - max(weights) * 55 // 16
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_8_bits", "auto_round"])
@@ -318,9 +316,6 @@ def test_unknown_layouts(config: dict[str, Any], error: str, tmp_path: Path) -> 
         load(path)
 
 
-NOT_PACKED = {"gptq, act-order", "gptq, 8 bits, ragged", "compressed-tensors, act-order", "fp8"}  # blocks of 24 inputs
-
-
 @pytest.mark.parametrize(
     "name", slow_except(["gptq", "gptq, act-order", "compressed-tensors", "fp8 by AutoFP8"], FORMATS)
 )
@@ -332,20 +327,10 @@ def test_experts_in_codes(name: str, tmp_path: Path) -> None:
     expected = experts_in_codes(path, quantize, config)
     model = load(path)
     check_logits(model, expected)
-    packed = [module for module in model.modules() if isinstance(module, PackedExperts)]
-    assert len(packed) == (0 if name in NOT_PACKED else 2)
+    assert sum(isinstance(module, PackedExperts) for module in model.modules()) == 2
     layer = r"model\.layers\.0\.mlp\.experts\.0\.\w+"
     with pytest.raises(StartError, match=f"^{layer}: experts quantized as {config['quant_method']} need the kernels"):
         load(path, cpu_isa="none")
-
-
-def test_experts_in_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    path = make_model_from_config(make_wide_config("Qwen3Moe", moe_intermediate_size=32), tmp_path)
-    experts_in_codes(path, gptq(4, 16, 1), GPTQ)
-    tensors, layer = load_file(path / "model.safetensors"), "model.layers.0.mlp.experts.1.up_proj"
-    save_file(tensors | {f"{layer}.scales": torch.ones(3, 32)}, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StartError, match=rf"{layer}: qzeros are those of \[4, 32\], scales \[3, 32\]$"):
-        load(path)
 
 
 WIDE = {

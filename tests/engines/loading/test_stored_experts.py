@@ -6,19 +6,17 @@ from typing import Any
 import pytest
 import torch
 from batches import engine_options
+from quantized_formats import FORMATS, experts_in_codes
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_except
 from tiny_models import EXPERTS, make_model_from_config, make_wide_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.loading import loader, stored_experts
-from tgis.engines.quantization.experts import stored_weights
 from tgis.errors import StartError
 
 CPU, IDS = torch.device("cpu"), torch.arange(3, 40)[None]
-ODD = make_wide_config("Qwen3Moe", moe_intermediate_size=15)  # there is no kernel for odd inputs
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -40,9 +38,9 @@ def test_bits_are_those_of_weights_that_transformers_loads(
 ) -> None:
     path = make_model_from_config(EXPERTS[name], tmp_path)
     *_, (sized, _) = loader.look_at_model(engine_options(path, **changes), CPU)
-    assert stored_weights(sized).keys() == {key for key, weight in sized.named_parameters() if weight.dim() == 3}
+    assert sized.stored_experts.keys() == {key for key, weight in sized.named_parameters() if weight.dim() == 3}
     logits, packed = loaded(path, **changes)
-    monkeypatch.setattr(loader, "store_experts", lambda *_: None)
+    monkeypatch.setattr(loader, "store_experts", lambda *_: {})
     expected, expected_packed = loaded(path, **changes)
     assert torch.equal(logits, expected)
     assert packed == expected_packed == 2 - (name == "Glm4Moe")
@@ -64,21 +62,23 @@ def test_an_expert_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.7.down_proj.weight"
     tensors[name][3, 5] = torch.nan
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StartError, match=f"the weight {name} has values that are NaN or infinite as torch.float32$"):
+    with pytest.raises(StartError, match=r"the weight .*experts\.down_proj has values that are NaN or infinite as "):
         loaded(path)
 
 
-def test_experts_that_are_not_packed_are_loaded_if_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_model_from_config(ODD, tmp_path)
-    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    names = [name for name in expected if ".experts." in name]
-    needed = sum(expected[name].nbytes for name in names)
-    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed)
-    model = loader.load_model(engine_options(path), CPU)
-    assert all(torch.equal(model.get_parameter(name), expected[name]) for name in names)
-    monkeypatch.setattr(stored_experts, "available_memory", lambda _: needed - 1)
-    with pytest.raises(StartError, match=r"^experts that the kernels cannot multiply .* of memory, and .* are free$"):
-        loader.load_model(engine_options(path), CPU)
+def test_codes_that_no_kernel_multiplies_are_widened_if_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, quantize = FORMATS["gptq, act-order"]
+    path = make_model_from_config(make_wide_config("Qwen3Moe", moe_intermediate_size=32), tmp_path)
+    experts_in_codes(path, quantize, config)
+    largest = 4 * 2 * 64 * 64  # bytes of gate_up_proj: 2 experts of 2 * 32 outputs
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: largest)
+    assert loaded(path)[1] == 2
+    assert caplog.text.count("is widened to torch.float32: no kernel multiplies by its codes") == 4
+    monkeypatch.setattr(stored_experts, "available_memory", lambda _: largest - 1)
+    with pytest.raises(StartError, match=r"gate_up_proj, whose codes .* of memory, and .* are free$"):
+        loaded(path)
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,5 @@ def test_a_check_counts_experts_as_they_are_packed(
     sizes = {name: weight.numel() for name, weight in sized.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     others = sum(sizes.values()) - experts
-    assert (experts + others) * bits // 8 < said < experts * bits // 8 + (others + 20 * 64 * 64) * 4
+    unpacked = (4 - bits / 8) * max(weight.numel() for weight in sized.parameters() if weight.dim() == 3)
+    assert (experts + others) * bits // 8 < said - unpacked < experts * bits // 8 + (others + 20 * 64 * 64) * 4

@@ -30,14 +30,13 @@ from tgis.engines.kernels.cpu.library import CpuKernels, computes_in_bf16, load_
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 from tgis.engines.loading.merged_linear import merge_linears
 from tgis.engines.loading.rope import freeze_frequencies
-from tgis.engines.loading.stored_experts import load_experts, move_stored, store_experts
+from tgis.engines.loading.stored_experts import check_finite, read_experts, store_experts
 from tgis.engines.memory.available import used_memory
 from tgis.engines.memory.largest_step import step_bytes
 from tgis.engines.memory.model_size import SizedModel, check_model_fits
 from tgis.engines.quantization.checkpoint import read_tensors
 from tgis.engines.quantization.config import Quantization, kept_as_saved, resolve_quantization
-from tgis.engines.quantization.experts import stored_weights
-from tgis.engines.quantization.mxfp4 import stored_codes, widened_tensors
+from tgis.engines.quantization.mxfp4 import coded_tensors, widened_tensors
 from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
@@ -157,20 +156,18 @@ def look_at_model(
         log.info("loading %s as %s on %s%s", options.model_path, str(dtype).removeprefix("torch."), device, weights)
         with torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-        if has_other_state(model):
+        if has_other_state(model) and (options.num_shards > 1 or device.type == "cuda"):
             kind = f"{options.model_path}: {type(model).__name__} has recurrent layers"
-            if options.num_shards > 1:
-                raise StartError(f"{kind}: NUM_SHARD must be 1")
-            if device.type == "cuda":
-                raise StartError(f"{kind}, which run on CPUs only")
+            raise StartError(f"{kind}: NUM_SHARD must be 1, and the device a CPU")
         kernels = select_kernels(options, device) if experts_of(model) and options.num_shards == 1 else None
         checkpoint = quantization.checkpoint if quantization else None
+        model.stored_experts = {}
         if kernels:
             path, is_mxfp4 = Path(options.model_path), getattr(config, "quantization_config", None)
-            tensors = checkpoint.tensors if checkpoint else stored_codes(path) if is_mxfp4 else read_tensors(path)[0]
-            store_experts(model, packable_experts(model, kernels), tensors)
+            tensors = checkpoint.tensors if checkpoint else coded_tensors(path) if is_mxfp4 else read_tensors(path)[0]
+            model.stored_experts = store_experts(model, packable_experts(model, kernels, dtype), tensors)
         if checkpoint:
-            checkpoint.leave_out({name for weight in stored_weights(model).values() for name in weight.names})
+            checkpoint.leave_out({name for weight in model.stored_experts.values() for name in weight.parts})
         needed = check_model_fits(model, options, device, quantization)
         if checkpoint and options.num_shards > 1:
             check_quantized(model, checkpoint.layers, options.num_shards)
@@ -200,9 +197,9 @@ def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
             model.generation_config = load_generation_config(options, config)
         else:
             model = _from_pretrained(auto_class, options, config, loaded, sharding)
-        move_stored(sized, model)
         if checkpoint:
             checkpoint.attach(model)
+        model.stored_experts = sized.stored_experts
         if sharding:
             sharding.shard(model)
             sharding.install_collectives(model)
@@ -229,7 +226,7 @@ def _state_dict(
     """The tensors that transformers loads; None: those in the files. Placeholders tell where codes are, and stand for
     stored weights.
     """
-    stored, checkpoint = stored_weights(sized), quantization.checkpoint if quantization else None
+    stored, checkpoint = sized.stored_experts, quantization.checkpoint if quantization else None
     if checkpoint:
         tensors: dict[str, Any] = checkpoint.state_dict(dtype)
     elif vars(config).pop("quantization_config", None):
@@ -238,7 +235,7 @@ def _state_dict(
         tensors, _ = read_tensors(Path(options.model_path))
     else:
         return None
-    names = {name for weight in stored.values() for name in weight.names}
+    names = {name for weight in stored.values() for name in weight.parts}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in names}
     zero = torch.zeros((), dtype=dtype if checkpoint or not quantization else config.dtype)
     return tensors | {name: zero.expand(sized.get_parameter(name).shape) for name in stored}
@@ -260,17 +257,17 @@ def _optimize(
         from tgis.engines.kernels.cuda.quantized import DeviceGemms  # noqa: PLC0415 - needs Triton
 
         gemms = DeviceGemms(quantization, device)
+    dtype = quantization.dtype if quantization else model.dtype
+    if gemms and kernels:
+        pack_experts(model, gemms, kernels, dtype, partial(read_experts, model, dtype))
     called_classes: set[type] = set()
     with register_module_forward_pre_hook(lambda module, _: called_classes.add(type(module))):
         merge_linears(model, gemms.pack if gemms else None, **_dummy_inputs(model))
     if gemms:
         embeddings = TokenEmbeddings(model)
-        if kernels and (layers := pack_experts(model, gemms, kernels)):
-            log.info("packed the experts of %d layers", layers)
-        load_experts(model, quantization.dtype if quantization else model.dtype)
         pack_linears(model, gemms)
         if kernels:
-            embeddings.pack(model, kernels, quantization.dtype if quantization else model.dtype)
+            embeddings.pack(model, kernels, dtype)
         if quantization:
             _convert_others(model, quantization.dtype)
         by = ", ".join(f"{count} for {name}" for name, count in gemms.counts.items()) or "PyTorch multiplies"
@@ -346,17 +343,15 @@ def _check_written(model: PreTrainedModel, *, packed: bool) -> None:
     for name, module in model.named_modules():
         for kind, weight in module.named_parameters(recurse=False):
             is_written = weight.untyped_storage().nbytes() >= weight.nbytes
-            may_wait = not packed and (hasattr(module, "quantized") or kind in getattr(module, "stored", ()))
+            may_wait = not packed and (hasattr(module, "quantized") or f"{name}.{kind}" in model.stored_experts)
             assert is_written or may_wait, f"{name}.{kind} is a placeholder"
 
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:
-    """StartError for a NaN or infinite weight: a broken file, or a type with too small a range."""
     for name, weight in model.named_parameters():
         checkable = weight.is_floating_point() and weight.itemsize > 1 and weight.numel() > 0  # of one byte: quantized
-        is_written = any(weight.stride() or [1])
-        if checkable and is_written and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
-            raise StartError(f"{path}: the weight {name} has values that are NaN or infinite as {weight.dtype}")
+        if checkable and any(weight.stride() or [1]):  # else a placeholder
+            check_finite(f"{path}: the weight {name}", weight.detach(), weight.dtype)
 
 
 def has_other_state(model: PreTrainedModel) -> bool:

@@ -3,6 +3,7 @@
 A pass of the model on the meta device shows its KV cache.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,27 +32,17 @@ class UnloadedModel:
         self.caches = _kv_bytes(self.model, coded=coded)
 
     def table(
-        self,
-        engine: str,
-        room: int,
-        kv_cache: tuple[int, float, int],
-        step: int,
-        drafter: int = 0,
-        states: tuple[int, int] = (0, 0),
+        self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, others: Mapping[str, int] = {}
     ) -> list[str]:
         """Lines with bytes and what they are for, on each device; `kv_cache`: tokens, the bytes of each, and others;
-        `drafter`: of the weights of a model that drafts; `states`: slots for them, the bytes of each.
-
-        StartError without `room`, in tokens, for the longest request.
+        `others`: more lines. StartError without `room`, in tokens, for the longest request.
         """
         check_max_sequence_length(room, self._options.max_sequence_length)
         tokens, token_bytes, fixed_bytes = kv_cache
-        slots, slot_bytes = states
         rows = {
             "weights, as loaded": self.weights,
-            "weights of SPECULATOR_NAME": drafter,
+            **others,
             f"KV cache, full: {tokens} tokens of {format_bytes(token_bytes)}": tokens * token_bytes + fixed_bytes,
-            f"states of recurrent layers: {slots} slots of {format_bytes(slot_bytes)}": slots * slot_bytes,
             "the largest step beside it, estimated": step,
         }
         memory = f"{format_bytes(available_memory(self.device))} of {format_bytes(total_memory(self.device))} are free"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tgis.engines.memory.available import rank_memory
 from tgis.engines.quantization.config import Quantization
-from tgis.engines.quantization.experts import quantized_bytes, stored_weights
+from tgis.engines.quantization.experts import StoredWeight, quantized_bytes
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
 _BESIDE = 2  # bytes for each number of a weight: as saved and merged with others, or codes before they are packed
+_UNPACKED = 4  # bytes for each number of a weight of experts before it is packed, merged or as codes
 _QUANTIZING, _PART = 16, 1 << 20  # bytes for each number of a part that is quantized at a time, and its numbers
 
 
@@ -35,12 +36,15 @@ def check_model_fits(
         quantization.checkpoint.find_embeddings(model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     log.info("  %s of weights", format_bytes(weights))
-    stored, bits = stored_weights(model), quantization.bits if quantization else None
+    stored: dict[str, StoredWeight] = getattr(model, "stored_experts", {})
+    bits = quantization.bits if quantization else None
     others = [parameter for name, parameter in model.named_parameters() if name not in stored]
     together = sum(parameter.nbytes for parameter in others)
     if quantization:
         together = sum(_quantized_bytes(model, others, quantization, options.num_shards))
-    together += sum(weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items())
+    packed = {name: weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items()}
+    packing = [_UNPACKED * model.get_parameter(name).numel() - size for name, size in packed.items()]
+    together += sum(packed.values()) + max(packing, default=0)
     needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
     if needed > free:
         raise StartError(

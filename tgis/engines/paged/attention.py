@@ -141,7 +141,7 @@ class PagedAttention:
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
             return self.attend(batch.attention, query, key, value, kv_cache, whole)
-        index = module.layer_idx if self.states is None else self.states.attention_layer_of(module)
+        index = self.states.attention_layer_of(module) if self.states else module.layer_idx
         self.shares_modules |= index != module.layer_idx
         kv_cache = self.cache.layer(index, key, value)
         if self.cache.kv_dtype and module not in self._key_scales:

@@ -197,22 +197,14 @@ class StaticInputs:
     more. Cross-attention has the blocks and the lengths of the encoded inputs by row.
     """
 
-    def __init__(
-        self,
-        max_rows: int,
-        max_blocks: int,
-        device: torch.device,
-        *,
-        cross_attention: bool = False,
-        has_states: bool = False,
-    ) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, *, cross_attention: bool = False) -> None:
         """Make room for `max_rows` tokens of sequences of up to `max_blocks` blocks."""
         columns = [torch.zeros(max_rows, dtype=torch.int64, device=device) for _ in range(5)]
         block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int64, device=device)
         self.max_rows = max_rows
         self._buffers = *columns, block_tables
         self._indices = torch.arange(max_rows, device=device)
-        self._state_slots = columns[0].new_full((max_rows, 3), -1) if has_states else None
+        self._state_slots = columns[0].new_full((max_rows, 3), -1)
         self.cross = None
         if cross_attention:
             self.cross = AttentionMetadata.decodes(torch.zeros_like(block_tables), torch.zeros_like(columns[0]))
@@ -228,7 +220,7 @@ class StaticInputs:
             *(input_ids, positions, AttentionMetadata(slot_mapping, tables, seq_lens, []), self._indices[:size], []),
             all_logits=True,
             adapters=None if adapter_version is None else PlacedAdapters(adapters, adapter_version),
-            state_slots=None if self._state_slots is None else self._state_slots[:size],
+            state_slots=self._state_slots[:size],
             cross=self.cross and AttentionMetadata.decodes(self.cross.block_tables[:size], self.cross.seq_lens[:size]),
         )
 
@@ -240,7 +232,7 @@ class StaticInputs:
         inputs = [batch.input_ids, batch.positions, attention.slot_mapping, seq_lens]
         inputs += [batch.adapters.first_columns] if batch.adapters else []
         torch._foreach_copy_(columns[: len(inputs)], inputs)  # one kernel
-        if self._state_slots is not None and batch.state_slots is not None:
+        if batch.state_slots is not None:
             self._state_slots[: len(batch.state_slots)].copy_(batch.state_slots)
         num_decodes, width = attention.block_tables.shape
         block_tables[:num_decodes, :width].copy_(attention.block_tables)

@@ -72,7 +72,9 @@ def describe_memory(options: EngineOptions) -> list[str]:
     num_slots, budget = budget.with_states(slot_bytes, lambda: step) if slot_bytes else (0, budget)
     room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
-    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, drafter, (num_slots, slot_bytes))
+    states = f"states of recurrent layers: {num_slots} slots of {format_bytes(slot_bytes)}"
+    others = {"weights of SPECULATOR_NAME": drafter, states: num_slots * slot_bytes}
+    return unloaded.table("tgis_native", longest, (room, token_bytes, 0), step, others)
 
 
 class PagedEngine(Engine):
@@ -125,7 +127,7 @@ class PagedEngine(Engine):
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[device.type],
-            proposed_tokens=0 if lookahead or runner.states is not None else _proposed_tokens(self._options, device),
+            proposed_tokens=0 if lookahead or runner.states else _proposed_tokens(self._options, device),
             drafted_tokens=self._drafter.max_tokens,
             max_positions=encoder.max_positions if encoder else max_positions(runner.model),
             decoder_start_token_id=encoder.outputs.decoder_start_token_id if encoder else None,
@@ -136,7 +138,7 @@ class PagedEngine(Engine):
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
-        if self.runner.states is not None or not _drafts(self._options, self.runner.device):
+        if self.runner.states or not _drafts(self._options, self.runner.device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
         return load_drafter(self._options, self.runner.model, load)
@@ -162,7 +164,7 @@ class PagedEngine(Engine):
         extra = EXTRA_BLOCKS if self.runner.encoder else 0
         rows, device = self.info.max_batch_size, self.runner.device
         budget = KVBudget(self._options, device, rows, self._block_size, extra_blocks=extra)
-        if self.runner.states is not None:
+        if self.runner.states:
             budget = self._allocate_states(self.runner.states, budget)
         num_blocks = least_of_ranks(budget.num_blocks(bytes_per_block, self._step_bytes))
         scratch_blocks = 1  # the last one: padding of CUDA graphs writes there
@@ -254,7 +256,7 @@ class PagedEngine(Engine):
         return self.runner.attention.cache, *self._drafter.caches
 
     def clear_cache(self) -> bool:
-        if self.runner.states is not None:
+        if self.runner.states:
             self.runner.states.clear()
         return all(cache.clear() for cache in self.caches)
 

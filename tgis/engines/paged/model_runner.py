@@ -15,7 +15,7 @@ import torch
 from tgis.batcher.sequence import StepPlan
 from tgis.engines.base import warn
 from tgis.engines.kernels.cpu.activations import InvariantFunctions
-from tgis.engines.kernels.cpu.experts import has_packed_experts
+from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.kernels.cpu.library import DTYPES
 from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading.loader import (
@@ -73,11 +73,11 @@ class ModelRunner:
         self.lora = LoraLayers(self.model, self.kernels, _MIN_LORA_COLUMNS[self.device.type])
         self.attention = PagedAttention(f"tgis_paged_{id(self)}", block_size, self.kernels)
         self.states = self.attention.states = install_states(self.model, self.kernels)
-        has_states = self.states is not None
         self._functions: AbstractContextManager[object] = nullcontext()
-        if self.kernels and self.model.dtype in DTYPES and (has_states or has_packed_experts(self.model)):
+        has_experts = any(isinstance(module, PackedExperts) for module in self.model.modules())
+        if self.kernels and self.model.dtype in DTYPES and (self.states or has_experts):
             self._functions = InvariantFunctions(self.kernels)
-        self.batch_builder = BatchBuilder(block_size, self.device, self.lora, has_states=has_states)
+        self.batch_builder = BatchBuilder(block_size, self.device, self.lora, has_states=bool(self.states))
         self.encoder: PagedEncoder | None = None
         if self.model.config.is_encoder_decoder:
             self._max_blocks += EXTRA_BLOCKS
@@ -147,8 +147,7 @@ class ModelRunner:
             self.graphs = None
 
     def _static_inputs(self, rows: int) -> StaticInputs:
-        encodes, has_states = self.encoder is not None, self.states is not None
-        return StaticInputs(rows, self._max_blocks, self.device, cross_attention=encodes, has_states=has_states)
+        return StaticInputs(rows, self._max_blocks, self.device, cross_attention=self.encoder is not None)
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """The logits [len(logits_indices), V] of a batch, computed by the model's operators."""
@@ -161,7 +160,7 @@ class ModelRunner:
                 arguments["logits_to_keep"] = batch.logits_indices
             # Compiled graphs guard the storage offset of a view, which differs from step to step.
             arguments["position_ids"] = (batch.positions.clone() if self.compiled else batch.positions)[None]
-        states_context = self.states.using(batch.state_slots, arguments) if self.states is not None else nullcontext()
+        states_context = self.states.using(batch.state_slots, arguments) if self.states else nullcontext()
 
         def forward() -> torch.Tensor:
             return self.model(use_cache=False, **arguments).logits[0]

@@ -9,7 +9,6 @@ on what else is in the batch.
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 
@@ -124,11 +123,8 @@ class RecordedDecodes:
             return step.logits
         if step is None and adapters is not None:
             self._steps = without_stale(self._steps, adapters)
-        with (
-            self._states.preserved(static.state_slots)
-            if self._states is not None
-            else nullcontext(lambda: None) as restore
-        ):
+        restore = self._states.saved(static.state_slots) if self._states else lambda: None
+        try:
             if step is None:
                 self._steps[key] = step = _RecordedStep(*self._recorder.record(lambda: self._forward(static)))
             else:
@@ -138,6 +134,9 @@ class RecordedDecodes:
                 if not torch.equal(eager.nan_to_num(), step.logits.nan_to_num()):
                     raise Unsupported(_OTHER_LOGITS)
                 step.verified = True
+        except BaseException:
+            restore()
+            raise
         return step.logits
 
 

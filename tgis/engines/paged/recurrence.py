@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
+from tgis.engines.kernels.cpu.recurrent import StateSpace
+
 Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (state, token) -> (next state, output)
 
 
@@ -32,7 +34,7 @@ def causal_conv(
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, *, normalize: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, normalize: bool
 ) -> Tensor:
     """Linear attention with a delta rule: q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
 
@@ -53,28 +55,15 @@ def gated_delta_rule(
     return _scan(step, states, slots).to(v.dtype)
 
 
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_limit: tuple[float, float],
-    states: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """A state space: x, z [T, H, P], b, c [T, G, N], states [slots, H, P, N]; the others are broadcast to these: dt to
-    [T, H, P], a to [H, P, N], d and dt_bias to [H, P]. A head reads the b and c of its group; z gates the output.
-    """
+def selective_scan(inputs: StateSpace, states: Tensor, slots: Tensor) -> Tensor:
+    """A state space, states [slots, H, P, N]."""
+    x, dt, a, b, c, d, z, dt_bias, dt_limit = inputs
     b, c = (each.float().repeat_interleave(x.shape[1] // b.shape[1], 1)[:, :, None] for each in (b, c))
     dt = softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*dt_limit)
-    inputs = dt * x.float()
+    added = dt * x.float()
 
     def step(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-        state = state * (dt[token, ..., None] * a).exp() + inputs[token, ..., None] * b[token]
+        state = state * (dt[token, ..., None] * a).exp() + added[token, ..., None] * b[token]
         return state, (state * c[token]).sum(-1)
 
     y = _scan(step, states, slots)

@@ -24,7 +24,6 @@ from tgis.engines.loading.loader import input_vocab_size
 from tgis.engines.paged.attention import PagedAttention, PagedKVCache
 from tgis.engines.paged.attention_hooks import hooked_modules, install_hooks
 from tgis.engines.paged.batch import FlatBatch
-from tgis.engines.paged.states import recurrent_modules
 from tgis.engines.sharding.collectives import least_of_ranks
 from tgis.errors import Unsupported
 from tgis.ipc.request import LogprobOptions, Request
@@ -66,7 +65,7 @@ def verify_attention(
     logits, outputs = _paged_logits(tokens, attention, compute_logits, calls)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     # The layers of hybrids without attention are checked by their logits.
-    if len(attention.cache) != num_layers and not recurrent_modules(model):
+    if len(attention.cache) != num_layers and not attention.states:
         raise Unsupported(f"{len(attention.cache)} of {num_layers} layers use replaceable attention")
     for index, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         failure = f"paged attention does not give the model's own attention in layer {index}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.linear import PackedLinear
-from tgis.engines.kernels.cpu.recurrent import RecurrentKernels
+from tgis.engines.kernels.cpu.linear import PackedLinear, WeightArgument
+from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.loading.loader import has_other_state
 from tgis.engines.paged import recurrence
 from tgis.errors import Unsupported
 
 _CONV = "causal_conv1d_fn"  # every module of transformers with recurrent layers has it
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+_NO_LIMIT = 0.0, math.inf
 _NO_STATE = torch.empty(0)  # what models get as the state after a pass
 _current: "ContextVar[RecurrentStates | None]" = ContextVar("recurrent_states", default=None)
 
@@ -47,8 +49,10 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self._buffers: list[HugePageBuffer] = []
         self._attention_layer = -1
         self._layer = -1, 0  # (layer, convolution)
-        self._num_calls = 0
-        self._awaits_conv = False
+        self._calls = count()  # of operators in the layer
+
+    def __bool__(self) -> bool:  # a cache without layers is false
+        return True
 
     def allocate(self, num_slots: int) -> None:
         """Have so many slots from now on, none of which has states."""
@@ -76,27 +80,20 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         token = _current.set(self)
         try:
             yield
-            self._check_conv()
         finally:
-            self._awaits_conv = False
             _current.reset(token)
 
-    @contextmanager
-    def preserved(self, slots: Tensor) -> Iterator[Callable[[], None]]:
-        """Yield a function that restores the states in these slots; an error restores them, too."""
+    def saved(self, slots: Tensor) -> Callable[[], None]:
+        """A function that restores the states that a pass with these slots changes."""
         changed = slots[:, 1:].unique()
         changed = changed[changed >= 0]
-        saved = {key: state[changed] for key, state in self._states.items()}
+        states = {key: state[changed] for key, state in self._states.items()}
 
         def restore() -> None:
-            for key, state in saved.items():
+            for key, state in states.items():
                 self._states[key][changed] = state
 
-        try:
-            yield restore
-        except BaseException:
-            restore()
-            raise
+        return restore
 
     # The interface of transformers' caches.
 
@@ -110,13 +107,8 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     def update_conv_state(self, x: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Note the layer whose convolution comes next: the functions get no index."""
-        self._check_conv()
-        self._layer, self._num_calls, self._awaits_conv = (layer_idx, state_idx), 0, True
+        self._layer, self._calls = (layer_idx, state_idx), count()
         return x
-
-    def _check_conv(self) -> None:
-        if self._awaits_conv:
-            raise Unsupported("a recurrent layer has a convolution of its own")
 
     def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> Tensor:
         return state
@@ -133,73 +125,47 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
     # The replacements of transformers' functions.
 
     def causal_conv1d_fn(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **_: Any,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
         """[1, C, T]"""
-        self._awaits_conv = False
-        tails = self._of_layer("conv", hidden_states, (weight.shape[1] - 1, len(weight)), hidden_states.dtype)
-        y = self._operators.causal_conv(hidden_states[0].T, weight, bias, activation, tails, self.slots)
-        return y.T[None]
+        tails = self._of_layer("conv", x, (weight.shape[1] - 1, len(weight)), x.dtype)
+        return self._operators.causal_conv(x[0].T, weight, bias, activation, tails, self.slots).T[None]
 
     def torch_chunk_gated_delta_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        states = self._of_layer("scan", value, (value.shape[2], key.shape[3], value.shape[3]))
-        inputs = query[0], key[0], value[0], g[0], beta[0]
-        y = self._operators.gated_delta_rule(*inputs, states, self.slots, normalize=use_qk_l2norm_in_kernel)
+        """[1, T, HV, DV]"""
+        states = self._of_layer("scan", v, (v.shape[2], k.shape[3], v.shape[3]))
+        inputs = q[0], k[0], v[0], g[0], beta[0]
+        normalize = options.get("use_qk_l2norm_in_kernel", False)
+        y = self._operators.gated_delta_rule(*inputs, states, self.slots, normalize=normalize)
         return y[None], _NO_STATE
 
     def mamba2_chunk_scan(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        D: Tensor | None = None,  # noqa: N803 - transformers passes it by name
-        dt_bias: Tensor | None = None,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        **_: Any,
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        states = self._of_layer("scan", hidden_states, (*hidden_states.shape[2:], b.shape[3]))
-        d, dt_bias = (None if x is None else x[:, None] for x in (D, dt_bias))
-        inputs = hidden_states[0], dt[0, ..., None], a[:, None, None], b[0], c[0], d, None, dt_bias, dt_limit
-        return self._operators.selective_scan(*inputs, states, self.slots)[None], _NO_STATE
+        """[1, T, H, P]"""
+        d, bias = (None if tensor is None else tensor[:, None] for tensor in map(options.get, ("D", "dt_bias")))
+        limit = options.get("dt_limit", _NO_LIMIT)
+        inputs = StateSpace(x[0], dt[0, ..., None], a[:, None, None], b[0], c[0], d, None, bias, limit)
+        return self._selective_scan(inputs)[None], _NO_STATE
 
     def mamba_selective_scan(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        D: Tensor | None = None,  # noqa: N803 - transformers passes it by name
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        **_: Any,
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """[1, I, T]: Mamba 2 with one head."""
-        states = self._of_layer("scan", hidden_states, (1, *a.shape))
-        x, dt, b, c = (each.permute(2, 0, 1) for each in (hidden_states, dt, b, c))
-        inputs = x, dt, a[None], b, c, D, None if z is None else z.permute(2, 0, 1), delta_bias, (0.0, math.inf)
-        return self._operators.selective_scan(*inputs, states, self.slots).permute(1, 2, 0), _NO_STATE
+        d, z, bias = map(options.get, ("D", "z", "delta_bias"))
+        x, dt, b, c, z = (None if tensor is None else tensor.permute(2, 0, 1) for tensor in (x, dt, b, c, z))
+        return self._selective_scan(StateSpace(x, dt, a[None], b, c, d, z, bias, _NO_LIMIT)).permute(1, 2, 0), _NO_STATE
+
+    def _selective_scan(self, inputs: StateSpace) -> Tensor:
+        states = self._of_layer("scan", inputs.x, (*inputs.x.shape[1:], inputs.b.shape[2]))
+        y: Tensor = self._operators.selective_scan(inputs, states, self.slots)
+        return y
 
     def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """The states of this call in the layer, [slots, *shape]."""
-        key = *self._layer, kind, self._num_calls
-        self._num_calls += 1
+        key = *self._layer, kind, next(self._calls)
         if key not in self._states:
             self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
         if self._states[key].shape[1:] != shape:
@@ -207,26 +173,11 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         return self._states[key]
 
 
-class _LeftMatmulWeight:
-    """The packed weight of Mamba's dt_proj, by which the models multiply from the left."""
-
-    def __init__(self, linear: PackedLinear) -> None:
-        self._gemm = linear.gemm
-
-    def __matmul__(self, x: Tensor) -> Tensor:  # [1, in, T] -> [1, out, T]
-        return self._gemm(x.mT.contiguous(), None).mT
-
-
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The recurrent layers whose functions can be replaced."""
-    return [module for module in model.modules() if hasattr(module, "conv_kernel_size") and _CONV in _globals(module)]
-
-
 def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) -> RecurrentStates | None:
     """Let states of ours replace those of a model's recurrent layers; None if it has none. Unsupported for others that
     keep more than a KV cache.
     """
-    modules = recurrent_modules(model)
+    modules = [x for x in model.modules() if hasattr(x, "conv_kernel_size") and _CONV in _globals(x)]
     if not modules:
         if has_other_state(model):
             raise Unsupported(f"{type(model).__name__} keeps more than a KV cache, which is unknown here")
@@ -236,7 +187,7 @@ def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) ->
         for name in _FUNCTIONS & functions.keys():
             functions[name] = _replaceable(functions[name], name)
         if isinstance(projection := getattr(module, "dt_proj", None), PackedLinear):
-            projection.weight = _LeftMatmulWeight(projection)
+            projection.weight = WeightArgument(projection.gemm)
     argument = next(name for name in signature(model.forward).parameters if name in _CACHE_ARGUMENTS)
     return RecurrentStates(1, argument, kernels if model.dtype in DTYPES else None)
 
@@ -245,8 +196,7 @@ def unloaded_slot_bytes(model: PreTrainedModel) -> int:
     """The bytes of a sequence's states for a model on the meta device; 0 without recurrent layers. Unsupported as in
     `install_states`.
     """
-    states = install_states(model)
-    if states is None:
+    if not (states := install_states(model)):
         return 0
     arguments: dict[str, Any] = {"input_ids": torch.ones(1, 2, dtype=torch.int64, device="meta")}
     with states.using(torch.tensor([[-1, 0, -1]] * 2), arguments), torch.device("meta"), torch.inference_mode():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tgis.engines.quantization.checkpoint import QuantizedLayer, read_tensors
-from tgis.engines.quantization.experts import StoredWeight
 from tgis.engines.quantization.weight import E2M1, QuantizedWeight
 from tgis.errors import StartError
 
@@ -30,10 +29,10 @@ def widened_tensors(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     return tensors
 
 
-def stored_codes(path: Path) -> dict[str, StoredWeight]:
-    """The weights of experts by parameter."""
-    weights = widened_tensors(path, torch.bfloat16).items()
-    return {name: weight.stored(name) for name, weight in weights if isinstance(weight, _Widened)}
+def coded_tensors(path: Path) -> dict[str, Tensor | QuantizedLayer]:
+    """The tensors of a model by name, with the codes of experts."""
+    tensors = widened_tensors(path, torch.bfloat16).items()
+    return {name: tensor.layer(name) if isinstance(tensor, _Widened) else tensor for name, tensor in tensors}
 
 
 class _Widened:
@@ -43,16 +42,18 @@ class _Widened:
         """Codes [experts, outputs, groups, 16], two in each, and exponents [experts, outputs, groups]."""
         self._codes, self._exponents, self._dtype = codes, exponents, dtype
 
-    def stored(self, name: str) -> StoredWeight:
+    def layer(self, name: str) -> QuantizedLayer:
+        """The codes [experts * outputs, inputs]."""
         experts, inputs, outputs = self.get_shape()
-        size = outputs * inputs * 9 // 16  # scales are packed in bfloat16
-        reads = [partial(self._codes_of, expert) for expert in range(experts)]
-        return StoredWeight([[(name, QuantizedLayer(name, (outputs, inputs), size, read))] for read in reads])
+        size = experts * outputs * inputs * 9 // 16  # scales are packed in bfloat16
+        return QuantizedLayer(name, (experts * outputs, inputs), size, partial(self._coded, slice(None)))
 
-    def _codes_of(self, expert: int) -> QuantizedWeight:
-        exponents = self._exponents[expert].int() - _BIAS
+    def _coded(self, experts: slice) -> QuantizedWeight:
+        """The codes [experts * outputs, inputs] of some experts."""
+        exponents = self._exponents[experts].flatten(0, 1).int() - _BIAS
         scale = torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()
-        return QuantizedWeight(_nibbles(self._codes[expert]).flatten(1), E2M1, scale, None, _BLOCK)
+        codes = _nibbles(self._codes[experts]).flatten(2).flatten(0, 1)
+        return QuantizedWeight(codes, E2M1, scale, None, _BLOCK)
 
     def get_shape(self) -> list[int]:
         experts, outputs, groups = self._exponents.shape
@@ -64,16 +65,9 @@ class _Widened:
         experts, inputs, outputs = (range(size)[bound] for bound, size in zip(bounds, self.get_shape(), strict=True))
         result = torch.empty(len(experts), len(inputs), len(outputs), dtype=self._dtype)
         for weight, expert in zip(result, experts, strict=True):
-            weight.copy_(self._expert(expert, inputs, slice(outputs.start, outputs.stop)))
+            widened = self._coded(slice(expert, expert + 1)).dequantized()
+            weight.copy_(widened.T[inputs.start : inputs.stop, outputs.start : outputs.stop])
         return result
-
-    def _expert(self, expert: int, inputs: range, outputs: slice) -> Tensor:  # float32 [inputs, outputs]
-        first = inputs.start // _BLOCK
-        blocks = expert, outputs, slice(first, -(-inputs.stop // _BLOCK))
-        codes, exponents = self._codes[blocks], self._exponents[blocks].int() - _BIAS
-        mantissas = E2M1[_nibbles(codes).int()]
-        weight = torch.ldexp(mantissas, exponents[..., None]).flatten(1).T
-        return weight[inputs.start - first * _BLOCK : inputs.stop - first * _BLOCK]
 
 
 def _nibbles(codes: Tensor) -> Tensor:  # [..., n] -> [..., 2 n]

@@ -1,6 +1,6 @@
 """Quantized weights: codes with their scales and offsets, and the rounding of the activations that they multiply."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,16 +108,18 @@ class QuantizedWeight:
         return self.activations.fake_quantized(x[..., self.order])[..., self.order.argsort()]
 
 
-def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+def concatenate(
+    weights: Sequence[QuantizedWeight], cat: Callable[[list[Tensor]], Tensor] = torch.cat
+) -> QuantizedWeight | None:
     """One weight with the outputs of several; None where they are of different kinds."""
     first = weights[0]
     if len({weight.kind for weight in weights}) > 1:
         return None
     return replace(
         first,
-        codes=torch.cat([weight.codes for weight in weights]),
-        scale=torch.cat([weight.scale for weight in weights]),
-        offset=None if first.offset is None else torch.cat([weight.offset for weight in weights]),
+        codes=cat([weight.codes for weight in weights]),
+        scale=cat([weight.scale for weight in weights]),
+        offset=None if first.offset is None else cat([weight.offset for weight in weights]),
     )
 
 

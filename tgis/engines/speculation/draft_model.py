@@ -42,7 +42,7 @@ def load_drafter(
             return MLPSpeculator(Path(path), config, model, rows)
     try:
         engine = load(_draft_options(options))
-        if engine.runner.states is not None:
+        if engine.runner.states:
             raise Unsupported("states of recurrent layers cannot be taken back")
     except Unsupported as error:
         raise StartError(f"{path} cannot draft: {error}") from error

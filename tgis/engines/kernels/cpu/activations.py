@@ -33,6 +33,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elemen
     "softplus": softplus,
 }
 
+_FUNCTIONS: dict[Any, str] = {getattr(x, name): name for x in (torch, Tensor) for name in ("exp", "sigmoid", "tanh")}
+_FUNCTIONS |= {silu: "silu", softplus: "softplus"}
+
 
 class Activation(nn.Module):  # type: ignore[misc]
     """An activation, as `plain` computes it."""
@@ -86,15 +89,9 @@ class InvariantFunctions(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(self, kernels: CpuKernels) -> None:
         super().__init__()
-        names: dict[str, tuple[Any, ...]] = {
-            name: (getattr(torch, name), getattr(Tensor, name)) for name in ("exp", "sigmoid", "tanh")
-        }
-        names |= {"silu": (silu,), "softplus": (softplus,)}
         self._cpu_kernels = kernels
         self._means: dict[int, CpuGemm] = {}
-        self._kernels = {
-            function: Activation(function, name, kernels) for name, functions in names.items() for function in functions
-        }
+        self._kernels = {function: Activation(function, name, kernels) for function, name in _FUNCTIONS.items()}
 
     def __torch_function__(self, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
         kernel, kwargs = self._kernels.get(function), kwargs or {}

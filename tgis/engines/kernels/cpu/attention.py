@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tgis.engines.kernels.attention_inputs import AttentionParams
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.kv_codes import head_size, is_coded
 
 _SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
@@ -16,28 +16,19 @@ _PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
 _NO_WINDOW = 2**62
 
 
-class _AttentionArgs(ctypes.Structure):
-    """`attention_args` of attention.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "output", "sequences")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "bias", "key_scales")),
-        *((name, ctypes.c_int64) for name in ("num_seqs", "q_token_stride", "q_head_stride", "k_size", "v_size")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "block_size", "window", "bias_row", "bias_origin")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int64) for name in ("is_coded", "causal", "threads")),
-    )
-
-
-class _WriteArgs(ctypes.Structure):
-    """`write_args` of attention.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping", "key_scales")),
-        *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "block_size", "k_size", "v_size")),
-        *((name, ctypes.c_int64) for name in ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
-        *((name, ctypes.c_int64) for name in ("is_coded", "threads")),
-    )
+# `attention_args` and `write_args` of attention.c.
+_AttentionArgs = structure(
+    ("q k_cache v_cache output sequences sinks bias key_scales", POINTER),
+    ("num_seqs q_token_stride q_head_stride k_size v_size", INTEGER),
+    ("kv_heads group block_size window bias_row bias_origin", INTEGER),
+    ("scale softcap", FLOAT),
+    ("is_coded causal threads", INTEGER),
+)
+_WriteArgs = structure(
+    ("k v k_cache v_cache slot_mapping key_scales", POINTER),
+    ("tokens kv_heads block_size k_size v_size", INTEGER),
+    ("k_token_stride k_head_stride v_token_stride v_head_stride is_coded threads", INTEGER),
+)
 
 
 class CpuAttention:

@@ -9,20 +9,14 @@ import mmap
 import torch
 from torch import Tensor
 
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import INTEGER, POINTER, CpuKernels, structure
 
 _CACHE_LINE = 64  # bytes, as in simd.h
 _SLOT_BYTES = 1 << 20  # a round moves at most as much of a rank; a row of logits fits
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 
-class _RankGroup(ctypes.Structure):
-    """`rank_group` of collectives.c."""
-
-    _fields_ = (
-        ("memory", _POINTER),
-        *((name, _INTEGER) for name in ("rank", "num_ranks", "slot_bytes", "num_rounds")),
-    )
+# `rank_group` of collectives.c.
+_RankGroup = structure(("memory", POINTER), ("rank num_ranks slot_bytes num_rounds", INTEGER))
 
 
 def shared_bytes(num_ranks: int) -> int:
@@ -41,8 +35,8 @@ class CpuCollectives:
         # A number where a structure could stand: recorded passes copy structures, but rounds are counted in this one.
         self._address = ctypes.addressof(self._group)
         self._num_ranks = num_ranks
-        self._all_reduce = kernels.functions("all_reduce", [_POINTER, _POINTER, _INTEGER, _INTEGER])
-        self._all_gather = kernels.functions("all_gather", [_POINTER, _POINTER, _POINTER, *[_INTEGER] * 3])
+        self._all_reduce = kernels.functions("all_reduce", [POINTER, POINTER, INTEGER, INTEGER])
+        self._all_gather = kernels.functions("all_gather", [POINTER, POINTER, POINTER, *[INTEGER] * 3])
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the `x` of all ranks, in its place; contiguous."""

@@ -9,109 +9,79 @@ import ctypes
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
 from transformers.integrations.moe import batched_mm_experts_forward
 
-from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
-from tgis.engines.kernels.cpu.gemm import TILE_N, Gemm
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
-from tgis.engines.kernels.cpu.linear import GemmSelector
+from tgis.engines.kernels.cpu.gemm import TILE_N
+from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
+from tgis.engines.kernels.cpu.linear import GemmSelector, WeightArgument
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 from tgis.engines.quantization.weight import GROUP, QuantizedWeight
 
 log = logging.getLogger(__name__)
 
+# By name of parameter: these rows of its weight [experts * outputs, inputs].
+ReadRows = Callable[[str, Tensor], Tensor | QuantizedWeight]
 _ALIGNMENT = 8  # rows of an expert begin at a multiple, as in experts.h
 _BLOCK_WORDS = 5  # int64 in an expert_block
 
 
-class _Layer(ctypes.Structure):
-    """`expert_layer` of experts.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("multiply", "quantize", "weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("stride", "k", "n")),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "codes")),
-        ("num_rows", ctypes.c_int64),
-    )
-
-
-class _Params(ctypes.Structure):
-    """`experts_params` of experts.c."""
-
-    _fields_ = (
-        *((name, _Layer) for name in ("up", "down")),
-        *((name, ctypes.c_int64) for name in ("num_experts", "size", "is_gated", "activation")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Gate:
+class _Gate(NamedTuple):
     """activation(alpha * gate) / alpha * (up + up_offset), where gate and up are limited."""
 
-    activation: str
+    activation: int  # index in ACTIVATIONS
     alpha: float = 1.0
     limit: float = math.inf
     up_offset: float = 0.0
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        gated = ACTIVATIONS[self.activation](self.alpha * gate.clamp(max=self.limit)) / self.alpha
-        return gated * (up.clamp(-self.limit, self.limit) + self.up_offset)
+
+# `expert_layer` of experts.h and `experts_params` of experts.c.
+_Layer = structure(
+    ("multiply quantize weight bias", POINTER), ("k n", INTEGER), ("x y codes", POINTER), ("num_rows", INTEGER)
+)
+_Params = structure(
+    ("up down", _Layer), ("num_experts size is_gated activation", INTEGER), ("alpha limit up_offset", FLOAT)
+)
 
 
 class _PackedLayer:
     """One linear layer of all experts."""
 
-    def __init__(self, experts: Any, name: str, gemms: GemmSelector, kernels: CpuKernels) -> None:
-        """ValueError without a kernel."""
-        parameter = getattr(experts, name)
-        order = _order(experts, name, parameter.shape[2 if experts.is_transposed else 1])
+    def __init__(self, experts: Any, name: str, read: ReadRows, gemms: GemmSelector, kernels: CpuKernels) -> None:
+        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
+        count, outputs, self.inputs = (weight.mT if experts.is_transposed else weight).shape
+        order = torch.arange(outputs)[None]
+        if name == "gate_up_proj":  # the kernel has gate and up one after the other, each filled up to full tiles
+            order = order.view(2, -1) if experts.is_concatenated else order.view(-1, 2).T
         self.outputs = order.shape[1]
-        rows = pad(order, (0, -self.outputs % TILE_N)).flatten()  # outputs that fill up tiles are not read
-        gemm, dtype = gemms.expert_gemm(
-            lambda expert: _expert(experts, name, expert, rows), len(parameter), parameter.dtype
-        )
-        if gemm.in_features % 2 or dtype not in DTYPES:
-            raise ValueError(f"no kernel for {gemm.in_features} inputs in {dtype}")
-        self.dtype, self.rounds_inputs, self._gemm = dtype, getattr(gemm, "rounds_inputs", False), gemm
-        self._bias = getattr(experts, f"{name}_bias").detach()[:, rows].to(dtype) if experts.has_bias else None
+        rows = pad(order, (0, -self.outputs % TILE_N)).flatten()
+        all_rows = (torch.arange(count)[:, None] * outputs + rows).flatten()
+        self._gemm = gemm = gemms.expert_gemm(read(name, all_rows), weight.dtype)
+        self._bias = None if bias is None else bias[:, rows].to(gemm.dtype)
+        self.dtype, self.rounds_inputs = gemm.dtype, getattr(gemm, "rounds_inputs", False)
         function, address = gemm.for_experts
         self.params = _Layer(
-            multiply=kernels.address(function, dtype),
-            quantize=kernels.address("quantize_expert_row", dtype) if self.rounds_inputs else None,
+            multiply=kernels.address(function, self.dtype),
+            quantize=kernels.address("quantize_expert_row", self.dtype) if self.rounds_inputs else None,
             weight=address,
             bias=None if self._bias is None else self._bias.data_ptr(),
-            stride=gemm.num_bytes,
-            k=gemm.in_features,
+            k=self.inputs,
             n=len(rows),
         )
 
 
-def _expert(experts: Any, name: str, index: int, outputs: Tensor) -> Tensor | QuantizedWeight:
-    """Some outputs of the weight [outputs, inputs] of an expert, which is in files or was loaded."""
-    parameter, stored = getattr(experts, name).detach(), getattr(experts, "stored", {})
-    weight = stored[name].expert(index, parameter.dtype) if name in stored else parameter[index]
-    if isinstance(weight, QuantizedWeight):
-        return weight.part(outputs, 0)
-    return (weight.mT if experts.is_transposed else weight)[outputs]
-
-
-def _order(experts: Any, name: str, outputs: int) -> Tensor:
-    """The outputs of a layer in the order of our kernel, [parts, outputs]: gate and up are two parts."""
-    order = torch.arange(outputs)
-    if not name.startswith("gate_up"):
-        return order[None]
-    return order.unflatten(0, (2, -1)) if experts.is_concatenated else order.unflatten(0, (-1, 2)).T
+def matrix_of(experts: Any, weight: Tensor) -> Tensor:
+    """A weight of experts as [experts * outputs, inputs]."""
+    return (weight.mT if experts.is_transposed else weight).flatten(0, 1)
 
 
 class PackedExperts(nn.Module):  # type: ignore[misc]
@@ -119,32 +89,21 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
 
     runs_cpu_kernel = True
 
-    def __init__(self, experts: Any, gate: _Gate, gemms: GemmSelector, kernels: CpuKernels) -> None:
-        """ValueError without kernels for its sizes, or for sizes that do not fit together."""
+    def __init__(self, experts: Any, gate: _Gate, read: ReadRows, gemms: GemmSelector, kernels: CpuKernels) -> None:
         super().__init__()
         names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-        self._up, self._down = (_PackedLayer(experts, name, gemms, kernels) for name in names)
-        if (self._up.params.k, self._down.params.k) != (self._down.outputs, self._up.outputs):
-            raise ValueError("the shapes of its weights do not fit")
-        self.rounds_inputs = self._up.rounds_inputs
-        self._params = _Params(
-            self._up.params,
-            self._down.params,
-            num_experts=experts.num_experts,
-            size=self._up.outputs,
-            is_gated=experts.has_gate,
-            activation=list(ACTIVATIONS).index(gate.activation),
-            alpha=gate.alpha,
-            limit=gate.limit,
-            up_offset=gate.up_offset,
-        )
-        argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_int64] * 3
-        self._function = kernels.function("experts", self._up.dtype, argtypes, ctypes.c_int)
+        self._up, self._down = (_PackedLayer(experts, name, read, gemms, kernels) for name in names)
+        assert (self._up.inputs, self._down.inputs) == (self._down.outputs, self._up.outputs)
+        self.rounds_inputs = self._up.rounds_inputs or self._down.rounds_inputs
+        sizes = experts.num_experts, self._up.outputs, experts.has_gate
+        self._params = _Params(self._up.params, self._down.params, *sizes, *gate)
+        self._function = kernels.function("experts", self._up.dtype, [POINTER] * 9 + [INTEGER] * 3, ctypes.c_int)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The outputs [tokens, hidden] of states of this shape, for experts and their weights [tokens, k]."""
-        x, ids, weights = hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.float().contiguous()
-        assert (x.dtype, ids.dtype) == (self._up.dtype, torch.int64), (x.dtype, ids.dtype)
+        x = hidden_states.to(self._up.dtype).contiguous()
+        ids, weights = top_k_index.contiguous(), top_k_weights.float().contiguous()
+        assert ids.dtype == torch.int64, ids.dtype
         (tokens, top_k), experts, up, down = ids.shape, self._params.num_experts, self._up.params, self._down.params
         pairs, width = tokens * top_k, max(up.k, down.k)
         rows = pairs + (_ALIGNMENT - 1) * min(pairs, experts)
@@ -154,32 +113,7 @@ class PackedExperts(nn.Module):  # type: ignore[misc]
         pointers = [tensor.data_ptr() for tensor in (x, ids, weights, y, inputs, outputs, codes, plan)]
         failed = self._function(ctypes.addressof(self._params), *pointers, tokens, top_k, torch.get_num_threads())
         assert not failed, "a router chose an expert that does not exist"
-        return y
-
-
-class _RouterWeight:
-    """What takes the place of a router's weight in F.linear, whose result is in float32."""
-
-    dtype = torch.float32
-
-    def __init__(self, gemm: Gemm) -> None:
-        self._gemm = gemm
-
-    def float(self) -> "_RouterWeight":
-        return self
-
-    def type(self, _: torch.dtype) -> "_RouterWeight":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not linear:
-            return NotImplemented
-
-        def logits(x: Tensor, weight: "_RouterWeight", bias: Tensor | None = None) -> Tensor:
-            return weight._gemm(x.float(), None if bias is None else bias.float())
-
-        return logits(*args, **kwargs or {})
+        return y.to(hidden_states.dtype)
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -188,73 +122,64 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return {path: x for path, x in modules if hasattr(x, "_apply_gate") and hasattr(x, "is_concatenated")}
 
 
-def has_packed_experts(model: nn.Module) -> bool:
-    return any(isinstance(module, PackedExperts) for module in model.modules())
+def packable_experts(model: nn.Module, kernels: CpuKernels, dtype: torch.dtype) -> dict[str, _Gate]:
+    """The experts in a model that our kernels compute with activations of a dtype, by path, with their gates."""
+    experts = {
+        path: module
+        for path, module in experts_of(model).items()
+        if dtype in DTYPES and not any(size % 2 for size in module.down_proj.shape[1:])
+    }
+    kinds = {type(module): module for module in experts.values()}
+    gates = {kind: output_of(_gate_of, module, kernels, name=kind.__name__) for kind, module in kinds.items()}
+    return {path: gate for path, module in experts.items() if (gate := gates[type(module)])}
 
 
-def packable_experts(model: nn.Module, kernels: CpuKernels) -> dict[type, _Gate]:
-    """The classes of experts in a model whose formula our kernels compute, with their gates."""
-    kinds = {type(experts): experts for experts in experts_of(model).values()}
-    gates = {kind: output_of(_gate_of, experts, kernels, name=kind.__name__) for kind, experts in kinds.items()}
-    return {kind: gate for kind, gate in gates.items() if gate is not None}
-
-
-def pack_experts(model: PreTrainedModel, gemms: GemmSelector, kernels: CpuKernels) -> int:
-    """Replace the experts of a CPU model, and their routers, in place; how many layers have others from then on."""
-    gates, paths = packable_experts(model, kernels), [*experts_of(model)]
-    reasons: Counter[str] = Counter()
-    for path in paths:
+def pack_experts(
+    model: nn.Module, gemms: GemmSelector, kernels: CpuKernels, dtype: torch.dtype, read: Callable[..., Any]
+) -> None:
+    """Replace the experts of a CPU model, and their routers, in place. `read` gives rows of a weight by the path of the
+    experts, the name of the parameter, and the indices of the rows.
+    """
+    gates, others = packable_experts(model, kernels, dtype), Counter[str]()
+    for path in [*experts_of(model)]:  # frees each layer as soon as it is packed
         experts, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
-        kind = type(experts)
-        try:
-            if kind not in gates:
-                raise ValueError("our kernels compute another formula")
-            model.set_submodule(path, PackedExperts(experts, gates[kind], gemms, kernels))
-        except ValueError as error:
-            reasons[f"{kind.__name__}: {error}"] += 1
+        if path not in gates:
+            others[type(experts).__name__] += 1
             continue
+        model.set_submodule(path, PackedExperts(experts, gates[path], partial(read, path), gemms, kernels))
         for child in parent.children():
             _pack_router(child, gemms)
-    for reason, count in reasons.items():
-        log.warning("experts of %d layers are not packed, %s", count, reason)
-    return len(paths) - reasons.total()
+    for kind, count in others.items():
+        log.warning(
+            "experts of %d layers are not packed: no kernel computes %s of these sizes in %s", count, kind, dtype
+        )
+    if gates:
+        log.info("packed the experts of %d layers", len(gates))
 
 
 def _gate_of(experts: Any, kernels: CpuKernels) -> _Gate | None:
-    """The gate of a module; None if our kernels do not compute what it does. A few small experts show it."""
-    x = inputs_of_all_sizes()
-    gate, up = (x[:, ::2], x[:, 1::2]) if not experts.is_concatenated else x.chunk(2, -1)
-    alpha, limit = (getattr(experts, name, None) or 1.0 for name in ("alpha", "limit"))
-    forms = [(), (1.0, limit), (alpha, limit, 1.0)]
-    output = experts._apply_gate(x.clone()) if experts.has_gate else experts.act_fn(gate)
-    for form, activation in product(forms, ACTIVATIONS):
-        formula = _Gate(activation, *form)
-        computed = formula(gate, up if experts.has_gate else torch.ones_like(gate))
-        if rows_close(computed, output) and _computes(experts, formula, kernels):
-            return formula
-    return None
-
-
-def _computes(experts: Any, gate: _Gate, kernels: CpuKernels) -> bool:
-    """Whether few small experts of this class give what transformers computes."""
-    num_experts, hidden, size = 3, 24, 40
-    probe, draw = copy.copy(experts), torch.Generator().manual_seed(0)
-    probe.stored = {}
-    up, name = (2 * size, "gate_up_proj") if experts.has_gate else (size, "up_proj")
-    shapes = {name: (up, hidden), "down_proj": (hidden, size)}
-    weights = {
-        name: torch.randn(num_experts, *(shape[::-1] if experts.is_transposed else shape), generator=draw)
-        for name, shape in shapes.items()
-    }
-    biases = {f"{name}_bias": torch.randn(num_experts, shape[0], generator=draw) for name, shape in shapes.items()}
-    probe._parameters, probe.num_experts = weights | (biases if experts.has_bias else {}), num_experts
-    ids = torch.tensor([[0, 1], [2, 0], [0, 2], [1, 0], [0, 1]])
-    x, factors = torch.randn(5, hidden, generator=draw), torch.rand(5, 2, generator=draw)
+    """The gate with which our kernels give what a module does; None if there is none. Small experts show it."""
+    count, size, x, draw = 3, 40, inputs_of_all_sizes(), torch.Generator().manual_seed(0)
+    up = ("gate_up_proj", 2 * size) if experts.has_gate else ("up_proj", size)
+    parameters = {}
+    for name, outputs, inputs in ((*up, x.shape[1]), ("down_proj", x.shape[1], size)):
+        sizes = (inputs, outputs) if experts.is_transposed else (outputs, inputs)
+        parameters[name] = torch.randn(count, *sizes, generator=draw)
+        parameters[f"{name}_bias"] = torch.randn(count, outputs, generator=draw)
+    probe = copy.copy(experts)
+    probe._parameters, probe.num_experts = parameters, count
+    ids = torch.rand(len(x), count, generator=draw).topk(2).indices
+    factors = torch.rand(ids.shape, generator=draw)
     expected = batched_mm_experts_forward(probe, x, ids, factors)
-    has_norm = getattr(experts, "has_post_expert_norm", False)
-    return not has_norm and agrees(
-        PackedExperts(probe, gate, GemmSelector(kernels), kernels)(x, ids, factors), expected, torch.float32
-    )
+    alpha, limit = (getattr(experts, name, None) or 1.0 for name in ("alpha", "limit"))
+    gemms = GemmSelector(kernels)
+    for form, activation in product([(), (1.0, limit), (alpha, limit, 1.0)], range(len(ACTIVATIONS))):
+        gate = _Gate(activation, *form)
+        read = lambda name, rows: matrix_of(probe, parameters[name])[rows]  # noqa: E731
+        packed = PackedExperts(probe, gate, read, gemms, kernels)
+        if rows_close(expected, packed(x, ids, factors)):
+            return gate
+    return None
 
 
 def _pack_router(router: Any, gemms: GemmSelector) -> None:
@@ -262,11 +187,8 @@ def _pack_router(router: Any, gemms: GemmSelector) -> None:
     weight = getattr(router, "weight", None)
     if weight is None or weight.ndim != 2 or type(router) in (nn.Linear, nn.Embedding):
         return
-    gemm = gemms.gemm(weight.detach(), torch.float32)
-    if gemm is None:
-        return
     del router.weight
-    router.weight = _RouterWeight(gemm)
+    router.weight = WeightArgument(gemms.gemm(weight.detach(), torch.float32))
     x, bias = (torch.randn(*size, dtype=weight.dtype) for size in ((2, weight.shape[1]), weight.shape[:1]))
     inputs = (x, bias)[: len(signature(router.forward).parameters)]  # some get a bias for the choice of experts
     if output_of(router, *inputs, name=type(router).__name__) is None:

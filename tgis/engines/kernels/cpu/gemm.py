@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages, cache_lines
+from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
 
@@ -58,7 +58,7 @@ class CpuGemm:
         memory: HugePages | None = None,
     ) -> None:
         """`dtype`: of x, the bias and the output."""
-        name, self._dtype = function_by(function, weight.dtype, dtype), dtype
+        name, self.dtype = function_by(function, weight.dtype, dtype), dtype
         self._function = kernels.function(name, dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
         self._out_features, self._in_features = weight.shape
         missing = -self._out_features % TILE_N
@@ -66,16 +66,15 @@ class CpuGemm:
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
         packed = pairs.transpose(1, 2)  # [tiles, in / pair, tile, pair]
         self.packed = memory.copy_of(packed) if memory else packed.contiguous()
-        self.in_features, self.layout, self.num_bytes = self._in_features, weight.dtype, cache_lines(self.packed)
 
     @property
     def for_experts(self) -> tuple[str, int]:
         """The function of experts.h for this weight, and the address that it takes."""
-        return function_by("multiply_expert", self.packed.dtype, self._dtype), self.packed.data_ptr()
+        return function_by("multiply_expert", self.packed.dtype, self.dtype), self.packed.data_ptr()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
-        assert x.dtype == self._dtype, x.dtype
+        assert x.dtype == self.dtype, x.dtype
         assert x.shape[-1] == self._in_features, x.shape
         y = x.new_empty(*x.shape[:-1], self._out_features)
         pointers = x.data_ptr(), self.packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()

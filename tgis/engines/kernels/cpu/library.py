@@ -38,6 +38,15 @@ ISAS["amx"] = ISAS["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}  # no C
 call_recorder: ContextVar[Callable[[Any, tuple[Any, ...]], bool] | None] = ContextVar("call_recorder", default=None)
 
 
+POINTER, INTEGER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def structure(*fields: tuple[str, Any]) -> Any:
+    """A class for a structure in C, from names of fields, separated by spaces, with their type."""
+    typed = [(name, kind) for names, kind in fields for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": typed})
+
+
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
     """The functions of the library."""

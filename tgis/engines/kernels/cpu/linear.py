@@ -3,12 +3,12 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -43,15 +43,15 @@ class GemmSelector:
     def __init__(self, kernels: CpuKernels | None, quantization: Quantization | None = None) -> None:
         self._kernels = kernels
         self._quantization = quantization
-        self._memory: Any = HugePages()  # None: packed weights are plain tensors
+        self._memory = HugePages()
         self._right: dict[Hashable, bool] = {}
         self.counts: Counter[str] = Counter()  # weights, by what multiplies by them
 
-    def gemm(self, weight: Tensor, dtype: torch.dtype, *, widest: bool = False) -> Gemm | None:
+    def gemm(self, weight: Tensor, dtype: torch.dtype) -> Gemm | None:
         """Of a weight [out, in] and activations of a dtype; None where nothing beats plain PyTorch. In 16 bits if they
-        hold the weight, unless it is to be the `widest`.
+        hold the weight.
         """
-        for convert in (Tensor.to,) if widest else (smallest, Tensor.to):
+        for convert in (smallest, Tensor.to):
             packed = convert(weight, dtype)
             ours = our_gemms(packed, self._kernels, dtype)
             for name, make in reversed(ours.items()):
@@ -63,11 +63,11 @@ class GemmSelector:
             return OneDnnGemm(weight)
         return None
 
-    def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype, *, widest: bool = False) -> Gemm:
+    def quantized_gemm(self, weight: QuantizedWeight, dtype: torch.dtype) -> Gemm:
         """The GEMM for a quantized weight and activations of a dtype. Scales are in 16 bits likewise."""
         kind, kernels = describe_kind(weight), self._kernels
         if kernels is not None and dtype in DTYPES and has_kernel(weight):
-            ours = stored(weight, widest=widest)
+            ours = stored(weight)
             sample = sample_of(ours)
             how = sample.activations, sample.scale.dtype, sample.offset is None, sample.order is None
             key = id(weight.table), sample.group_size, how, dtype
@@ -77,38 +77,20 @@ class GemmSelector:
         self.counts[f"{kind} by PyTorch"] += 1
         return PlainGemm(weight)
 
-    def expert_gemm(
-        self, weight_of: Callable[[int], Tensor | QuantizedWeight], count: int, dtype: torch.dtype
-    ) -> tuple[Any, torch.dtype]:
-        """The GEMM for the first expert's weight [out, in] of a linear layer, which those of the others follow, and the
-        dtype of activations: `dtype`, if layers are not quantized. ValueError without a kernel.
+    def expert_gemm(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> CpuGemm | QuantizedGemm:
+        """The GEMM for a linear layer of all experts as one weight [experts * out, in], and for activations of `dtype`
+        if layers are not quantized. ValueError without a kernel.
         """
-        dtype = self._quantization.dtype if self._quantization else dtype
-        scratch, counts = copy(self), self.counts.copy()
-        scratch._memory = None
-        for widest in (False, True):  # some expert may not fit in 16 bits as the others do
-            sample = scratch._gemm_of_expert(weight_of(0), dtype, widest=widest)
-            self._memory.reserve(count * sample.num_bytes)
-            self.counts = counts.copy()
-            first = self._gemm_of_expert(weight_of(0), dtype, widest=widest)
-            gemms = (self._gemm_of_expert(weight_of(expert), dtype, widest=widest) for expert in range(1, count))
-            if all(gemm.layout == first.layout for gemm in gemms):
-                trim_heap(collect=False)
-                return first, dtype
-        raise ValueError("the formats of experts differ")
-
-    def _gemm_of_expert(
-        self, weight: Tensor | QuantizedWeight, dtype: torch.dtype, *, widest: bool
-    ) -> CpuGemm | QuantizedGemm:
         how = self._quantization
+        dtype = how.dtype if how else dtype
         if isinstance(weight, QuantizedWeight):
             weight = replace(weight, activations=how.activations_of(weight) if how else None)
         elif how and how.bits:
             weight = quantize(weight, how.bits, how.activations_of())
-        make: Callable[..., Gemm | None] = self.gemm if isinstance(weight, Tensor) else self.quantized_gemm
-        gemm = make(weight, dtype, widest=widest)
-        if not isinstance(gemm, (CpuGemm, QuantizedGemm)) or getattr(weight, "order", None) is not None:
-            raise ValueError(f"no kernel in {dtype}")
+        gemm = self.gemm(weight, dtype) if isinstance(weight, Tensor) else self.quantized_gemm(weight, dtype)
+        trim_heap(collect=False)  # else the C library keeps several times the result
+        if not isinstance(gemm, (CpuGemm, QuantizedGemm)):
+            raise ValueError(f"no kernel for experts in {dtype}")
         return gemm
 
     def pack(self, linear: nn.Linear, path: str, *, is_head: bool = False) -> "PackedLinear | None":
@@ -162,6 +144,37 @@ class PackedLinear(nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         return self.gemm(x, self.bias)
+
+
+class WeightArgument:
+    """A packed weight that models multiply by without calling its layer: a router's in F.linear, whose result is in
+    float32, and that of Mamba's dt_proj from the left.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, gemm: Gemm | None) -> None:
+        """None where multiplying shall fail."""
+        self._gemm: Any = gemm
+
+    def float(self) -> "WeightArgument":
+        return self
+
+    def type(self, _: torch.dtype) -> "WeightArgument":
+        return self
+
+    def __matmul__(self, x: Tensor) -> Tensor:  # [1, in, T] -> [1, out, T]
+        return self._gemm(x.mT.contiguous(), None).mT
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not functional.linear:
+            return NotImplemented
+
+        def logits(x: Tensor, weight: "WeightArgument", bias: Tensor | None = None) -> Tensor:
+            return weight._gemm(x.float(), None if bias is None else bias.float())
+
+        return logits(*args, **kwargs or {})
 
 
 def pack_linears(model: PreTrainedModel, gemms: GemmSelector) -> None:

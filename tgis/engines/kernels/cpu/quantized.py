@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from tgis.engines.host_memory import HugePages, cache_lines
+from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import is_right
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
@@ -19,19 +19,13 @@ _TABLES = {"int4": INT4, "int8": INT8, "fp8": E4M3, "mxfp4": E2M1}  # names for 
 _KINDS = {id(table): (kind, name) for kind, (name, table) in enumerate(_TABLES.items())}
 
 
-class _CodesParams(ctypes.Structure):
-    """`packed_codes` of codes.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "groups")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("kind", "group_size", "num_groups", "has_offset", "in_bf16", "per_block")
-        ),
-        ("steps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("may_use_amx", ctypes.c_int64),
-    )
+# `packed_codes` of codes.h.
+_CodesParams = structure(
+    ("codes groups", POINTER),
+    ("kind group_size num_groups has_offset in_bf16 per_block", INTEGER),
+    ("steps scale", FLOAT),
+    ("may_use_amx", INTEGER),
+)
 
 
 class QuantizedGemm:
@@ -43,7 +37,7 @@ class QuantizedGemm:
     def __init__(
         self, weight: QuantizedWeight, kernels: CpuKernels, dtype: torch.dtype, memory: HugePages | None = None
     ) -> None:
-        self._dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
+        self.dtype, (self._out_features, self._in_features) = dtype, weight.codes.shape
         self.rounds_inputs = weight.activations is not None
         inputs, missing = self._in_features + -self._in_features % GROUP, -self._out_features % _TILE_N
         codes = pad(weight.codes, (0, inputs - self._in_features, 0, missing))
@@ -56,8 +50,6 @@ class QuantizedGemm:
         tiles = tiles.permute(0, 3, 2, 1)  # [tiles, groups, 1 or 2, tile]
         self._codes, self._groups = (memory.copy_of(x) if memory else x.contiguous() for x in (packed, tiles))
         self._order = weight.order
-        self.in_features, self.layout = self._in_features, weight.kind
-        self.num_bytes = cache_lines(self._codes) + cache_lines(self._groups)
         how = weight.activations or ActivationCodes()
         self._params = _CodesParams(
             codes=self._codes.data_ptr(),
@@ -96,7 +88,7 @@ class QuantizedGemm:
 
     def _columns(self, x: Tensor) -> Tensor:
         """x in the order of the columns of the weight, contiguous."""
-        assert (x.dtype, x.shape[-1]) == (self._dtype, self._in_features), (x.dtype, x.shape)
+        assert (x.dtype, x.shape[-1]) == (self.dtype, self._in_features), (x.dtype, x.shape)
         x = x.contiguous()
         if self._order is None:
             return x
@@ -140,13 +132,11 @@ def is_quantized_right(sample: QuantizedWeight, kernels: CpuKernels, dtype: torc
     return is_right(QuantizedGemm(sample, kernels, dtype), sample.dequantized(), dtype, fake_quantized)
 
 
-def stored(weight: QuantizedWeight, *, widest: bool = False) -> QuantizedWeight:
-    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets, or the
-    widest.
-    """
+def stored(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight with group sizes that C supports, and the smallest dtype that holds its scales and offsets."""
     inputs, size = weight.codes.shape[1], weight.group_size
     groups = [x for x in (weight.scale, weight.offset) if x is not None]
-    is_short = not widest and all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
+    is_short = all(torch.equal(x.bfloat16().float(), x.float()) for x in groups)
     scale, *offset = [x.to(torch.bfloat16 if is_short else torch.float32) for x in groups]
     if size is None or size >= inputs:
         size = inputs + -inputs % GROUP

@@ -4,12 +4,13 @@
 """
 
 import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgis.engines.kernels.cpu.activations import ACTIVATIONS
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.library import FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.errors import Unsupported
 
 # Scratch memory of recurrent.c is on the stack: tokens of a convolution, numbers of a key or of a row of a state.
@@ -17,23 +18,28 @@ _MAX_TAPS, _MAX_SIZE = 8, 1024
 _ALIASES = {"swish": "silu"}
 
 
-class _Strided(ctypes.Structure):
-    """`strided` of recurrent.c."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3), ("in_f32", ctypes.c_int64))
-
-
-def _arguments(tensors: str, sizes: str, limits: str = "") -> type[ctypes.Structure]:
-    """A structure of recurrent.c: a `flat_batch`, then these fields."""
-    batch = ("y states slots", ctypes.c_void_p), ("tokens threads", ctypes.c_int64)
-    types = *batch, (tensors, _Strided), (sizes, ctypes.c_int64), (limits, ctypes.c_float)
-    fields = [(name, kind) for names, kind in types for name in names.split()]
-    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+# `strided` of recurrent.c, and its arguments, which begin with those of a `flat_batch`.
+_Strided = structure(("data", POINTER), ("strides", INTEGER * 3), ("in_f32", INTEGER))
+_BATCH = ("y states slots", POINTER), ("tokens threads", INTEGER)
+_ConvArgs = structure(*_BATCH, ("x weight bias", _Strided), ("channels taps activation", INTEGER))
+_DeltaArgs = structure(*_BATCH, ("q k v decay beta", _Strided), ("key_heads key_size heads size normalize", INTEGER))
+_ScanArgs = structure(
+    *_BATCH, ("x dt a b c d dt_bias z", _Strided), ("heads size groups state_size", INTEGER), ("dt_min dt_max", FLOAT)
+)
 
 
-_ConvArgs = _arguments("x weight bias", "channels taps activation")
-_DeltaArgs = _arguments("q k v decay beta", "key_heads key_size heads size normalize")
-_ScanArgs = _arguments("x dt a b c d dt_bias z", "heads size groups state_size", "dt_min dt_max")
+class StateSpace(NamedTuple):
+    """The inputs of a selective scan. A head reads the b and c of its group."""
+
+    x: Tensor  # [T, H, P]
+    dt: Tensor  # broadcast to [T, H, P], with the bias
+    a: Tensor  # broadcast to [H, P, N]
+    b: Tensor  # [T, G, N], as c
+    c: Tensor
+    d: Tensor | None  # broadcast to [H, P], as the bias
+    z: Tensor | None  # [T, H, P], gates the output
+    dt_bias: Tensor | None
+    dt_limit: tuple[float, float]
 
 
 class RecurrentKernels:
@@ -56,16 +62,7 @@ class RecurrentKernels:
         return y
 
     def gated_delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        states: Tensor,
-        slots: Tensor,
-        *,
-        normalize: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, normalize: bool
     ) -> Tensor:
         """Linear attention [T, HV, DV] of q, k [T, HK, DK], v [T, HV, DV], g, beta [T, HV], states [slots, HV, DK, DV].
 
@@ -78,21 +75,9 @@ class RecurrentKernels:
         self._delta_rule[v.dtype](_DeltaArgs(*batch, *tensors, *k.shape[1:], *v.shape[1:], normalize))
         return y
 
-    def selective_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        dt_limit: tuple[float, float],
-        states: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """A state space [T, H, P], as in paged/recurrence.py."""
+    def selective_scan(self, inputs: StateSpace, states: Tensor, slots: Tensor) -> Tensor:
+        """The output [T, H, P] of a state space, states [slots, H, P, N]."""
+        x, dt, a, b, c, d, z, dt_bias, dt_limit = inputs
         _check("states of", b.shape[2], _MAX_SIZE)
         assert a.dtype == torch.float32, a.dtype
         y, batch = _batch(x, states, slots)
@@ -116,7 +101,7 @@ def _batch(like: Tensor, states: Tensor, slots: Tensor) -> tuple[Tensor, list[in
     return y, [y.data_ptr(), states.data_ptr(), slots.data_ptr(), len(y), torch.get_num_threads()]
 
 
-def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[_Strided]:
+def _strided(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     """The tensors as arguments of a function for a dtype."""
     assert all(x is None or x.dtype in (dtype, torch.float32) for x in tensors)
     strides = ctypes.c_int64 * 3

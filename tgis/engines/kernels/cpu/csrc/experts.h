@@ -18,9 +18,8 @@ typedef struct {
 typedef struct expert_layer {
     void (*multiply)(const struct expert_layer *layer, const expert_block *rows, int64_t tile); /* one tile of outputs */
     void (*quantize)(const struct expert_layer *layer, int64_t row); /* for the former; or NULL */
-    const void *weight;   /* packed, [n, k] of the first expert, or its packed_codes */
+    const void *weight;   /* packed, [experts * n, k], or its packed_codes */
     const scalar_t *bias; /* [experts * n] or NULL */
-    int64_t stride;       /* bytes from an expert's weight to the next one's */
     int64_t k, n;         /* n is a multiple of TILE_N */
     const scalar_t *x;
     scalar_t *y;
@@ -35,8 +34,8 @@ static inline const scalar_t *expert_bias(const expert_layer *layer, int64_t exp
 /* The codes of one expert. */
 static inline packed_codes expert_codes(const expert_layer *layer, int64_t expert) {
     packed_codes codes = *(const packed_codes *)layer->weight;
-    codes.codes += expert * layer->stride;
-    codes.groups = (const char *)codes.groups + expert * layer->stride;
+    codes.codes += expert * layer->n * padded_inputs(layer->k) * code_bits(codes.kind) / 8;
+    codes.groups = group_at(&codes, expert * layer->n / TILE_N, 0, 0, 0);
     return codes;
 }
 

@@ -46,7 +46,7 @@ void EXPORT_BY(gemm)(
 
 /* For `multiply` of experts.h. */
 void EXPORT_BY(multiply_expert)(const expert_layer *layer, const expert_block *rows, int64_t tile) {
-    const packed_t *weight = (const packed_t *)((const char *)layer->weight + rows->expert * layer->stride);
+    const packed_t *weight = (const packed_t *)layer->weight + rows->expert * layer->n * layer->k;
     const gemm_args args = {layer->x, expert_bias(layer, rows->expert), weight, layer->y, 0, layer->k, layer->n};
     for (int64_t first = rows->first; first < rows->last; first += CHUNK_M)
         multiply_chunk(&args, first, min_i64(first + CHUNK_M, rows->last), tile);
