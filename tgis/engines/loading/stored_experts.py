@@ -71,8 +71,9 @@ def read_experts(
     if shape != (expected := matrix_of(experts, torch.empty_like(parameter, device="meta")).shape):
         kind = type(model).__name__
         raise StartError(f"the weights {full_name} have the shape {[*shape]} in the files, {[*expected]} in {kind}")
+    in_order = torch.equal(rows, torch.arange(shape[0]))  # else a copy
     if isinstance(matrix, QuantizedWeight) and has_kernel(matrix) and matrix.order is None:
-        return matrix.part(rows, 0)
+        return matrix if in_order else matrix.part(rows, 0)
     if stored and any(isinstance(part, QuantizedLayer) for part in stored.parts.values()):
         log.warning("%s is widened to %s: no kernel multiplies by its codes", full_name, dtype)
         needed, free = parameter.numel() * dtype.itemsize, max(available_memory(torch.device("cpu")), 0)
@@ -82,7 +83,7 @@ def read_experts(
     if isinstance(matrix, QuantizedWeight):
         return matrix.part(rows, 0).widened(dtype)
     check_finite(f"the weight {full_name}", matrix, parameter.dtype)
-    return matrix[rows]
+    return matrix if in_order else matrix[rows]
 
 
 def check_finite(name: str, weight: Tensor, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SizedModel = tuple[PreTrainedModel, int]  # on the meta device; the bytes that a rank's share takes on its own
 _BESIDE = 2  # bytes for each number of a weight: as saved and merged with others, or codes before they are packed
-_UNPACKED = 4  # bytes for each number of a weight of experts before it is packed, merged or as codes
+_UNPACKED = 3  # bytes for each number of a weight of experts before it is packed: merged, and as codes
 _QUANTIZING, _PART = 16, 1 << 20  # bytes for each number of a part that is quantized at a time, and its numbers
 
 
@@ -42,9 +42,9 @@ def check_model_fits(
     together = sum(parameter.nbytes for parameter in others)
     if quantization:
         together = sum(_quantized_bytes(model, others, quantization, options.num_shards))
-    packed = {name: weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items()}
-    packing = [_UNPACKED * model.get_parameter(name).numel() - size for name, size in packed.items()]
-    together += sum(packed.values()) + max(packing, default=0)
+    experts = sum(weight.packed_bytes(model.get_parameter(name), bits) for name, weight in stored.items())
+    packing = [_UNPACKED * model.get_parameter(name).numel() for name in stored]
+    together = experts + max([together, *packing])  # experts are packed before the others
     needed, free = together // options.num_shards, max(rank_memory(options, device), 0)
     if needed > free:
         raise StartError(
