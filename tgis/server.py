@@ -124,10 +124,12 @@ class Server:
         config, decoder = self._preparation.config, self._preparation.token_decoder()
         vocabulary = await asyncio.to_thread(decoder.vocabulary)
         self._process.send(vocabulary)
+        digest = asyncio.create_task(self._preparation.file_digest())
         path, process = self._preparation.template_path, self._template_process
         parsers = config.tool_call_parser, config.reasoning_parser
         self._template.set_result(await asyncio.to_thread(ChatTemplate.load, path, process, *parsers))
         info = await asyncio.shield(self._process.ready)
+        info = self._preparation.with_fingerprint(info, await digest)
         metrics = Metrics(self._preparation.limits, info)
         client = EngineClient(self._process, metrics)
         self._client.set_result(client)
@@ -164,7 +166,7 @@ class Server:
 
     def _start_serving(self, ports: tuple[int, int, int | None]) -> None:
         config, limits = self._preparation.config, self._preparation.limits
-        info, seconds = self._process.ready.result(), time.monotonic() - self._started
+        info, seconds = self._generator.result().server_info.engine, time.monotonic() - self._started
         self._compare_vocabularies(info)
         self._service_metrics.engine_ready(info, seconds)
         self._service_metrics.set_state(ServiceState.SERVING)

@@ -66,7 +66,9 @@ class Scripted(pb_grpc.GenerationServiceServicer):
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
         self._record_token(context)
-        return pb.ModelInfoResponse(model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512)
+        return pb.ModelInfoResponse(
+            model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512, fingerprint="fp_1"
+        )
 
     def _record_token(self, context: grpc.ServicerContext) -> None:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
@@ -208,7 +210,7 @@ def test_tokenize(tgis: Tgis) -> None:
 
 
 def test_model_info(tgis: Tgis) -> None:
-    expected = "model_kind ENCODER_DECODER max_sequence_length 512 max_new_tokens 0"
+    expected = "model_kind ENCODER_DECODER max_sequence_length 512 max_new_tokens 0 fingerprint fp_1"
     code, out, _ = tgis("model-info")
     assert (code, " ".join(out.split())) == (0, expected)
     code, line, _ = tgis("model-info", "--json")

@@ -178,6 +178,7 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
         model_kind=kinds.ENCODER_DECODER if server_info.engine.encoder_decoder else kinds.DECODER_ONLY,
         max_sequence_length=server_info.limits.max_sequence_length,
         max_new_tokens=server_info.limits.max_new_tokens,
+        fingerprint=server_info.engine.fingerprint,
     )
 
 

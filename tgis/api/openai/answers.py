@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from tgis import __version__
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import json_response, timing_headers
 from tgis.api.openai.bodies import ChatCompletion, ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
@@ -50,7 +49,7 @@ class Answer:
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": f"tgis-{__version__}",
+            "system_fingerprint": call.generator.server_info.engine.fingerprint_with(generate_call.adapter),
         }
         self._prompt_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
