@@ -183,6 +183,7 @@ class Generator:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.truncate_input_tokens
         bad_words = await self._tokenize_words(params.bad_words) if params.bad_words else ()
+        prediction = await self._predicted_tokens(params.prediction)
         encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
             self.metrics.requests.raw_length.observe(encoding.num_tokens)
@@ -201,6 +202,7 @@ class Generator:
                 answer_deadline=call.answer_deadline,
                 grammar=grammar,
                 client=call.client,
+                prediction=prediction,
             )
             for field, encoding in zip(call.fields, encodings, strict=True)
             for number in range(call.n)
@@ -218,6 +220,16 @@ class Generator:
         found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, EncodeOptions(special_tokens=False))}
         vocab_size = self.server_info.limits.vocab_size
         return tuple(ids for ids in found if ids and max(ids) < vocab_size)
+
+    async def _predicted_tokens(self, prediction: str | Sequence[int]) -> list[int]:
+        """The tokens of a prediction; InvalidRequest if it has more than any output."""
+        most, tokens = self.server_info.limits.max_new_tokens, prediction
+        if isinstance(tokens, str):
+            options = EncodeOptions(keep_last=most + 1, special_tokens=False)
+            tokens = (await self._tokenizer.encode([tokens], options))[0].ids if tokens else ()
+        if len(tokens) > most:
+            raise InvalidRequest("prediction", f"prediction must have at most {most} tokens")
+        return list(tokens)
 
     async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
         """All that may fit of each input, or the last tokens; of texts one more, to know whether any are cut off."""

@@ -4,9 +4,10 @@ A unary call collects tokens and builds one message at the end; a stream builds 
 tokens in the same way, so that both say the same.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
@@ -44,6 +45,7 @@ class RequestOutput:
     num_details: int = 0  # tokens and candidates for them
     num_cached_tokens: int = 0  # input tokens found in the prefix cache; in the last chunk or a whole output
     timings: RequestTimings | None = None  # of a whole output
+    prediction_tokens: tuple[int, int] | None = None  # of a prediction at the end: those in the output, and the others
 
 
 class Output:
@@ -59,6 +61,7 @@ class Output:
         self.input_text = input_text
         self.params = params
         self.num_generated = 0
+        self.token_ids: list[int] = []
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer
@@ -104,6 +107,14 @@ class Output:
             if not (in_one and num_left) and (self._text or self._tokens or self.stop_reason):
                 yield self._chunk()
 
+    def _count_prediction(self) -> tuple[int, int] | None:
+        """The tokens of the prediction that follow the same token in the output as there, and the number of others."""
+        if not (predicted := self.request.prediction):
+            return None
+        pairs, generated = (Counter(pairwise([-1, *tokens])) for tokens in (predicted, self.token_ids))
+        accepted = (pairs & generated).total()
+        return accepted, len(predicted) - accepted
+
     def collect(self) -> None:
         """Add the new tokens to what `final` returns."""
         for _ in self._take_tokens():
@@ -137,6 +148,7 @@ class Output:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
             chunk.seed = 0 if self.expired_in_queue else self.request.sampling_params.seed
             chunk.num_cached_tokens = self.engine_output.num_cached_tokens
+            chunk.prediction_tokens = self._count_prediction()
         return chunk
 
     def _take_tokens(self) -> Iterator[int]:
@@ -166,6 +178,7 @@ class Output:
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
+        self.token_ids.append(token_id)
         minimum_reached = self.num_generated >= self.request.sampling_params.min_new_tokens
         text = "" if token_id in self._hidden_ids else self._detokenizer.add(token_id)
         text = self._stop_matcher.add(text, may_stop=not stop_reason and minimum_reached)

@@ -56,6 +56,7 @@ class Params(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None  # in the output; None: the server's default
     input_text: bool = False
     token_ids: bool = False  # report the ids of tokens
+    prediction: str | Sequence[int] = ""  # text or tokens that the output probably repeats
     constraints: Constraints = Constraints()
 
     @classmethod

@@ -100,6 +100,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     answer_deadline: float | None = None  # of the client, who must have the whole output before it
     grammar: int | None = None  # the lookup that has compiled it
     client: bytes = b""  # whose turns in the queue it takes; empty where nobody knows; not for logs
+    prediction: list[int] = []  # tokens that the output probably repeats; they change its speed only
 
     @property
     def output_details(self) -> LogprobOptions:

@@ -3,12 +3,14 @@
 import functools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import json_response, timing_headers
@@ -21,6 +23,7 @@ from tgis.ipc.request import StopReason
 
 Chunk = ChatCompletionChunk | Completion
 
+_PREDICTION_DETAILS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 _STOPS = (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE)
 
 
@@ -54,6 +57,7 @@ class Answer:
         self._prompt_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
         self._cached_tokens = 0
+        self._prediction_tokens: Counter[str] = Counter()
 
     async def whole(
         self, kind: type[ChatCompletion | Completion], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
@@ -105,13 +109,17 @@ class Answer:
             self._prompt_tokens[prompt] = output.input_token_count
         if not number:  # later outputs find the prompt of the first
             self._cached_tokens += output.num_cached_tokens
+        if output.prediction_tokens:
+            self._prediction_tokens.update(dict(zip(_PREDICTION_DETAILS, output.prediction_tokens, strict=True)))
         if output.generated_token_count:
             self._completion_tokens[output.index] = output.generated_token_count
 
     def _usage(self, *, final: bool) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
         usage = Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})
+        details = dict(self._prediction_tokens)
         if final and self.thoughts:
             num_tokens = self._call.generator.token_decoder.tokenizer.count(self.thoughts())
-            usage.completion_tokens_details = {"reasoning_tokens": min(num_tokens, completion)}
+            details["reasoning_tokens"] = min(num_tokens, completion)
+        usage.completion_tokens_details = details or UNSET
         return usage
