@@ -37,7 +37,6 @@ from tgis.utils.thread_pool import LARGE_SIZE
 
 log = logging.getLogger(__name__)
 
-_FINGERPRINT_DIGITS = 12
 _ENGINES_WITHOUT_SAFETENSORS = ("fake", "hf_optimum_ort")
 
 
@@ -73,14 +72,14 @@ class Preparation:
         path, engine, pool = self.model.path, self.config.engine, self.tokenizer.pool
         graphs = sorted(path.glob("**/*.onnx*")) if engine == "hf_optimum_ort" else []
         weights = () if engine == "fake" else graphs or find_weights(path)
-        files = deciding_files(weights, path, self.template_path)
-        digests = [pool.run(LARGE_SIZE - 1, partial(digest_file, file)) for file in files]  # of one size: in parallel
+        jobs = [partial(digest_file, file) for file in deciding_files(weights, path, self.template_path)]
+        digests = [pool.run(LARGE_SIZE - 1, job) for job in jobs]  # in parallel, as jobs that are not large
         return hashlib.sha256(b"".join(await asyncio.gather(*digests))).digest()
 
     def with_fingerprint(self, info: EngineInfo, file_digest: bytes) -> EngineInfo:
         """The description of the engine with the fingerprint of its answers."""
         arithmetic = f"{info.arithmetic} {self.config.add_special_tokens}".encode()
-        digest = hashlib.sha256(file_digest + arithmetic).hexdigest()[:_FINGERPRINT_DIGITS]
+        digest = hashlib.sha256(file_digest + arithmetic).hexdigest()[:12]
         batch = "" if info.invariant else BATCH_DEPENDENT
         return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{batch}")
 

@@ -27,6 +27,7 @@ from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
+from tgis.frontend.records import Recorder
 from tgis.ipc.messages import BatchState, EngineInfo
 from tgis.limits import admission
 from tgis.node import serve_node
@@ -147,8 +148,9 @@ class Server:
             random_seed=config.random_seed,
             log_text=config.log_text,
         )
+        recorder = Recorder(info, config.shown_model, config.record_path, config.record_max_mb << 20)
         tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.shown_model)
-        return Generator(server_info, client, decoder, lookups, metrics, self._admission, tracer)
+        return Generator(server_info, client, decoder, lookups, metrics, self._admission, tracer, recorder)
 
     async def _load_lora_modules(self, client: EngineClient, info: EngineInfo) -> None:
         """Report at start what is wrong with an adapter, not at the first request that names it."""

@@ -115,7 +115,7 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
 @table("parameters", "tgis generate")
 def test_generate_sends_its_options(served: Served, tgis: Tgis, row: dict[str, Any]) -> None:
     assert tgis("generate", "hello", *row["options"].split())[0] == 0
-    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}}
+    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}, "response": {}}
     request = {"request": {"text": "hello"}, "params": empty | row["params"]}
     assert served.service.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
 

@@ -22,6 +22,7 @@ from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
 from tgis.frontend.recorder import CallRecorder
+from tgis.frontend.records import Recorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
@@ -55,8 +56,10 @@ class Generator:
         metrics: Metrics,
         admission: Admission,
         tracer: Tracer | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.server_info = server_info
+        self._recorder = recorder or Recorder(server_info.engine)
         self.admission = admission
         self._tracer = tracer
         self._client = client
@@ -89,7 +92,7 @@ class Generator:
                     self._client.cancel(received)
                     recorder.finish(output)
                     num_open -= 1
-            return [output.final() for output in outputs]
+            return [self._with_record(call, output, output.final()) for output in outputs]
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
@@ -104,8 +107,13 @@ class Generator:
                 output = outputs[await ready.get()]
                 if not output.stop_reason:  # else the engine goes on behind a stop sequence
                     for chunk in output.chunks():
-                        yield chunk
+                        yield self._with_record(call, output, chunk)
                     num_open -= bool(output.stop_reason)
+
+    def _with_record(self, call: GenerateCall, output: Output, message: RequestOutput) -> RequestOutput:
+        if call.params.record and message.stop_reason:
+            message.record = self._recorder.record(call, output)
+        return message
 
     @property
     def num_queued_tokens(self) -> int:
@@ -163,6 +171,7 @@ class Generator:
             grammar = await self._lookups.grammar(params.grammar, resources) if params.grammar else None
             requests = await self._prepare(call, params, adapter, grammar, arrived=recorder.started)
             outputs = self._outputs(call, params, requests, ready, recorder.started)
+            resources.callback(self._recorder.write, call, outputs)
             with self._client.submit([output.engine_output for output in outputs]):
                 recorder.submitted(outputs)
                 yield outputs, ready, recorder

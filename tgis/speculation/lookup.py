@@ -27,9 +27,7 @@ _NO_TOKEN = 1 << 31  # between a prediction and the input
 class Lookup:
     """The index of one sequence, and the position that is expected to repeat."""
 
-    def __init__(
-        self, tokens: list[int], start: int, prediction: Sequence[int] = (), output_start: int | None = None
-    ) -> None:
+    def __init__(self, tokens: list[int], start: int, prediction: Sequence[int] = (), output_start: int = 0) -> None:
         """`tokens` is the growing list of the sequence; those before `start` are placeholders. What follows
         from `output_start` on is expected to be the prediction.
         """
@@ -39,7 +37,7 @@ class Lookup:
             self._tokens, self._start = [*prediction, _NO_TOKEN, *tokens[self._start :]], 0
         self._predicted = len(prediction) or _NONE  # its end
         self._shift = len(self._tokens) - len(tokens)
-        self._checked = self._shift + (len(tokens) if output_start is None else output_start)
+        self._checked = self._shift + output_start
         self._end = self._start  # of the index
         self._last: dict[tuple[int, int], int] = {}  # a pair -> its last end
         self._previous = array("i", [_NONE])  # the end of a pair -> its previous end

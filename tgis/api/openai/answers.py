@@ -23,7 +23,6 @@ from tgis.ipc.request import StopReason
 
 Chunk = ChatCompletionChunk | Completion
 
-_PREDICTION_DETAILS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 _STOPS = (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE)
 
 
@@ -109,8 +108,7 @@ class Answer:
             self._prompt_tokens[prompt] = output.input_token_count
         if not number:  # later outputs find the prompt of the first
             self._cached_tokens += output.num_cached_tokens
-        if output.prediction_tokens:
-            self._prediction_tokens.update(dict(zip(_PREDICTION_DETAILS, output.prediction_tokens, strict=True)))
+        self._prediction_tokens.update(output.prediction_tokens or ())
         if output.generated_token_count:
             self._completion_tokens[output.index] = output.generated_token_count
 

@@ -36,31 +36,26 @@ def _multiplies_in_torch(module: nn.Module) -> bool:
 
 
 def with_arithmetic(
-    info: EngineInfo,
-    options: EngineOptions,
-    model: PreTrainedModel | None = None,
-    kernels: CpuKernels | None = None,
-    *,
-    invariant: bool = False,
+    info: EngineInfo, options: EngineOptions, model: PreTrainedModel | None = None, kernels: CpuKernels | None = None
 ) -> EngineInfo:
-    """The description of an engine, completed. `model` is that of tgis_native, with the kernels that compute it."""
+    """The description of an engine, completed. There is a `model`, with the kernels that compute it, if the bits of a
+    row do not depend on the batch.
+    """
     parts = [ARITHMETIC_VERSION, info.engine, info.dtype, info.kv_cache_dtype, options.num_shards]
-    parts += [torch.__version__, transformers.__version__, *_instructions(info, model, kernels, invariant=invariant)]
+    parts += [torch.__version__, transformers.__version__, _instructions(info, options, model, kernels)]
     if info.quantize != "none":
         parts += [info.quantize, options.quantize_logits, options.quantize_activations]
-    if info.kv_cache_dtype == "int8" or getattr(model, "fixed_frequencies", False):  # both are computed for this length
+    if info.kv_cache_dtype == "int8" or getattr(model, "fixed_frequencies", False):  # computed for this length
         parts.append(options.max_sequence_length)
-    return msgspec.structs.replace(info, arithmetic=" ".join(map(str, parts)), invariant=invariant)
+    return msgspec.structs.replace(info, arithmetic=" ".join(map(str, parts)), invariant=model is not None)
 
 
 def _instructions(
-    info: EngineInfo, model: PreTrainedModel | None, kernels: CpuKernels | None, *, invariant: bool
-) -> tuple[str, ...]:
-    """The instruction sets, as far as bits differ by them."""
-    if info.device != "cpu":
-        return (torch.cuda.get_device_name(),)
-    isa = kernels.isa if kernels else "none"
-    if model is None or not invariant:
-        return isa, torch.backends.cpu.get_cpu_capability()
+    info: EngineInfo, options: EngineOptions, model: PreTrainedModel | None, kernels: CpuKernels | None
+) -> str:
+    """The instruction set, as far as bits differ by it."""
+    if not (model and kernels):
+        cpu = f"{options.cpu_isa} {torch.backends.cpu.get_cpu_capability()}"
+        return cpu if info.device == "cpu" else str(torch.cuda.get_device_name())
     has_one_order = info.dtype == "float32" and not (has_packed_experts(model) or has_other_state(model))
-    return ("fma" if has_one_order and isa.startswith(("avx", "amx")) else isa,)
+    return "fma" if has_one_order and kernels.isa.startswith(("avx", "amx")) else kernels.isa

@@ -135,7 +135,7 @@ class PagedEngine(Engine):
             kv_cache_dtype=self._options.kv_cache_dtype if runner.kv_dtype else "auto",
         )
         invariant = runner.attention.runs_cpu_kernel and is_invariant(runner.model, runner.kernels)
-        return with_arithmetic(info, self._options, runner.model, runner.kernels, invariant=invariant)
+        return with_arithmetic(info, self._options, *((runner.model, runner.kernels) if invariant else ()))
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
