@@ -80,8 +80,7 @@ class Preparation:
         """The description of the engine with the fingerprint of its answers."""
         arithmetic = f"{info.arithmetic} {self.config.add_special_tokens}".encode()
         digest = hashlib.sha256(file_digest + arithmetic).hexdigest()[:12]
-        batch = "" if info.invariant else BATCH_DEPENDENT
-        return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{batch}")
+        return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{BATCH_DEPENDENT * (not info.invariant)}")
 
     def limits_of(self, info: EngineInfo) -> RequestLimits:
         """The limits of requests once the engine has reported its own."""

@@ -1,4 +1,4 @@
-"""tgis.frontend.records: which outputs are recorded, and how large the file becomes; cli/test_verify.py reads records."""
+"""tgis.frontend.records: what is recorded, and how large the file becomes; cli/test_verify.py reads records."""
 
 import json
 import stat

@@ -17,13 +17,12 @@ from tgis.errors import OptionError, StartError, file_errors
 from tgis.utils.options import PATH, Parser, integer
 
 _COMPARED = ("adapter_digest", "output_ids", "text", "stop_reason", "logprobs")
-_SHOWN = 8  # tokens or characters
 
 
 def main(argv: list[str], prog: str) -> int:
     """Exit code 0 if all answers are equal, else 1."""
     options = _parser(prog).parse_args(argv)
-    num_equal = number = 0
+    num_equal = 0
     with file_errors(f"cannot read {options.file}", OptionError):
         lines = options.file.read_text(encoding="utf-8").splitlines()
     with ThreadPoolExecutor(options.streams) as threads:
@@ -77,4 +76,4 @@ def _difference(name: str, expected: Any, found: Any) -> str:
         return ""
     expected, found = expected or "", found or ""
     at = next(at for at in count() if expected[at : at + 1] != found[at : at + 1])
-    return f"{name} at {at}: recorded {expected[at : at + _SHOWN]!r}, now {found[at : at + _SHOWN]!r}"
+    return f"{name} at {at}: recorded {expected[at : at + 8]!r}, now {found[at : at + 8]!r}"

@@ -38,8 +38,8 @@ OPENAI_CONSTRAINTS = Constraints(
 class Params(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The parameters of a call. Those in `sampling` and `logprob_options` go to the engine as they are.
 
-    `seed` and `bad_words` are what the client sends; each output has its own seed, and the words as tokens. What decides
-    the answer is recorded: `_RECORDED` in records.py.
+    `seed` and `bad_words` are what the client sends; each output has its own seed, and the words as tokens. A parameter
+    that decides the answer is recorded, too: `_RECORDED` in records.py.
     """
 
     sampling: SamplingParams = SamplingParams()

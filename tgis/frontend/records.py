@@ -17,7 +17,6 @@ from tgis.utils.private_file import append_line
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
 _REASONS = dict.fromkeys(("MAX_TOKENS", "TOKEN_LIMIT"), "LENGTH")  # others have the names of gRPC
 # Those that the ids of the prompt and the length of the output do not say already.
 _RECORDED = ("bad_words", "grammar", "include_stop_sequence", "skip_special_tokens", "stop_sequences")
@@ -54,7 +53,7 @@ class Recorder:
         ended = output.stop_reason.name if output.stop_reason else "CANCELLED"
         request, adapter = output.request, output.request.adapter
         record = Record(
-            version=_VERSION,
+            version=1,
             time=round(time.time(), 3),
             api=call.api,
             model=self._model,

@@ -12,6 +12,7 @@ from tgis.api.http.responses import json_response
 from tgis.api.openai.bodies import Count
 from tgis.api.openai.errors import ERRORS
 from tgis.frontend.params import OPENAI_CONSTRAINTS, Params
+from tgis.ipc.lookups import GrammarKind
 
 
 class ReplayRequest(msgspec.Struct):
@@ -28,6 +29,8 @@ async def replay(call: HttpCall) -> web.StreamResponse:
     body, limits = call.body(ReplayRequest), call.generator.server_info.limits
     params, most = body.parameters, max(OPENAI_CONSTRAINTS.max_top_n_tokens or 0, limits.max_top_n_tokens)
     params.constraints, params.record = replace(OPENAI_CONSTRAINTS, max_top_n_tokens=most), True
+    if params.grammar and params.grammar.kind is GrammarKind.TOOLS:  # it comes from the client this time
+        params.grammar = msgspec.structs.replace(params.grammar, kind=GrammarKind.GRAMMAR)
     params.prediction = body.output_ids[: limits.max_new_tokens]
     ids = [body.prompt_ids]
     generate_call = call.generate_call(params, [""], ["prompt_ids"], body.adapter, n=1, stream=False, token_ids=ids)
