@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.capacity import PeakEstimator
+from tgis.batcher.capacity import CapacityLimits, PeakEstimator
 from tgis.ipc.messages import RequestState, WaitReason
 from tgis.ipc.request import Request
 
@@ -112,6 +112,15 @@ def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
     batcher.rollback(next_plan(batcher), out_of_memory=True)
     seen = batcher.state(0.0, max_seqs=3)
     assert seen.token_capacity < 2 * 11 < seen.initial_token_capacity == 1000
+
+
+def test_lost_capacity_comes_back_also_from_a_single_token() -> None:
+    capacity = CapacityLimits(limits(1000, prefill_tokens=100))
+    capacity.shrink_context(1)
+    capacity.shrink_prefill(1)
+    for _ in range(256 * 300):
+        capacity.step_succeeded()
+    assert (capacity.context_tokens, capacity.prefill_tokens) == (1000, 100)
 
 
 Lengths = list[tuple[int, int]]  # length, remaining tokens

@@ -144,6 +144,10 @@ BROKEN: dict[str, tuple[Change, str]] = {  # and what the line says
     "heads": (lambda _, config: config.update(num_attention_heads=0), "ZeroDivisionError"),
     "plain": (lambda _, config: config.update(quantization_config=AWQ), "no layer is quantized as awq"),
     "quantization": (lambda _, config: config.update(quantization_config={"quant_method": "zork"}), "by 'zork' are"),
+    "text of images": (
+        lambda _, config: config.update(model_type="llava", text_config={**config}, quantization_config=AWQ),
+        "quantized checkpoints of llava are not supported",
+    ),
     "layers": (lambda _, config: config.update(num_hidden_layers=0), "num_hidden_layers must be at least 1"),
     "not a decoder": (lambda _, config: config.update(model_type="vit"), "Unrecognized configuration class"),
     "no type": (lambda _, config: config.update(model_type=["llama"]), "has no models of type ['llama']"),

@@ -68,12 +68,12 @@ def test_each_input_has_one_line_and_is_observed(server: LocalServer, stub: Stub
 
 
 def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stub: Stub) -> None:
-    request = unary_request("abc", 4, stop_token_ids=[7, 8])
+    request = unary_request("abc", 0, stop_token_ids=[7, 8])  # the default
     request.params.decoding.bad_words.extend(["zy", "x"])
     request.params.decoding.allowed_token_ids.extend(range(5, 250))
     stub.Generate(request, metadata=metadata("lists"))
     (line,) = lines(server, "lists")
-    lengths = {"stop_token_ids=2", "allowed_token_ids=245", "bad_words=4", "max_new_tokens=4"}
+    lengths = {"stop_token_ids=2", "allowed_token_ids=245", "bad_words=4", "max_new_tokens=20"}
     assert set(line["parameters"].split()) == lengths
 
 

@@ -40,9 +40,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.loading import loader
-from tgis.engines.quantization.checkpoint import QuantizedCheckpoint
+from tgis.engines.quantization.checkpoint import QuantizedCheckpoint, QuantizedLayer
 from tgis.engines.quantization.gguf import read_gguf
 from tgis.engines.quantization.gptq import unpacked
+from tgis.engines.quantization.weight import INT8, QuantizedWeight
 from tgis.errors import StartError
 
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
@@ -254,6 +255,12 @@ def test_columns_of_one_word_are_unpacked() -> None:
     """A transposed row of int32 counts as contiguous, whatever its strides are."""
     rows = torch.tensor([[0x76543210, 0x1BA98]], dtype=torch.int32)
     assert unpacked(rows.T, 4).tolist() == [[*range(8)], [8, 9, 10, 11, 1, 0, 0, 0]]
+
+
+def test_codes_of_another_shape() -> None:
+    weight = QuantizedWeight(torch.zeros(3, 2, dtype=torch.uint8), INT8, torch.ones(3, 1))
+    with pytest.raises(StartError, match=r"^m has \[3, 2\] codes, not \[2, 3\]$"):
+        QuantizedLayer("m", (2, 3), 6, lambda: weight).checked()
 
 
 LAYER = "model.layers.0.mlp.up_proj"

@@ -89,7 +89,7 @@ def _text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     if getattr(config, "quantization_config", None):
-        raise StartError(f"quantized checkpoints of {config.model_type} are not supported")
+        raise StartError(f"{config.name_or_path}: quantized checkpoints of {config.model_type} are not supported")
     text.tie_word_embeddings = config.tie_word_embeddings
     text.text_tower_of = config.model_type
     return text
