@@ -77,7 +77,7 @@ def test_every_expected_answer_has_a_case() -> None:
 
 def test_the_cases_that_the_documentation_names_exist() -> None:
     """As `file: case` of a golden case, or as the node id of another test."""
-    text = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    text = (REPOSITORY / "tests" / "golden" / "README.md").read_text()
     table = text.split("| Behaviour | Cases |")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z_]+: [^`]+)`", table))
     assert len(named) > 50

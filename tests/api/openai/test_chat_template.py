@@ -1,6 +1,7 @@
 """tgis.api.openai.chat_template: against apply_chat_template of transformers' tokenizers."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_one_that_does_not_end_or_takes_too_much_memory_fails_alone(template: st
         with pytest.raises(TemplateError, match=r"takes too long or too much memory|MemoryError"):
             loaded.render([USER])
         assert loaded.render([{"role": "user", "content": "ok"}]) == "ok"
+        assert os.getpgid(process._process.pid) == process._process.pid  # Ctrl-C in a terminal does not end it
 
 
 @pytest.mark.parametrize("template", [7, [{"name": "default"}], [{"name": "rag", "template": "x"}]])

@@ -19,7 +19,7 @@ from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
-from tgis.engines.onnx.decoder import ignores_padding
+from tgis.engines.onnx.decoder import GraphFiles, find_graphs, ignores_padding
 from tgis.engines.onnx.engine import OnnxSeq2SeqLM, load_engine
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
@@ -288,6 +288,8 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
     assert refusal(causal) == f"{causal} has no {others}, the other half of its decoder (see tgis convert-to-onnx)"
     (causal / first).rename(causal / others)
     assert refusal(causal) == f"{causal} has no {first}, the other half of its decoder (see tgis convert-to-onnx)"
+    (causal / (merged := "decoder_model_merged.onnx")).touch()
+    assert find_graphs(causal, encoder_decoder=False) == GraphFiles(causal / merged, causal / merged)
     needs = "which an encoder-decoder needs (see tgis convert-to-onnx)"
     assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
     (both / "encoder_model.onnx").touch()
