@@ -185,9 +185,17 @@ class Generator:
         self, call: GenerateCall, params: Params, requests: list[Request], ready: ReadyOutputs, arrived: float
     ) -> list[Output]:
         decoder, texts = self._decoders[params.skip_special_tokens], call.texts
+        keeps_all = params.record or self._recorder.file is not None
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
-            Output(EngineOutput(request, n, ready, arrived), texts[n // call.n], params, decoder, separator)
+            Output(
+                EngineOutput(request, n, ready, arrived),
+                texts[n // call.n],
+                params,
+                decoder,
+                separator,
+                keeps_all=keeps_all,
+            )
             for n, request in enumerate(requests)
         ]
 

@@ -53,18 +53,28 @@ class Output:
     """One output while it grows: the text and the details of the tokens that the engine has sent."""
 
     def __init__(
-        self, engine_output: EngineOutput, input_text: str, params: Params, decoder: TokenDecoder, separator: str
+        self,
+        engine_output: EngineOutput,
+        input_text: str,
+        params: Params,
+        decoder: TokenDecoder,
+        separator: str,
+        *,
+        keeps_all: bool = False,
     ) -> None:
-        """`separator` goes between echoed input and output in the response of a unary call."""
+        """`separator` goes between echoed input and output in the response of a unary call. With `keeps_all`, the whole
+        output stays until its end, for a record.
+        """
         self.engine_output = engine_output
         self.request = engine_output.request
         self.index = engine_output.index
         self.input_text = input_text
         self.params = params
         self.num_generated = 0
-        self.token_ids: list[int] = []
-        self.texts: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []  # one per token, or none at all
+        self._keeps_all = keeps_all
+        self.token_ids: list[int] = []  # for a record, or a prediction
+        self.texts: list[str] = []  # the beginning, or all
+        self.logprobs: list[TokenLogprobs] = []  # for a record: one per token, or none at all
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer
@@ -167,7 +177,7 @@ class Output:
         for i, token_id in enumerate(token_ids):
             num_left = len(token_ids) - 1 - i
             self._append(token_id, StopReason.NOT_FINISHED if num_left else stop_reason)
-            self.logprobs += logprobs[i : i + 1]
+            self.logprobs += logprobs[i : i + 1] if self._keeps_all else ()
             if wants_tokens:
                 self._tokens.append(self._token_info(token_id, logprobs[i] if logprobs else None))
             if self.stop_reason:  # the tokens left were in flight when a stop sequence ended the output
@@ -179,7 +189,8 @@ class Output:
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
-        self.token_ids.append(token_id)
+        if self._keeps_all or self.request.prediction:
+            self.token_ids.append(token_id)
         minimum_reached = self.num_generated >= self.request.sampling_params.min_new_tokens
         text = "" if token_id in self._hidden_ids else self._detokenizer.add(token_id)
         text = self._stop_matcher.add(text, may_stop=not stop_reason and minimum_reached)
@@ -191,7 +202,8 @@ class Output:
     def _add_text(self, text: str) -> None:
         if text:
             self._text.append(text)
-            self.texts.append(text)
+            if self._keeps_all or len(self.texts) < LOGGED_CHARACTERS:
+                self.texts.append(text)
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""

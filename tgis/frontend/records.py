@@ -46,7 +46,7 @@ class Recorder:
     """
 
     def __init__(self, engine: EngineInfo, model: str = "", file: Path | None = None, max_bytes: int = 0) -> None:
-        self._engine, self._model, self._file, self._max_bytes = engine, model, file, max_bytes
+        self._engine, self._model, self.file, self._max_bytes = engine, model, file, max_bytes
 
     def record(self, call: GenerateCall, output: Output) -> str:
         """The record of an output, as JSON."""
@@ -71,14 +71,14 @@ class Recorder:
 
     def write(self, call: GenerateCall, outputs: Sequence[Output]) -> None:
         """Append the records of the outputs of a call, except of those that have failed or have no token."""
-        if not self._file:
+        if not self.file:
             return
         try:
             for output in outputs:
                 if output.token_ids and not output.engine_output.error:
-                    size = append_line(self._file, self.record(call, output))
+                    size = append_line(self.file, self.record(call, output))
                     if size >= self._max_bytes // 2:
-                        self._file.replace(f"{self._file}.1")
+                        self.file.replace(f"{self.file}.1")
         except OSError as error:
             log.error("answers could not be recorded: %s", error)
 
