@@ -82,5 +82,5 @@ def test_the_client_has_the_commands_that_call_a_server(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", RUN_COMMANDS], env=environ, capture_output=True, text=True, check=True
     )
-    assert set(done.stdout.split()) == {"chat", "generate", "tokenize", "model-info", "health", "bench"}
+    assert set(done.stdout.split()) == {"chat", "generate", "verify", "tokenize", "model-info", "health", "bench"}
     assert "tgis: tgis serve needs the server: pip install . in a checkout\n" in done.stderr

@@ -37,7 +37,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     "startup_log": "config ipc utils",
     "limits": "config errors frontend ipc models",
     "node": "api/http config errors frontend ipc limits utils",
-    "prepare": "config errors frontend ipc limits models security",
+    "prepare": "config errors frontend ipc limits models security utils",
     "apis": "api/grpc api/http api/openai api/tgi frontend prepare prompts",
     "server": ("api/http api/openai apis config errors frontend ipc limits node prepare startup_log tracing utils"),
     # the engine process

@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": ("serve.main", "serve a model over gRPC"),
     "chat": ("chat.main", "chat with the model in the terminal"),
     "generate": ("generate.main", "stream the continuation of a prompt"),
+    "verify": ("verify.main", "answer recorded requests again, and compare"),
     "tokenize": ("calls.tokenize", "tokenize a text"),
     "model-info": ("calls.model_info", "show the model's kind and limits"),
     "health": ("calls.health", "check a server's health (exit code 0: ready)"),
@@ -38,7 +39,7 @@ MODEL_FILE_COMMANDS = {
 }
 COMMANDS |= MODEL_FILE_COMMANDS
 # The modules that need no more than the package tgis-client installs.
-CLIENT_MODULES = ("bench", "calls", "chat", "generate")
+CLIENT_MODULES = ("bench", "calls", "chat", "generate", "verify")
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
 
 

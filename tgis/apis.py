@@ -18,6 +18,7 @@ from tgis.api.http.pages.routes import page_routes
 from tgis.api.http.probes import Probes
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.operations import OpenAIApi
+from tgis.api.openai.replay import REPLAY
 from tgis.api.tgi.routes import TgiApi
 from tgis.frontend.admission import Admission
 from tgis.frontend.generation import Generator
@@ -68,6 +69,6 @@ class Apis:
         api = HttpApi(config, auth, self.admission, self.metrics.call_ended, self.generator)
         catalog = AdapterCatalog(self.preparation.adapter_store)
         openai = OpenAIApi(config, catalog, self.preparation.model.generation_config, self.chat_template)
-        operations = [*TgiApi(openai).operations(), *openai.operations()]
+        operations = [*TgiApi(openai).operations(), *openai.operations(), REPLAY]
         pages = page_routes(operations, config.shown_model, needs_token=auth.needed)
         return [*map(api.route, operations), *pages]

@@ -34,7 +34,6 @@ from tgis.utils.options import (
     RawValue,
     Secret,
     choice,
-    closest,
     decimal,
     declared_options,
     find_raw_values,
@@ -43,6 +42,7 @@ from tgis.utils.options import (
     integer,
     is_negation,
     make_parser,
+    near_misses,
     option,
     parse_option,
     with_unit,
@@ -72,7 +72,6 @@ FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
 MASTER_PORT = 29500  # of torch.distributed
-MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +322,10 @@ class Config:
         LOGS, BOOLEAN, "log a line for every finished input; false: for failures only", True,
         vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
+    record_path: Path | None = option(
+        LOGS, PATH, "file that gets a record of every answer, texts included, for tgis verify", None)
+    record_max_mb: int = option(
+        LOGS, integer(1), "size of RECORD_PATH and its predecessor, RECORD_PATH.1, in MiB", 256)
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # found while parsing; logged at startup
@@ -377,7 +380,7 @@ def parse(argv: list[str], environ: Mapping[str, str], prog: str, *, as_adapter:
     warnings = list(_warnings(config, raw_values))
     warnings += foreign_warnings(foreign, flags, environ, config.model_name)
     variables = {name for opt in known for name in opt.variables}
-    warnings += _near_misses([name for name, text in environ.items() if name not in variables and text.strip()])
+    warnings += near_misses((name for name, text in environ.items() if name not in variables and text.strip()), OPTIONS)
     if warnings and config.strict_options:
         raise OptionError(f"STRICT_OPTIONS: {'; '.join(warnings)}")
     return replace(config, warnings=tuple(warnings))
@@ -439,17 +442,6 @@ def _warnings(config: Config, raw_values: _RawValues) -> Iterator[str]:
         for name in ("speculator_name", "speculator_revision", "speculator_max_batch_size"):
             if value := getattr(config, name):
                 yield f"{name.upper()}={value!r} has no effect: {why}"
-
-
-def _near_misses(unknown: list[str]) -> list[str]:
-    """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
-    ours = [name for opt in OPTIONS for name in opt.variables]
-    meant = {name: closest(name, ours, MISSPELT) for name in unknown}
-    return [
-        f"{name} is no option: did you mean {option}?"
-        for name, option in meant.items()
-        if option is not None and not name.endswith(f"_{option}")
-    ]
 
 
 def from_command_line(argv: list[str], prog: str, *, as_adapter: bool = False) -> Config:

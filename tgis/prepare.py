@@ -1,8 +1,13 @@
 """Everything that is known before the engine process starts: model files, tokenizer, limits, credentials."""
 
+import asyncio
+import hashlib
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from tgis import __version__
 from tgis.config import Config
@@ -12,11 +17,12 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
-from tgis.ipc.messages import EngineInfo, EngineOptions
+from tgis.ipc.messages import BATCH_DEPENDENT, EngineInfo, EngineOptions
 from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
 from tgis.models.convert.fast_tokenizer import TOKENIZER, ensure_tokenizer
 from tgis.models.convert.gguf import ensure_directory
 from tgis.models.convert.weights import ensure_weights, needs_conversion
+from tgis.models.digest import deciding_files, digest_file
 from tgis.models.files import (
     ModelFiles,
     eos_token_ids,
@@ -27,6 +33,7 @@ from tgis.models.files import (
 )
 from tgis.security.bearer import TokenFile
 from tgis.security.tls import Certificates, TlsFiles
+from tgis.utils.thread_pool import LARGE_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +66,21 @@ class Preparation:
         """The options that the engine process starts with."""
         ends = self.eos_ids, eos_token_ids(self.model)
         return engine_options(self.config, self.limits, self.model, *ends, self.adapter_store)
+
+    async def file_digest(self) -> bytes:
+        """The digest of the files that decide answers. Every byte is read, in the threads of the tokenizer."""
+        path, engine, pool = self.model.path, self.config.engine, self.tokenizer.pool
+        graphs = sorted(path.glob("**/*.onnx*")) if engine == "hf_optimum_ort" else []
+        weights = () if engine == "fake" else graphs or find_weights(path)
+        jobs = [partial(digest_file, file) for file in deciding_files(weights, path, self.template_path)]
+        digests = [pool.run(LARGE_SIZE - 1, job) for job in jobs]  # in parallel, as jobs that are not large
+        return hashlib.sha256(b"".join(await asyncio.gather(*digests))).digest()
+
+    def with_fingerprint(self, info: EngineInfo, file_digest: bytes) -> EngineInfo:
+        """The description of the engine with the fingerprint of its answers."""
+        arithmetic = f"{info.arithmetic} {self.config.add_special_tokens}".encode()
+        digest = hashlib.sha256(file_digest + arithmetic).hexdigest()[:12]
+        return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{BATCH_DEPENDENT * (not info.invariant)}")
 
     def limits_of(self, info: EngineInfo) -> RequestLimits:
         """The limits of requests once the engine has reported its own."""

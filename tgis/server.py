@@ -27,6 +27,7 @@ from tgis.frontend.generation import Generator, ServerInfo
 from tgis.frontend.lookups import ADAPTER_TIMEOUT, Lookups
 from tgis.frontend.metric_families import ServiceState
 from tgis.frontend.metrics import Metrics, ServiceMetrics
+from tgis.frontend.records import Recorder
 from tgis.ipc.messages import BatchState, EngineInfo
 from tgis.limits import admission
 from tgis.node import serve_node
@@ -124,10 +125,12 @@ class Server:
         config, decoder = self._preparation.config, self._preparation.token_decoder()
         vocabulary = await asyncio.to_thread(decoder.vocabulary)
         self._process.send(vocabulary)
+        digest = asyncio.create_task(self._preparation.file_digest())
         path, process = self._preparation.template_path, self._template_process
         parsers = config.tool_call_parser, config.reasoning_parser
         self._template.set_result(await asyncio.to_thread(ChatTemplate.load, path, process, *parsers))
         info = await asyncio.shield(self._process.ready)
+        info = self._preparation.with_fingerprint(info, await digest)
         metrics = Metrics(self._preparation.limits, info)
         client = EngineClient(self._process, metrics)
         self._client.set_result(client)
@@ -145,8 +148,9 @@ class Server:
             random_seed=config.random_seed,
             log_text=config.log_text,
         )
+        recorder = Recorder(info, config.shown_model, config.record_path, config.record_max_mb << 20)
         tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.shown_model)
-        return Generator(server_info, client, decoder, lookups, metrics, self._admission, tracer)
+        return Generator(server_info, client, decoder, lookups, metrics, self._admission, tracer, recorder)
 
     async def _load_lora_modules(self, client: EngineClient, info: EngineInfo) -> None:
         """Report at start what is wrong with an adapter, not at the first request that names it."""
@@ -164,7 +168,7 @@ class Server:
 
     def _start_serving(self, ports: tuple[int, int, int | None]) -> None:
         config, limits = self._preparation.config, self._preparation.limits
-        info, seconds = self._process.ready.result(), time.monotonic() - self._started
+        info, seconds = self._generator.result().server_info.engine, time.monotonic() - self._started
         self._compare_vocabularies(info)
         self._service_metrics.engine_ready(info, seconds)
         self._service_metrics.set_state(ServiceState.SERVING)

@@ -21,7 +21,7 @@ def startup_lines(
     sequence; `ports` those of gRPC, probes and the HTTP APIs.
     """
     lines = {
-        "versions": _versions(),
+        "versions": _versions(info),
         "engine": _engine(config, info, fallback_reason),
         "device": _device(config, info),
         "limits": _limits(config, info, *lengths),
@@ -31,9 +31,9 @@ def startup_lines(
     return [f"{name:<10}{text}" for name, text in lines.items()]
 
 
-def _versions() -> str:
+def _versions(info: EngineInfo) -> str:
     libraries = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
-    return f"tgis {__version__}, {libraries}"
+    return f"tgis {__version__}, {libraries}; fingerprint {info.fingerprint}"
 
 
 def _engine(config: Config, info: EngineInfo, fallback_reason: str) -> str:

@@ -12,7 +12,8 @@ import pytest
 from local_server import LocalServer, local_server
 
 from tgis import __main__
-from tgis.cli.chat import _NO_API, _delta
+from tgis.cli.chat import _delta
+from tgis.cli.client import NO_API
 from tgis.errors import StartError
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }} {% endfor %}"
@@ -61,7 +62,7 @@ def test_a_refusal_is_one_line(server: LocalServer, chat: Chat) -> None:
         (b'data: {"choices": [{"delta": {"reasoning": "a"}}, {"delta": {"content": "b"}}]}', (True, "b")),
         (b'data: {"error": {"message": "why"}}', "why"),
         (b'data: {"error": "why"}', "why"),
-        (b'data: {"error": {}}', _NO_API),
+        (b'data: {"error": {}}', NO_API),
     ],
 )
 def test_the_line_of_a_stream(line: bytes, outcome: tuple[bool, str] | str) -> None:

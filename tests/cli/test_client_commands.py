@@ -83,7 +83,9 @@ class Scripted(pb_grpc.GenerationServiceServicer):
 
     def ModelInfo(self, request: pb.ModelInfoRequest, context: grpc.ServicerContext) -> pb.ModelInfoResponse:
         self._record_token(context)
-        return pb.ModelInfoResponse(model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512)
+        return pb.ModelInfoResponse(
+            model_kind=pb.ModelInfoResponse.ENCODER_DECODER, max_sequence_length=512, fingerprint="fp_1"
+        )
 
     def _record_token(self, context: grpc.ServicerContext) -> None:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
@@ -130,7 +132,7 @@ def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
 @table("parameters", "tgis generate")
 def test_generate_sends_its_options(served: Served, tgis: Tgis, row: dict[str, Any]) -> None:
     assert tgis("generate", "hello", *row["options"].split())[0] == 0
-    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}}
+    empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}, "response": {}}
     request = {"request": {"text": "hello"}, "params": empty | row["params"]}
     assert served.service.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
 
@@ -228,7 +230,7 @@ def test_tokenize(served: Served, tgis: Tgis) -> None:
 
 
 def test_model_info(tgis: Tgis) -> None:
-    expected = "model_kind ENCODER_DECODER max_sequence_length 512 max_new_tokens 0"
+    expected = "model_kind ENCODER_DECODER max_sequence_length 512 max_new_tokens 0 fingerprint fp_1"
     code, out, _ = tgis("model-info")
     assert (code, " ".join(out.split())) == (0, expected)
     code, line, _ = tgis("model-info", "--json")

@@ -229,11 +229,11 @@ def test_the_service_is_in_one_state(service_metrics: ServiceMetrics) -> None:
 def test_what_is_served_is_known_in_full_once_the_engine_is_ready(service_metrics: ServiceMetrics) -> None:
     known = {("version", "1.2"), ("commit", "abc"), ("model", "org/model")}
     (labels,) = samples(service_metrics)["tgi_info"]
-    unknown = "engine", "dtype", "device", "quantize", "kv_cache_dtype"
+    unknown = "engine", "dtype", "device", "quantize", "kv_cache_dtype", "fingerprint"
     assert labels == known | {(name, "") for name in unknown}
     service_metrics.engine_ready(INFO, 12.5)
     (labels,) = samples(service_metrics)["tgi_info"]
-    assert labels == known | set(zip(unknown, ("tgis_native", "bfloat16", "cpu", "none", "auto"), strict=True))
+    assert labels == known | set(zip(unknown, ("tgis_native", "bfloat16", "cpu", "none", "auto", ""), strict=True))
     assert value(service_metrics, "tgi_model_load_duration") == 12.5
     assert value(service_metrics, "tgi_kv_cache_block_size") == 16
     assert value(service_metrics, "tgi_kv_cache_blocks") == 1000 // 16

@@ -35,6 +35,31 @@ def test_the_longest_match_and_its_most_frequent_continuation(tokens: list[int],
     assert expected(tokens, 3, start) == then
 
 
+@pytest.mark.parametrize(
+    ("prompt", "predicted", "output", "then"),
+    [
+        ([], [5, 6, 7, 8], [5], [6, 7, 8]),  # from its beginning
+        ([1], [5, 6, 7, 8], [5, 6, 7], [8]),
+        ([1, 2], [5, 6, 7, 8], [9], []),  # after a deviation nothing
+        ([1, 2], [5, 6, 7, 8, 3], [9, 6], []),
+        ([1, 2], [5, 6, 7, 8, 3], [9, 6, 7], [8, 3]),  # until a pair of it comes again
+        ([6, 7, 4], [5, 6, 7, 8], [6, 7], [4, 6, 7]),  # of matches as long as each other the newest
+        ([6, 7, 4], [1, 5, 6, 7, 8], [9, 1, 5, 6, 7], [8]),  # the longest
+    ],
+)
+def test_a_prediction(prompt: list[int], predicted: list[int], output: list[int], then: list[int]) -> None:
+    """Whether it is read token by token or, after a preemption, at once; beside placeholders of a soft prompt."""
+    for known in range(1, len(output) + 1):
+        tokens, shared = [0, 0, *prompt, *output[:known]], AcceptanceRates()
+        lookup = Lookup(tokens, 2, predicted, 2 + len(prompt))
+        for token in [*output[known:], None]:
+            lookup.advance(shared)
+            count = len(lookup.cumulative(shared, 3))
+            proposed = lookup.expected(count) if count else []
+            tokens += [token] if token is not None else []
+        assert proposed == then
+
+
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 20])
 def test_beside_a_search_through_the_whole_sequence(alphabet: int) -> None:
     draw = random.Random(alphabet)

@@ -26,6 +26,7 @@ from tgis.frontend.generation import Generator
 from tgis.frontend.output import RequestOutput, TokenInfo
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits, validate
+from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import StopReason
 
 LIMITS = RequestLimits(
@@ -46,7 +47,7 @@ class ScriptedGenerator(Generator):
     def __init__(self, outputs: Sequence[RequestOutput | Exception]) -> None:
         self.outputs = outputs
         self.call: GenerateCall | None = None
-        engine: Any = SimpleNamespace(device="cpu", decoder_start_token_id=None)
+        engine = EngineInfo("fake", "Fake", "cpu", "float32", 257, False, False, 4, 1000, 64, fingerprint="fp_1")
         self.server_info: Any = SimpleNamespace(limits=LIMITS, engine=engine)
         self._tokenizer = byte_tokenizer()
         self.token_decoder = TokenDecoder(self._tokenizer, (), encoder_decoder=False, output_special_tokens=True)

@@ -239,7 +239,10 @@ class Batcher:
         proposals, drafts = dict[int, list[int]](), dict[int, int]()
         asked = [seq for seq in seqs if seq.speculative]
         for seq in asked:
-            seq.lookup = seq.lookup or Lookup(seq.tokens, seq.request.soft_prompt_length)
+            request = seq.request
+            seq.lookup = seq.lookup or Lookup(
+                seq.tokens, request.soft_prompt_length, request.prediction, seq.prompt_length
+            )
         lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
         for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
             count = tokens if isinstance(tokens, int) else seq.num_allowed(tokens)

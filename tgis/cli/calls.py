@@ -66,6 +66,7 @@ def model_info(argv: list[str], prog: str) -> int:
     print(f"model_kind           {pb.ModelInfoResponse.ModelKind.Name(info.model_kind)}")
     print(f"max_sequence_length  {info.max_sequence_length}")
     print(f"max_new_tokens       {info.max_new_tokens}")
+    print(f"fingerprint          {info.fingerprint}")
     return 0
 
 

@@ -2,20 +2,13 @@
 
 import argparse
 import contextlib
-import http.client
 import importlib
 import json
 import sys
-from collections.abc import Generator
-from typing import Any
 
 from tgis.cli import client
 from tgis.errors import StartError
 from tgis.utils.options import TEXT, Parser, integer
-
-TARGET = "localhost:3000"
-_MAX_ERROR_BYTES = 2000
-_NO_API = "there is no API of OpenAI"
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -39,7 +32,7 @@ def main(argv: list[str], prog: str) -> int:
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Chat with the model: each line is a message, /reset forgets the chat.")
-    client.add_arguments(parser, timeout=None, target=TARGET)
+    client.add_arguments(parser, timeout=None, target=client.HTTP_TARGET)
     parser.add_argument("--model", type=TEXT, metavar="NAME", help="adapter to chat with (default: the model)")
     parser.add_argument("--system", type=TEXT, metavar="TEXT", help="system message, sent before the chat")
     parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="maximum number of tokens of each answer")
@@ -51,11 +44,12 @@ class Chat:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        models = b"".join(self._lines("/v1/models", None, options.timeout or client.UNARY_TIMEOUT_SECONDS))
+        timeout = options.timeout or client.UNARY_TIMEOUT_SECONDS
+        models = b"".join(client.http_call(options, "/v1/models", None, timeout))
         try:
             self.model: str = options.model or json.loads(models)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
-            raise StartError(f"{options.target}: {_NO_API}") from None
+            raise StartError(f"{options.target}: {client.NO_API}") from None
         self._messages: list[dict[str, str]] = []
 
     def read(self, line: str) -> None:
@@ -67,7 +61,8 @@ class Chat:
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []
         body = {"model": self.model, "messages": system + asked, "stream": True, "max_tokens": self._options.max_tokens}
         try:
-            with contextlib.closing(self._lines("/v1/chat/completions", body, self._options.timeout)) as lines:
+            lines = client.http_call(self._options, "/v1/chat/completions", body, self._options.timeout)
+            with contextlib.closing(lines):
                 for thinks, part in map(_delta, lines):
                     if thinks and not thought and sys.stdout.isatty():
                         thought = True
@@ -80,24 +75,6 @@ class Chat:
                 self._messages = [*asked, {"role": "assistant", "content": answer}]
                 print()
 
-    def _lines(self, path: str, body: Any, timeout: float | None) -> Generator[bytes, None, None]:
-        """The lines of an answer."""
-        options = self._options
-        headers = dict(client.metadata(options)) | {"Content-Type": "application/json"}
-        context = client.ssl_context(options)
-        with client.http_errors(options.target, options):
-            connection = http.client.HTTPConnection(options.target, timeout=timeout)
-            with contextlib.closing(connection):
-                connection.connect()
-                if context:
-                    name = options.tls_server_name or connection.host
-                    connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
-                connection.request("POST" if body else "GET", path, body and json.dumps(body), headers)
-                response = connection.getresponse()
-                if response.status != http.client.OK:
-                    raise StartError(f"{options.target}: {_message(response.read(_MAX_ERROR_BYTES))}")
-                yield from response
-
 
 def _delta(line: bytes) -> tuple[bool, str]:
     """Whether a line of the stream has a part of a thought, and its text; StartError if the answer has failed."""
@@ -105,15 +82,6 @@ def _delta(line: bytes) -> tuple[bool, str]:
         return False, ""
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
-        raise StartError(_message(line.removeprefix(b"data: ")))
+        raise StartError(client.error_message(line.removeprefix(b"data: ")))
     deltas = [choice["delta"] for choice in event["choices"]]
     return any(delta.get("reasoning") for delta in deltas), "".join(delta.get("content") or "" for delta in deltas)
-
-
-def _message(answer: bytes) -> str:
-    """The message of an error answer; OpenAI errors are objects, other errors are texts."""
-    try:
-        error = json.loads(answer)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return _NO_API

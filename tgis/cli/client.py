@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import http.client
+import json
 import os
 import re
 import ssl
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from tgis.utils.options import PATH, TEXT, ValueType, decimal
 
 GRPC_TARGET = "localhost:8033"
 UNARY_TIMEOUT_SECONDS = 10.0
+HTTP_TARGET = "localhost:3000"
+NO_API = "there is no API of OpenAI"
+_MAX_ERROR_BYTES = 2000
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 _CLOSED = "failed to connect.*(closed|reset|pipe)|RemoteDisconnected|ConnectionReset|SSLEOF"
 # Explanations by a pattern of the error text of gRPC or the standard library; the first match wins.
@@ -39,6 +43,10 @@ _WORDS_OF_GRPC = re.compile(
     "UNAVAILABLE: (failed to connect|errors resolving|DNS resolution|Socket closed|recvmsg)|.*Deadline Exceeded"
 )
 _LOOPBACK = re.compile(r"(dns:/*|ipv[46]:)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
+
+
+class Refused(StartError):
+    """The server has answered with an error."""
 
 
 def _address(text: str) -> str:
@@ -115,6 +123,33 @@ def http_errors(target: str, options: argparse.Namespace) -> Iterator[None]:
         yield
     except (OSError, http.client.HTTPException) as error:
         raise StartError(_explain(target, f"{type(error).__name__}: {error}", options)) from error
+
+
+def http_call(options: argparse.Namespace, path: str, body: Any, timeout: float | None) -> Generator[bytes, Any, None]:
+    """The lines of an answer over HTTP; Refused if its status is an error."""
+    headers = dict(metadata(options)) | {"Content-Type": "application/json"}
+    context = ssl_context(options)
+    with http_errors(options.target, options):
+        connection = http.client.HTTPConnection(options.target, timeout=timeout)
+        with contextlib.closing(connection):
+            connection.connect()
+            if context:
+                name = options.tls_server_name or connection.host
+                connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
+            connection.request("POST" if body else "GET", path, body and json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise Refused(f"{options.target}: {error_message(response.read(_MAX_ERROR_BYTES))}")
+            yield from response
+
+
+def error_message(answer: bytes) -> str:
+    """The message of an error answer; OpenAI errors are objects, other errors are texts."""
+    try:
+        error = json.loads(answer)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return NO_API
 
 
 def metadata(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

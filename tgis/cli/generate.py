@@ -10,10 +10,11 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from tgis.cli import client
-from tgis.errors import OptionError
+from tgis.errors import OptionError, file_errors
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.utils.options import Parser, decimal, integer
+from tgis.utils.options import PATH, Parser, decimal, integer
+from tgis.utils.private_file import append_line
 
 Add: TypeAlias = Callable[..., argparse.Action]
 M = TypeVar("M", bound=Message)
@@ -36,10 +37,13 @@ def main(argv: list[str], prog: str) -> int:
         stub = GenerationServiceStub(channel)
         call = stub.GenerateStream(request, timeout=options.timeout, metadata=client.metadata(options))
         try:
-            _print_stream(call, as_json=options.json)
+            last = _print_stream(call, as_json=options.json)
         except KeyboardInterrupt:
             call.cancel()
             raise
+    if options.record:
+        with file_errors(f"cannot write {options.record}", OptionError):
+            append_line(options.record, last.record)
     return 0
 
 
@@ -47,6 +51,7 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Continue a prompt; the output is streamed to stdout.")
     parser.add_argument("prompt", nargs="?", help="the prompt (default: all of stdin)")
     parser.add_argument("--json", action="store_true", help="print every message of the stream as a line of JSON")
+    parser.add_argument("--record", type=PATH, metavar="FILE", help="append a record of the answer for tgis verify")
     client.add_arguments(parser, timeout=None)
     client.add_adapter_arguments(parser)
     _add_stopping(parser.add_argument_group("Stopping").add_argument)
@@ -103,6 +108,7 @@ def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationReque
             sampling=sampling,
             stopping=_from_options(pb.StoppingCriteria, options),
             decoding=decoding,
+            response=pb.ResponseOptions(record=options.record is not None),
         ),
         adapter_id=options.adapter_id,
         prefix_id=options.prefix_id,
@@ -115,7 +121,8 @@ def _from_options(kind: type[M], options: argparse.Namespace) -> M:
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
-def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> None:
+def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -> pb.GenerationResponse:
+    """Print the messages, and return the last one."""
     on_terminal = sys.stdout.isatty() and not as_json
     started = time.monotonic()
     message = pb.GenerationResponse()
@@ -132,3 +139,4 @@ def _print_stream(messages: Iterator[pb.GenerationResponse], *, as_json: bool) -
     if sys.stderr.isatty():
         took = f"{message.generated_token_count} tokens in {time.monotonic() - started:.2f} s"
         print(f"\x1b[2m{took}, {pb.StopReason.Name(message.stop_reason)}\x1b[0m", file=sys.stderr)
+    return message

@@ -22,6 +22,7 @@ from tgis.frontend.metrics import Metrics
 from tgis.frontend.output import Output, RequestOutput
 from tgis.frontend.params import Params
 from tgis.frontend.recorder import CallRecorder
+from tgis.frontend.records import Recorder
 from tgis.frontend.tokenizer import EncodeOptions, Encoding
 from tgis.frontend.validation import RequestLimits, check_num_bytes, make_request, validate
 from tgis.ipc.lookups import AdapterRef
@@ -55,8 +56,10 @@ class Generator:
         metrics: Metrics,
         admission: Admission,
         tracer: Tracer | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.server_info = server_info
+        self._recorder = recorder or Recorder(server_info.engine)
         self.admission = admission
         self._tracer = tracer
         self._client = client
@@ -94,7 +97,7 @@ class Generator:
                     self._client.cancel(received)
                     recorder.finish(output)
                     num_open -= 1
-            return [output.final() for output in outputs]
+            return [self._with_record(call, output, output.final()) for output in outputs]
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[RequestOutput, None]:
         """Run a stream: what is known before the prefill, the input tokens if wanted, then what each step adds.
@@ -109,8 +112,13 @@ class Generator:
                 output = outputs[await ready.get()]
                 if not output.stop_reason:  # else the engine goes on behind a stop sequence
                     for chunk in output.chunks():
-                        yield chunk
+                        yield self._with_record(call, output, chunk)
                     num_open -= bool(output.stop_reason)
+
+    def _with_record(self, call: GenerateCall, output: Output, message: RequestOutput) -> RequestOutput:
+        if call.params.record and message.stop_reason:
+            message.record = self._recorder.record(call, output)
+        return message
 
     @property
     def num_queued_tokens(self) -> int:
@@ -168,6 +176,7 @@ class Generator:
             grammar = await self._lookups.grammar(params.grammar, resources) if params.grammar else None
             requests = await self._prepare(call, params, adapter, grammar, arrived=recorder.started)
             outputs = self._outputs(call, params, requests, ready, recorder.started)
+            resources.callback(self._recorder.write, call, outputs)
             with self._client.submit([output.engine_output for output in outputs]):
                 recorder.submitted(outputs)
                 yield outputs, ready, recorder
@@ -176,9 +185,17 @@ class Generator:
         self, call: GenerateCall, params: Params, requests: list[Request], ready: ReadyOutputs, arrived: float
     ) -> list[Output]:
         decoder, texts = self._decoders[params.skip_special_tokens], call.texts
+        keeps_all = params.record or self._recorder.file is not None
         separator = "\n\n" if self.server_info.engine.encoder_decoder else ""
         return [
-            Output(EngineOutput(request, n, ready, arrived), texts[n // call.n], params, decoder, separator)
+            Output(
+                EngineOutput(request, n, ready, arrived),
+                texts[n // call.n],
+                params,
+                decoder,
+                separator,
+                keeps_all=keeps_all,
+            )
             for n, request in enumerate(requests)
         ]
 
@@ -188,6 +205,7 @@ class Generator:
         """Tokenize, check the lengths, and make the engine's requests."""
         limits, limit = self.server_info.limits, params.truncate_input_tokens
         bad_words = await self._tokenize_words(params.bad_words) if params.bad_words else ()
+        prediction = await self._predicted_tokens(params.prediction)
         encodings = await self._encode(call, params)
         for encoding in encodings * call.n:
             self.metrics.requests.raw_length.observe(encoding.num_tokens)
@@ -206,6 +224,7 @@ class Generator:
                 answer_deadline=call.answer_deadline,
                 grammar=grammar,
                 client=call.client,
+                prediction=prediction,
             )
             for field, encoding in zip(call.fields, encodings, strict=True)
             for number in range(call.n)
@@ -223,6 +242,16 @@ class Generator:
         found = {tuple(one.ids) for one in await self._tokenizer.encode(texts, EncodeOptions(special_tokens=False))}
         vocab_size = self.server_info.limits.vocab_size
         return tuple(ids for ids in found if ids and max(ids) < vocab_size)
+
+    async def _predicted_tokens(self, prediction: str | Sequence[int]) -> list[int]:
+        """The tokens of a prediction; InvalidRequest if it has more than any output."""
+        most, tokens = self.server_info.limits.max_new_tokens, prediction
+        if isinstance(tokens, str):
+            options = EncodeOptions(keep_last=most + 1, special_tokens=False)
+            tokens = (await self._tokenizer.encode([tokens], options))[0].ids if tokens else ()
+        if len(tokens) > most:
+            raise InvalidRequest("prediction", f"prediction must have at most {most} tokens")
+        return list(tokens)
 
     async def _encode(self, call: GenerateCall, params: Params) -> list[Encoding]:
         """All that may fit of each input, or the last tokens; of texts one more, to know whether any are cut off."""

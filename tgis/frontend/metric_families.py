@@ -132,7 +132,7 @@ _PROPOSERS: Labels = {"proposer": ["lookup", "draft"]}
 _POWERS_OF_TWO_TO_64 = [2.0**k for k in range(7)]
 _POWERS_OF_TWO = [2.0**k for k in range(6, 20)]
 _INFO_LABELS: Labels = dict.fromkeys(
-    ("version", "commit", "engine", "model", "dtype", "device", "quantize", "kv_cache_dtype"), ()
+    ("version", "commit", "engine", "model", "dtype", "device", "quantize", "kv_cache_dtype", "fingerprint"), ()
 )
 _LORA_LABELS: Labels = dict.fromkeys(("max_lora", "running_lora_adapters", "waiting_lora_adapters"), ())
 

@@ -137,7 +137,8 @@ class ServiceMetrics(ServiceFamilies):
         self._identity = {"version": version, "commit": commit, "model": model}
         self._max_adapters = 0  # in a batch
         self._num_log_lines_dropped = 0
-        self.info.labels(**self._identity, engine="", dtype="", device="", quantize="", kv_cache_dtype="").set(1)
+        unknown = dict.fromkeys(("engine", "dtype", "device", "quantize", "kv_cache_dtype", "fingerprint"), "")
+        self.info.labels(**self._identity, **unknown).set(1)
         self.set_state(ServiceState.LOADING)
         ProcessCollector(registry=self._registry)
 
@@ -151,7 +152,7 @@ class ServiceMetrics(ServiceFamilies):
     def engine_ready(self, info: EngineInfo, load_duration: float) -> None:
         self.info.clear()
         facts = {"engine": info.engine, "dtype": info.dtype, "device": info.device, "quantize": info.quantize}
-        facts["kv_cache_dtype"] = info.kv_cache_dtype
+        facts |= {"kv_cache_dtype": info.kv_cache_dtype, "fingerprint": info.fingerprint}
         self.info.labels(**self._identity, **facts).set(1)
         self.engine_up.set(1)
         self.load_duration.set(load_duration)

@@ -4,9 +4,10 @@ A unary call collects tokens and builds one message at the end; a stream builds 
 tokens in the same way, so that both say the same.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
@@ -44,21 +45,36 @@ class RequestOutput:
     num_details: int = 0  # tokens and candidates for them
     num_cached_tokens: int = 0  # input tokens found in the prefix cache; in the last chunk or a whole output
     timings: RequestTimings | None = None  # of a whole output
+    record: str = ""  # of the output at its end, if the call asks for it
+    prediction_tokens: Mapping[str, int] | None = None  # of a prediction, at the end
 
 
 class Output:
     """One output while it grows: the text and the details of the tokens that the engine has sent."""
 
     def __init__(
-        self, engine_output: EngineOutput, input_text: str, params: Params, decoder: TokenDecoder, separator: str
+        self,
+        engine_output: EngineOutput,
+        input_text: str,
+        params: Params,
+        decoder: TokenDecoder,
+        separator: str,
+        *,
+        keeps_all: bool = False,
     ) -> None:
-        """`separator` goes between echoed input and output in the response of a unary call."""
+        """`separator` goes between echoed input and output in the response of a unary call. With `keeps_all`, the whole
+        output stays until its end, for a record.
+        """
         self.engine_output = engine_output
         self.request = engine_output.request
         self.index = engine_output.index
         self.input_text = input_text
         self.params = params
         self.num_generated = 0
+        self._keeps_all = keeps_all
+        self.token_ids: list[int] = []  # for a record, or a prediction
+        self.texts: list[str] = []  # the beginning, or all
+        self.logprobs: list[TokenLogprobs] = []  # for a record: one per token, or none at all
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer
@@ -70,7 +86,6 @@ class Output:
             hold_last_grapheme=decoder.splits_graphemes,
         )
         self._separator = separator
-        self._sent_text = ""  # the beginning, for logs
         self._text: list[str] = []  # not sent
         self._tokens: list[TokenInfo] = []  # not sent
         self._sends_input_tokens = params.logprob_options.input_tokens
@@ -78,7 +93,7 @@ class Output:
     @property
     def logged_text(self) -> str:
         """The beginning of the output."""
-        return "".join([self._sent_text, *self._text])[:LOGGED_CHARACTERS]
+        return "".join(self.texts[:LOGGED_CHARACTERS])[:LOGGED_CHARACTERS]  # none is empty
 
     def first_chunk(self) -> RequestOutput:
         """The first message of a stream, before any token."""
@@ -104,6 +119,14 @@ class Output:
             if not (in_one and num_left) and (self._text or self._tokens or self.stop_reason):
                 yield self._chunk()
 
+    def _count_prediction(self) -> Mapping[str, int] | None:
+        """The tokens of a prediction that follow the same token in the output as there, and the others."""
+        if not (predicted := self.request.prediction):
+            return None
+        pairs, generated = (Counter(pairwise([-1, *tokens])) for tokens in (predicted, self.token_ids))
+        accepted = (pairs & generated).total()
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": len(predicted) - accepted}
+
     def collect(self) -> None:
         """Add the new tokens to what `final` returns."""
         for _ in self._take_tokens():
@@ -126,8 +149,6 @@ class Output:
     def _chunk(self) -> RequestOutput:
         """What has been appended since the last chunk."""
         text = "".join(self._text)
-        if len(self._sent_text) < LOGGED_CHARACTERS:
-            self._sent_text += text[:LOGGED_CHARACTERS]
         chunk = RequestOutput(self.index, text, 0, self.num_generated)
         if self._tokens:
             chunk.tokens = self._tokens
@@ -137,6 +158,7 @@ class Output:
             chunk.stop_reason, chunk.stop_sequence = self.stop_reason, self._stop_matcher.matched or ""
             chunk.seed = 0 if self.expired_in_queue else self.request.sampling_params.seed
             chunk.num_cached_tokens = self.engine_output.num_cached_tokens
+            chunk.prediction_tokens = self._count_prediction()
         return chunk
 
     def _take_tokens(self) -> Iterator[int]:
@@ -150,11 +172,12 @@ class Output:
         engine_output.new_tokens, engine_output.new_logprobs, engine_output.num_new_steps = [], [], 0
         if not token_ids and stop_reason:
             self.stop_reason, self.expired_in_queue = stop_reason, self.num_generated == 0
-            self._text.append(self._stop_matcher.flush())
+            self._add_text(self._stop_matcher.flush())
             yield 0
         for i, token_id in enumerate(token_ids):
             num_left = len(token_ids) - 1 - i
             self._append(token_id, StopReason.NOT_FINISHED if num_left else stop_reason)
+            self.logprobs += logprobs[i : i + 1] if self._keeps_all else ()
             if wants_tokens:
                 self._tokens.append(self._token_info(token_id, logprobs[i] if logprobs else None))
             if self.stop_reason:  # the tokens left were in flight when a stop sequence ended the output
@@ -166,14 +189,21 @@ class Output:
 
     def _append(self, token_id: int, stop_reason: StopReason) -> None:
         self.num_generated += 1
+        if self._keeps_all or self.request.prediction:
+            self.token_ids.append(token_id)
         minimum_reached = self.num_generated >= self.request.sampling_params.min_new_tokens
         text = "" if token_id in self._hidden_ids else self._detokenizer.add(token_id)
         text = self._stop_matcher.add(text, may_stop=not stop_reason and minimum_reached)
         self.stop_reason = StopReason.STOP_SEQUENCE if self._stop_matcher.matched is not None else stop_reason
         if self.stop_reason:
             text += self._stop_matcher.flush()
+        self._add_text(text)
+
+    def _add_text(self, text: str) -> None:
         if text:
             self._text.append(text)
+            if self._keeps_all or len(self.texts) < LOGGED_CHARACTERS:
+                self.texts.append(text)
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""

@@ -7,7 +7,7 @@ from typing import Any, Self
 import msgspec
 
 from tgis.ipc.lookups import GrammarSpec
-from tgis.ipc.request import LogprobOptions, SamplingParams
+from tgis.ipc.request import LogprobOptions, SamplingParams, UInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +35,30 @@ OPENAI_CONSTRAINTS = Constraints(
 )
 
 
-class Params(msgspec.Struct, kw_only=True):
+class Params(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The parameters of a call. Those in `sampling` and `logprob_options` go to the engine as they are.
 
-    `seed` and `bad_words` are what the client sends; each output has its own seed, and the words as tokens.
+    `seed` and `bad_words` are what the client sends; each output has its own seed, and the words as tokens. A parameter
+    that decides the answer is recorded, too: `_RECORDED` in records.py.
     """
 
     sampling: SamplingParams = SamplingParams()
     logprob_options: LogprobOptions = LogprobOptions()
     seed: int | None = None
     bad_words: Sequence[str] = ()
-    max_new_tokens: int = 0  # 0: the server's default
+    max_new_tokens: UInt = 0  # 0: the server's default
     fill_context: bool = False  # without max_new_tokens, generate all that fits
-    time_limit_millis: int = 0
+    time_limit_millis: UInt = 0
     stop_sequences: Sequence[str] = ()
     include_stop_sequence: bool | None = None  # None: the server's default
     grammar: GrammarSpec | None = None
-    truncate_input_tokens: int = 0
+    truncate_input_tokens: UInt = 0
     add_special_tokens: bool = True  # unless the server turns them off
     skip_special_tokens: bool | None = None  # in the output; None: the server's default
     input_text: bool = False
     token_ids: bool = False  # report the ids of tokens
+    record: bool = False  # return the record of each answer
+    prediction: str | Sequence[int] = ""  # text or tokens that the output probably repeats
     constraints: Constraints = Constraints()
 
     @classmethod

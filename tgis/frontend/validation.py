@@ -186,7 +186,7 @@ def _check_grammar(grammar: GrammarSpec, max_bytes: int) -> None:
         raise InvalidRequest(kind, "must provide at least two choices", str(len(grammar.choices)))
     if not size and kind is not GrammarKind.JSON_OBJECT:
         raise InvalidRequest(kind, f"{kind} must not be empty")
-    if size > max_bytes:
+    if size + len(grammar.after_thought) > max_bytes:
         raise InvalidRequest(kind, f"{kind} has {size} bytes, at most {max_bytes} allowed")
 
 

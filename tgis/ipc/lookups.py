@@ -16,7 +16,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int  # virtual tokens
     decoder_length: int  # how many of these go before the output of an encoder-decoder
     lookup_id: int  # of the lookup that found it
-    version: int  # unique to this content: cached prefixes are valid for one version only
+    version: int  # a digest of its files: cached prefixes are valid for one version only
     rank: int = 0  # of LoRA, the highest of any layer
 
 
@@ -49,7 +49,7 @@ class GrammarKind(enum.StrEnum):
     TOOLS = "tools"  # Lark that an API has made, with the schema of each tool in a line of its own
 
 
-class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A grammar as the client gives it."""
 
     kind: GrammarKind

@@ -12,6 +12,8 @@ import msgspec
 from tgis.ipc.lookups import Acquire, Acquired, AdapterStoreOptions, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
+BATCH_DEPENDENT = "-batch"  # ends the fingerprint of answers that may depend on other requests in the batch
+
 _logprobs_encoder = msgspec.msgpack.Encoder()
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
@@ -98,7 +100,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     forced_bos_token_id: int | None = None  # the first token of every output
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
     quantize: str = "none"  # weights of linear layers
+    arithmetic: str = ""  # all that decides the numbers beside the model's files
+    invariant: bool = True  # the bits of a sequence do not depend on the others in the batch
+    fingerprint: str = ""  # a digest of the files and the arithmetic; set by the front end, which reads the files
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA
+
+    def fingerprint_with(self, adapter: object) -> str:
+        """The fingerprint of an answer, with an adapter if there is one: LoRA makes it depend on the batch."""
+        depends = bool(adapter and self.lora_targets and self.invariant)
+        return self.fingerprint + BATCH_DEPENDENT * depends
 
     @property
     def supports_adapters(self) -> bool:

@@ -1,10 +1,13 @@
 """One request on its way to the engine: its tokens, how to sample, what to report, and how it can end."""
 
 import enum
+from typing import Annotated
 
 import msgspec
 
 from tgis.ipc.lookups import AdapterRef
+
+UInt = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class StopReason(enum.IntEnum):
@@ -20,17 +23,17 @@ class StopReason(enum.IntEnum):
     ERROR = 7
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How each token of a request is sampled; what a request leaves unset is off, except for the temperature."""
 
     temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
+    top_k: UInt = 0  # 0 is off
     top_p: float = 1.0  # 1 is off
     typical_p: float = 1.0  # 1 is off
     seed: int = 0  # uint64; unused when greedy
     repetition_penalty: float = 1.0  # 1 is off
-    length_penalty: tuple[int, float] | None = None  # start_index, decay_factor
-    min_new_tokens: int = 0
+    length_penalty: tuple[UInt, float] | None = None  # start_index, decay_factor
+    min_new_tokens: UInt = 0
     frequency_penalty: float = 0.0  # 0 is off
     presence_penalty: float = 0.0  # 0 is off
     logit_bias: dict[int, float] | None = None  # by token id; None is off
@@ -56,14 +59,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return next((name for name in names if getattr(self, name)), "")
 
 
-class LogprobOptions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LogprobOptions(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Which tokens to report and what about them; `logprobs`, `ranks` and `top_n_tokens` apply to both lists."""
 
     generated_tokens: bool = False
     input_tokens: bool = False
     logprobs: bool = False
     ranks: bool = False
-    top_n_tokens: int = 0
+    top_n_tokens: UInt = 0
     exact_top_n: bool = False  # never more candidates than asked for, however many tie with the last one
 
     @property
@@ -100,6 +103,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     answer_deadline: float | None = None  # of the client, who must have the whole output before it
     grammar: int | None = None  # the lookup that has compiled it
     client: bytes = b""  # whose turns in the queue it takes; empty where nobody knows; not for logs
+    prediction: list[int] = []  # tokens that the output probably repeats; they change its speed only
 
     @property
     def output_details(self) -> LogprobOptions:

@@ -119,7 +119,7 @@ class StoppingCriteria(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., time_limit_millis: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., include_stop_sequence: bool = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("input_text", "generated_tokens", "input_tokens", "token_logprobs", "token_ranks", "top_n_tokens", "token_ids")
+    __slots__ = ("input_text", "generated_tokens", "input_tokens", "token_logprobs", "token_ranks", "top_n_tokens", "token_ids", "record")
     INPUT_TEXT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class ResponseOptions(_message.Message):
     TOKEN_RANKS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     input_text: bool
     generated_tokens: bool
     input_tokens: bool
@@ -134,10 +135,11 @@ class ResponseOptions(_message.Message):
     token_ranks: bool
     top_n_tokens: int
     token_ids: bool
-    def __init__(self, input_text: bool = ..., generated_tokens: bool = ..., input_tokens: bool = ..., token_logprobs: bool = ..., token_ranks: bool = ..., top_n_tokens: _Optional[int] = ..., token_ids: bool = ...) -> None: ...
+    record: bool
+    def __init__(self, input_text: bool = ..., generated_tokens: bool = ..., input_tokens: bool = ..., token_logprobs: bool = ..., token_ranks: bool = ..., top_n_tokens: _Optional[int] = ..., token_ids: bool = ..., record: bool = ...) -> None: ...
 
 class DecodingParameters(_message.Message):
-    __slots__ = ("repetition_penalty", "length_penalty", "format", "json_schema", "regex", "choice", "grammar", "frequency_penalty", "presence_penalty", "logit_bias", "watermark", "bad_words", "allowed_token_ids")
+    __slots__ = ("repetition_penalty", "length_penalty", "format", "json_schema", "regex", "choice", "grammar", "frequency_penalty", "presence_penalty", "logit_bias", "watermark", "bad_words", "allowed_token_ids", "prediction")
     class ResponseFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TEXT: _ClassVar[DecodingParameters.ResponseFormat]
@@ -176,6 +178,7 @@ class DecodingParameters(_message.Message):
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     repetition_penalty: float
     length_penalty: DecodingParameters.LengthPenalty
     format: DecodingParameters.ResponseFormat
@@ -189,7 +192,8 @@ class DecodingParameters(_message.Message):
     watermark: bool
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, repetition_penalty: _Optional[float] = ..., length_penalty: _Optional[_Union[DecodingParameters.LengthPenalty, _Mapping]] = ..., format: _Optional[_Union[DecodingParameters.ResponseFormat, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[DecodingParameters.StringChoices, _Mapping]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., watermark: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prediction: str
+    def __init__(self, repetition_penalty: _Optional[float] = ..., length_penalty: _Optional[_Union[DecodingParameters.LengthPenalty, _Mapping]] = ..., format: _Optional[_Union[DecodingParameters.ResponseFormat, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[DecodingParameters.StringChoices, _Mapping]] = ..., grammar: _Optional[str] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., watermark: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class BatchedGenerationResponse(_message.Message):
     __slots__ = ("responses",)
@@ -198,7 +202,7 @@ class BatchedGenerationResponse(_message.Message):
     def __init__(self, responses: _Optional[_Iterable[_Union[GenerationResponse, _Mapping]]] = ...) -> None: ...
 
 class GenerationResponse(_message.Message):
-    __slots__ = ("generated_token_count", "text", "input_token_count", "stop_reason", "tokens", "input_tokens", "seed", "stop_sequence")
+    __slots__ = ("generated_token_count", "text", "input_token_count", "stop_reason", "tokens", "input_tokens", "seed", "stop_sequence", "record")
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +211,7 @@ class GenerationResponse(_message.Message):
     INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     generated_token_count: int
     text: str
     input_token_count: int
@@ -215,7 +220,8 @@ class GenerationResponse(_message.Message):
     input_tokens: _containers.RepeatedCompositeFieldContainer[TokenInfo]
     seed: int
     stop_sequence: str
-    def __init__(self, generated_token_count: _Optional[int] = ..., text: _Optional[str] = ..., input_token_count: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., input_tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., seed: _Optional[int] = ..., stop_sequence: _Optional[str] = ...) -> None: ...
+    record: str
+    def __init__(self, generated_token_count: _Optional[int] = ..., text: _Optional[str] = ..., input_token_count: _Optional[int] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., input_tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., seed: _Optional[int] = ..., stop_sequence: _Optional[str] = ..., record: _Optional[str] = ...) -> None: ...
 
 class TokenInfo(_message.Message):
     __slots__ = ("text", "logprob", "rank", "top_tokens", "id", "special")
@@ -298,7 +304,7 @@ class ModelInfoRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ...) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("model_kind", "max_sequence_length", "max_new_tokens")
+    __slots__ = ("model_kind", "max_sequence_length", "max_new_tokens", "fingerprint")
     class ModelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DECODER_ONLY: _ClassVar[ModelInfoResponse.ModelKind]
@@ -308,7 +314,9 @@ class ModelInfoResponse(_message.Message):
     MODEL_KIND_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model_kind: ModelInfoResponse.ModelKind
     max_sequence_length: int
     max_new_tokens: int
-    def __init__(self, model_kind: _Optional[_Union[ModelInfoResponse.ModelKind, str]] = ..., max_sequence_length: _Optional[int] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, model_kind: _Optional[_Union[ModelInfoResponse.ModelKind, str]] = ..., max_sequence_length: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...

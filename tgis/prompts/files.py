@@ -1,10 +1,12 @@
 """From the id of an adapter to its directory and the bytes of its files, never outside the store."""
 
+import hashlib
 import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem
@@ -24,6 +26,12 @@ class AdapterDirectory:
 
     store: str
     path: str
+    _digest: Any = field(default_factory=hashlib.sha256, compare=False)  # of all that has been read
+
+    @property
+    def version(self) -> int:
+        """The beginning of the digest of all that has been read."""
+        return int.from_bytes(self._digest.digest()[:8])
 
     def has(self, name: str) -> bool:
         """Whether the file exists."""
@@ -45,7 +53,9 @@ class AdapterDirectory:
                     raise AdapterError(f"{name} is not a regular file")
                 if status.st_size > limit:
                     raise AdapterError(f"{name} has {status.st_size} bytes, at most {limit} are allowed")
-                return file.read(status.st_size)
+                data = file.read(status.st_size)
+                self._digest.update(data)
+                return data
         except OSError as error:
             raise AdapterError(f"{name} cannot be read: {error.strerror}") from error
 

@@ -64,7 +64,7 @@ class LoraLayerWeights:
 class LoraAdapter:
     """The weights of an adapter in the model's dtype and on its device."""
 
-    version: int  # unique among all adapters loaded
+    version: int  # of the content of its files
     layers: dict[str, LoraLayerWeights]  # by module name
 
     length = decoder_length = 0  # virtual tokens
@@ -80,7 +80,7 @@ class LoraAdapter:
         return allocated_bytes(part for layer in self.layers.values() for part in (layer.lora_a, layer.lora_b))
 
 
-def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> LoraAdapter:
+def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel) -> LoraAdapter:
     """The adapter of a directory for the model, from a file of at most `limit` bytes; AdapterError if unusable."""
     for field, value in read_config(directory, dict[str, Any]).items():
         if value and field in _UNSUPPORTED_FIELDS:
@@ -99,7 +99,7 @@ def read_lora(directory: AdapterDirectory, limit: int, target: TargetModel, vers
         down = convert_tensor(f"{label}.lora_A", pair["A"], target)
         up = convert_tensor(f"{label}.lora_B", pair["B"].T, target, _scaling(config, layer))
         layers[layer] = LoraLayerWeights(down, up)
-    return LoraAdapter(version, layers)
+    return LoraAdapter(directory.version, layers)
 
 
 def _pairs(name: str, content: Any, config: _LoraConfig, limit: int) -> dict[str, dict[str, torch.Tensor]]:

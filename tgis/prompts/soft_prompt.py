@@ -30,7 +30,7 @@ Parts = tuple[Part, Part]  # of the decoder and of the encoder
 class SoftPrompt:
     """Embeddings [virtual tokens, hidden size] in the model's dtype and on its device."""
 
-    version: int  # unique among all adapters loaded
+    version: int  # of the content of its files
     decoder: torch.Tensor | None  # prepended to the input of the decoder
     encoder: torch.Tensor | None = None  # prepended to the input of the encoder
     encoder_decoder: bool = False
@@ -73,7 +73,7 @@ class _PeftConfig(msgspec.Struct):
         return None if self.num_virtual_tokens is None else parts * self.num_virtual_tokens
 
 
-def read_soft_prompt(directory: AdapterDirectory, limit: int, target: TargetModel, version: int) -> SoftPrompt:
+def read_soft_prompt(directory: AdapterDirectory, limit: int, target: TargetModel) -> SoftPrompt:
     """The soft prompt of a directory for the model, from files of at most `limit` bytes; AdapterError if unusable.
 
     PEFT's layout takes precedence over TGIS's.
@@ -85,11 +85,11 @@ def read_soft_prompt(directory: AdapterDirectory, limit: int, target: TargetMode
     if target.encoder_decoder is False:
         if decoder is None:
             raise AdapterError("it is for encoder-decoder models, this one is decoder-only")
-        return SoftPrompt(version, _fit_tensor(*decoder, target))
+        return SoftPrompt(directory.version, _fit_tensor(*decoder, target))
     if target.encoder_decoder and is_peft and encoder is None:
         raise AdapterError(f"{CONFIG} must say task_type SEQ_2_SEQ_LM, for this is an encoder-decoder model")
     before_output, before_input = (_fit_tensor(*part, target) if part else None for part in (decoder, encoder))
-    return SoftPrompt(version, before_output, before_input, target.encoder_decoder is True)
+    return SoftPrompt(directory.version, before_output, before_input, target.encoder_decoder is True)
 
 
 def _read_tgis(directory: AdapterDirectory, limit: int) -> Parts:

@@ -1,6 +1,5 @@
 """The adapter store: a directory of adapters for one model, loaded on demand, cached, reloaded when changed."""
 
-import itertools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ class AdapterStore:
         self._lora_modules = lora_modules or {}
         self._target = target
         self._cache = AdapterCache(cache_bytes)
-        self._versions = itertools.count(1)
 
     @classmethod
     def for_engine(cls, options: AdapterStoreOptions, info: EngineInfo) -> "AdapterStore":
@@ -91,7 +89,7 @@ class AdapterStore:
             return StoreResult(cached, loaded=False)
         is_lora = directory.has(CONFIG) and read_config(directory, _PeftType).peft_type == "LORA"
         read = read_lora if is_lora else read_soft_prompt
-        adapter = read(directory, self._cache.capacity, self._target, next(self._versions))
+        adapter = read(directory, self._cache.capacity, self._target)
         if adapter.size > self._cache.capacity:
             raise AdapterError(f"it takes {adapter.size} bytes, the cache has {self._cache.capacity}")
         self._cache.put(directory.path, signature, adapter)

@@ -2,9 +2,13 @@
 
 Each sequence has an index. It chains the end of a pair of tokens to the end of its previous occurrence. The longest
 matches are kept, and the most frequent continuation among them is proposed until a sampled token differs from it.
+
+A client's prediction of the output stands before the input. It is proposed from its beginning, and after a sampled
+token that differs from it, from where the index finds the last tokens again.
 """
 
 from array import array
+from collections.abc import Sequence
 
 from tgis.speculation.acceptance import AcceptanceRates, kind_of_match
 
@@ -15,30 +19,44 @@ _MAX_INDEXED = 1 << 15  # tokens before the output: about 130 bytes each
 _MAX_ADVANCE = 2048  # tokens indexed in one step: about 2 ms
 _MIN_PROBABILITY = 0.05  # tokens after a less probable one do not pay
 _NONE = -1
+_PREDICTED_MATCH = 64  # length that a prediction counts as from its beginning on: of the most reliable kind
+_TRUST = 16  # tokens that count as accepted before the first one of a prediction is
+_NO_TOKEN = 1 << 31  # between a prediction and the input
 
 
 class Lookup:
     """The index of one sequence, and the position that is expected to repeat."""
 
-    def __init__(self, tokens: list[int], start: int) -> None:
-        """`tokens` is the growing list of the sequence; those before `start` are placeholders."""
-        self._tokens = tokens
+    def __init__(self, tokens: list[int], start: int, prediction: Sequence[int] = (), output_start: int = 0) -> None:
+        """`tokens` is the growing list of the sequence; those before `start` are placeholders. What follows
+        from `output_start` on is expected to be the prediction.
+        """
+        self._source = self._tokens = tokens
         self._start = max(start, len(tokens) - _MAX_INDEXED)
+        if prediction:
+            self._tokens, self._start = [*prediction, _NO_TOKEN, *tokens[self._start :]], 0
+        self._predicted = len(prediction) or _NONE  # its end
+        self._shift = len(self._tokens) - len(tokens)
+        self._checked = self._shift + output_start
         self._end = self._start  # of the index
         self._last: dict[tuple[int, int], int] = {}  # a pair -> its last end
         self._previous = array("i", [_NONE])  # the end of a pair -> its previous end
-        self._expected = _NONE  # index of the token expected next
-        self._match_length = 0
+        self._expected = 0 if prediction else _NONE  # index of the token expected next
+        self._match_length = _PREDICTED_MATCH if prediction else 0
         self.rates = AcceptanceRates(per_sequence=True)
+        for _ in range(_TRUST if prediction else 0):
+            self.rates.add(kind_of_match(_PREDICTED_MATCH), hit=True)
         self.draft_rates = AcceptanceRates(per_sequence=True)
 
     def advance(self, shared: AcceptanceRates) -> None:
         """Index the new tokens, and count how often they were expected."""
-        first = self._end
+        self._tokens += self._source[len(self._tokens) - self._shift :]
+        for token in self._tokens[self._checked :]:
+            if self._expected != _NONE:
+                self._check(token, shared)
+        self._checked, first = len(self._tokens), self._end
         self._end = min(len(self._tokens), first + _MAX_ADVANCE)
         for at in range(first, self._end):
-            if self._expected != _NONE:
-                self._check(self._tokens[at], shared)
             previous_end = _NONE
             if at > self._start:
                 pair = self._tokens[at - 1], self._tokens[at]
@@ -51,6 +69,8 @@ class Lookup:
             self._find()
         if self._expected == _NONE:
             return []
+        if self._expected <= self._predicted:  # nothing follows the prediction
+            count = min(count, self._predicted - self._expected)
         probability, cumulative = 1.0, []
         for ahead in range(count):
             probability *= self.rates.rate(kind_of_match(self._match_length + ahead), shared)

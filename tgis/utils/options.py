@@ -12,7 +12,7 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,6 +30,7 @@ D = TypeVar("D")
 Words: TypeAlias = str | list[str] | None  # what follows a flag
 
 _METADATA_KEY = "option"
+_MISSPELT = 0.84  # similarity of a variable to the option that is probably meant
 # Containers set HOSTNAME, and CONFIG is too common a name.
 _FLAGS_ONLY = ("hostname", "config")
 
@@ -211,6 +212,17 @@ def choice(*values: str, aliases: Mapping[str, str] | None = None) -> ValueType[
 def closest(name: str, names: Collection[str], similarity: float = 0.7) -> str | None:
     """The one of `names` that is most like `name`, if any is: what a misspelt name was meant to be."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+
+
+def near_misses(unknown: Iterable[str], options: Iterable[Option]) -> list[str]:
+    """Variables that are probably misspelt options. OMP_NUM_THREADS and its like are options of others."""
+    ours = [name for opt in options for name in opt.variables]
+    meant = {name: closest(name, ours, _MISSPELT) for name in unknown}
+    return [
+        f"{name} is no option: did you mean {option}?"
+        for name, option in meant.items()
+        if option is not None and not name.endswith(f"_{option}")
+    ]
 
 
 class Parser(argparse.ArgumentParser):

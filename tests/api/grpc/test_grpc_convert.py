@@ -116,8 +116,11 @@ def test_stop_reasons_have_the_same_names(reason: StopReason) -> None:
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 def test_model_info(encoder_decoder: bool) -> None:
     limits = SimpleNamespace(max_sequence_length=200, max_new_tokens=100)
-    info: Any = SimpleNamespace(limits=limits, engine=SimpleNamespace(encoder_decoder=encoder_decoder))
-    expected = pb.ModelInfoResponse(model_kind=int(encoder_decoder), max_sequence_length=200, max_new_tokens=100)  # type: ignore[arg-type]
+    info: Any = SimpleNamespace(
+        limits=limits, engine=SimpleNamespace(encoder_decoder=encoder_decoder, fingerprint="fp_1")
+    )
+    lengths = {"max_sequence_length": 200, "max_new_tokens": 100}
+    expected = pb.ModelInfoResponse(model_kind=int(encoder_decoder), fingerprint="fp_1", **lengths)  # type: ignore[arg-type]
     assert convert.model_info_response(info) == expected
 
 

@@ -91,6 +91,23 @@ def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
         client.responses.create(**asked, store=True)
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI, parts: bool) -> None:
+    plain, text = chat(client, "abcd"), "abcdXabc"
+    content = [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}] if parts else text
+    prediction = {"type": "content", "content": content}
+    answer = chat(client, "abcd", prediction=prediction)
+    assert (answer.choices, answer.usage.prompt_tokens) == (plain.choices, plain.usage.prompt_tokens)
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 2)  # not X, and a behind it
+    *_, last = streamed(client, "abcd", prediction=prediction, stream_options={"include_usage": True})
+    assert last.usage is not None
+    assert last.usage.completion_tokens_details == details
+    with pytest.raises(openai.BadRequestError, match="prediction must have at most 169 tokens") as caught:
+        chat(client, "abcd", prediction={"type": "content", "content": "x" * 170})
+    assert caught.value.param == "prediction"
+
+
 CITIES: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Paris"]}}, "required": ["city"]}
 CITIES |= {"additionalProperties": False}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -97,6 +98,10 @@ def test_a_model_without_a_chat_template_is_422(server: LocalServer) -> None:
 
 def test_info(server: LocalServer) -> None:
     info = json.loads(server.get("/info")[1])
+    fingerprint = info.pop("fingerprint")
+    assert re.fullmatch("fp_[0-9a-f]{12}", fingerprint)
+    assert f'fingerprint="{fingerprint}"' in server.get("/metrics")[1]
+    assert server.post("/v1/completions", {"prompt": "a"})[1]["system_fingerprint"] == fingerprint
     expected = {"router": "tgis", "model_dtype": "none", "model_device_type": "none", "max_total_tokens": MAX_LENGTH}
     expected |= {"max_input_tokens": 160, "max_input_length": 160, "max_concurrent_requests": 8, "max_batch_size": 256}
     expected |= {"max_best_of": 2, "max_stop_sequences": 4, "max_batch_total_tokens": 1 << 40, "max_waiting_tokens": 24}

@@ -137,7 +137,7 @@ def fill_response(
     if output.input_token_count or output.stop_reason or output.seed:  # not within a stream
         response.input_token_count, response.seed = output.input_token_count, output.seed
         response.stop_reason = output.stop_reason.value  # type: ignore[assignment]  # the same numbers
-        response.stop_sequence = output.stop_sequence
+        response.stop_sequence, response.record = output.stop_sequence, output.record
     if output.tokens:
         _add_tokens(response.tokens, output.tokens, is_special)
     if output.input_tokens:
@@ -178,6 +178,7 @@ def model_info_response(server_info: ServerInfo) -> pb.ModelInfoResponse:
         model_kind=kinds.ENCODER_DECODER if server_info.engine.encoder_decoder else kinds.DECODER_ONLY,
         max_sequence_length=server_info.limits.max_sequence_length,
         max_new_tokens=server_info.limits.max_new_tokens,
+        fingerprint=server_info.engine.fingerprint,
     )
 
 

@@ -3,14 +3,15 @@
 import functools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
-from tgis import __version__
 from tgis.api.http.calls import HttpCall
 from tgis.api.http.responses import json_response, timing_headers
 from tgis.api.openai.bodies import ChatCompletionChunk, Completion, SamplingBody, StreamOptions, Usage
@@ -51,11 +52,12 @@ class Answer:
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": f"tgis-{__version__}",
+            "system_fingerprint": call.generator.server_info.engine.fingerprint_with(generate_call.adapter),
         }
         self._prompt_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
         self._cached_tokens = 0
+        self._prediction_tokens: Counter[str] = Counter()
 
     async def whole(
         self, kind: Callable[..., Any], make_fields: Callable[[list[RequestOutput]], dict[str, Any]]
@@ -109,13 +111,16 @@ class Answer:
             self._prompt_tokens[prompt] = output.input_token_count
         if not number:  # later outputs find the prompt of the first
             self._cached_tokens += output.num_cached_tokens
+        self._prediction_tokens.update(output.prediction_tokens or ())
         if output.generated_token_count:
             self._completion_tokens[output.index] = output.generated_token_count
 
     def _usage(self, *, final: bool) -> Usage:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
         usage = Usage(prompt, completion, prompt + completion, {"cached_tokens": self._cached_tokens})
+        details = dict(self._prediction_tokens)
         if final and self.thoughts:
             num_tokens = self._call.generator.token_decoder.tokenizer.count(self.thoughts())
-            usage.completion_tokens_details = {"reasoning_tokens": min(num_tokens, completion)}
+            details["reasoning_tokens"] = min(num_tokens, completion)
+        usage.completion_tokens_details = details or UNSET
         return usage

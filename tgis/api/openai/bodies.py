@@ -1,6 +1,6 @@
 """Request and response bodies of the OpenAI API, with the extensions of vLLM; null is the same as absent."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -24,6 +24,25 @@ class StructuredOutputs(Struct):
     json_object: bool | None = None
 
 
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+
+class PredictedOutput(Struct):
+    """A text that the output probably repeats in part."""
+
+    content: str | list[ContentPart]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class SamplingBody(Struct, kw_only=True):
     """The common fields of chat and completion requests."""
 
@@ -43,6 +62,7 @@ class SamplingBody(Struct, kw_only=True):
     min_p: float | None = None
     min_tokens: Count | None = None
     n: Count | None = None
+    prediction: PredictedOutput | None = None
     presence_penalty: float | None = None
     prompt_logprobs: Count | None = None  # number of candidates for each prompt token
     repetition_penalty: float | None = None
@@ -70,13 +90,6 @@ class ToolCall(Struct):
     function: FunctionCall
     id: str | None = None
     type: str | None = None
-
-
-class ContentPart(Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    thinking: str | None = None
 
 
 class ChatMessage(Struct):

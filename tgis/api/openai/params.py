@@ -110,6 +110,7 @@ def _params(body: SamplingBody, call: HttpCall, max_tokens: int | None, **more: 
         include_stop_sequence=bool(body.include_stop_str_in_output),
         truncate_input_tokens=limits.longest_input if truncation == -1 else truncation,
         grammar=grammar(body),
+        prediction=body.prediction and body.prediction.text,
         fill_context=True,
         constraints=OPENAI_CONSTRAINTS,
         **more,

@@ -121,6 +121,7 @@ class TgiApi:
             "max_batch_size": server.engine.max_batch_size,
             "router": "tgis",
             "version": __version__,
+            "fingerprint": server.engine.fingerprint,
             "sha": config.git_commit_hash,
             "docker_label": None,
         }

@@ -44,6 +44,7 @@ class GenerateParameters(Struct):
     top_n_tokens: UInt | None = None
     grammar: Grammar | None = None
     adapter_id: str | None = None
+    prediction: str | None = None  # an extension: a text that the output probably repeats in part
 
     def __post_init__(self) -> None:
         self.stop = [*self.stop, *self.stop_sequences]

@@ -249,7 +249,9 @@ def _optimize(
         if type(module).__name__ == "FalconLinear":  # which rounds before it adds the bias, and is no other operation
             module.__class__ = torch.nn.Linear
     longest = options.max_sequence_length
-    if fixed := freeze_frequencies(model, longest):
+    fixed = freeze_frequencies(model, longest)
+    model.fixed_frequencies = bool(fixed)
+    if fixed:
         log.debug("fixed the frequencies of %d rotary embeddings to those of %d tokens", fixed, longest)
     kernels = select_kernels(options, device)
     gemms = GemmSelector(kernels, quantization) if device.type == "cpu" else None

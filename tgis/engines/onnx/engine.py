@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from tgis.batcher.sequence import Sequence
 from tgis.engines.base import warn
+from tgis.engines.loading.arithmetic import with_arithmetic
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, load_config, load_generation_config
 from tgis.engines.loading.memory_estimate import unknown_memory
 from tgis.engines.lora.layers import LoraLayers
@@ -72,7 +73,7 @@ class _OnnxModel(PaddedModel):
         self._decoder = Decoder(files, device, options.num_threads)
         self._device = device
         self.lora = LoraLayers(None)
-        self.info = _engine_info(options, config, self._decoder)
+        self.info = with_arithmetic(_engine_info(options, config, self._decoder), options)
         self.clear()
 
     @property

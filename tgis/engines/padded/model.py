@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tgis.batcher.sequence import Sequence
+from tgis.engines.loading.arithmetic import with_arithmetic
 from tgis.engines.loading.loader import engine_info, has_other_state, load_model, select_kernels
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.lora.soft_prompts import encoder_input
@@ -92,7 +93,7 @@ class TransformersModel(PaddedModel):
         check_states(self.model, options)
         self.lora = LoraLayers(self.model, select_kernels(options, device))
         self._device = device
-        self.info = engine_info(
+        info = engine_info(
             "hf_transformers",
             self.model,
             options,
@@ -101,6 +102,7 @@ class TransformersModel(PaddedModel):
             max_prefill_tokens=MAX_PREFILL_TOKENS[device.type],
             lora_targets=self.lora.targets,
         )
+        self.info = with_arithmetic(info, options)
 
 
 def check_states(model: PreTrainedModel, options: EngineOptions) -> None:

@@ -16,6 +16,7 @@ from tgis.batcher.capacity import encoder_decoder_room
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult, warn
 from tgis.engines.host_memory import upload
+from tgis.engines.loading.arithmetic import is_invariant, with_arithmetic
 from tgis.engines.loading.loader import engine_info, has_other_state, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
@@ -117,7 +118,7 @@ class PagedEngine(Engine):
         runner, encoder, device = self.runner, self.runner.encoder, self.runner.device
         embed_tokens = encoder.embed_tokens if encoder else runner.embed_tokens
         has_embeds = encoder or "inputs_embeds" in runner.arguments
-        return engine_info(
+        info = engine_info(
             "tgis_native",
             runner.model,
             self._options,
@@ -135,6 +136,8 @@ class PagedEngine(Engine):
             lora_targets=runner.lora.targets,
             kv_cache_dtype=self._options.kv_cache_dtype if runner.kv_dtype else "auto",
         )
+        invariant = runner.attention.runs_cpu_kernel and is_invariant(runner.model, runner.kernels)
+        return with_arithmetic(info, self._options, *((runner.model, runner.kernels) if invariant else ()))
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""

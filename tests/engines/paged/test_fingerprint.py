@@ -1,0 +1,68 @@
+"""What decides the numbers has a version, and the engine knows where they depend on the batch."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_requests import KINDS, WISHES
+from safetensors.torch import load_file, save_file
+from tiny_models import LONG, limits_of, make_model_from_config, make_wide_config, outcomes, paged_engine
+
+from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
+from tgis.engines.loading.arithmetic import ARITHMETIC_VERSION
+from tgis.ipc.request import Request
+
+LLAMA = make_wide_config("Llama", **LONG)
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+# For each version of the arithmetic, of the answers in float32, and in bfloat16 on AVX512-BF16.
+DIGESTS = {1: ("1b2b3968dd7ab016", "b8d8f3875a8c6601")}
+
+
+def with_known_weights(model: Path) -> Path:
+    """Weights that no random generator makes."""
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        evenly_spread = torch.arange(tensor.numel(), dtype=torch.float64) * _GOLDEN_RATIO + number / 7
+        tensors[name] = (evenly_spread % 1 - 0.5).view(tensor.shape).float() * 0.7 + (tensor.ndim == 1)
+    save_file(tensors, path, {"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "isa"), [("float32", "avx2"), ("bfloat16", "avx512_bf16")])
+def test_a_change_of_answers_is_a_new_version(tmp_path: Path, dtype: str, isa: str) -> None:
+    if not ISAS[isa] <= cpu_flags():
+        pytest.skip(f"no {isa}")
+    engine = paged_engine(with_known_weights(make_model_from_config(LLAMA, tmp_path)), 4, dtype=dtype, cpu_isa=isa)
+    requests = [
+        Request(
+            n, [3 + (n * n + 7 * at) % 50 for at in range(5 + 3 * n)], 8, sampling_params=kind, logprob_options=wish
+        )
+        for n, (kind, wish) in enumerate(zip(KINDS, WISHES * len(KINDS), strict=False))
+    ]
+    answers, _ = outcomes(engine, limits_of(engine, 400), requests, None)
+    digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
+    versions = dict(zip(("float32", "bfloat16"), DIGESTS[ARITHMETIC_VERSION], strict=True))
+    assert digest == versions[dtype], "the arithmetic has changed: raise ARITHMETIC_VERSION and add its digests"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "invariant"),
+    [
+        ("Llama", {}, {"quantize": "int8", "kv_cache_dtype": "int8"}, True),
+        ("Llama", {}, {"cpu_isa": "none"}, False),
+        ("Llama", {}, {"dtype": "float16"}, False),
+        ("Llama", {"head_dim": 12}, {}, False),
+        ("Llama", {"intermediate_size": 33}, {"dtype": "bfloat16"}, False),
+        ("Llama", {"intermediate_size": 33}, {}, True),
+        ("JetMoe", {}, {}, False),
+        ("Llama4Text", {}, {}, False),
+    ],
+)
+def test_where_bits_depend_on_the_batch(
+    tmp_path: Path, name: str, changes: dict[str, Any], options: dict[str, Any], invariant: bool
+) -> None:
+    model = make_model_from_config(make_wide_config(name, **changes), tmp_path)
+    assert paged_engine(model, **{"dtype": "float32"} | options).info.invariant is invariant
