@@ -23,6 +23,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
     ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 5, "top_n_tokens": 2, "details": True, "seed": 4}}),
     ("/generate", {"inputs": "long", "parameters": {"typical_p": 0.5, "stop": ["g"], "truncate": 2}}),
+    ("/v1/completions", {"prompt": "a line\u2028break", "max_tokens": 12}),
 ]
 NUM_RECORDS = len(REQUESTS) + 3
 Verify = Callable[..., tuple[int, list[str]]]
@@ -42,14 +43,14 @@ def records(server: LocalServer) -> list[dict[str, Any]]:
         assert server.post(path, body)[0] == 200
     file = server.log.parent / "records"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    return [*map(json.loads, file.read_text().splitlines())]
+    return [*map(json.loads, file.read_bytes().splitlines())]
 
 
 @pytest.fixture
 def verify(server: LocalServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
     def run(records: list[dict[str, Any]], *options: str) -> tuple[int, list[str]]:
         file = tmp_path / "records"
-        file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        file.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
         code = __main__.run(["verify", str(file), "--target", f"localhost:{server.http_port}", *options])
         output = capsys.readouterr()
         return code, (output.out + output.err).splitlines()
@@ -107,6 +108,6 @@ def test_a_record_of_generate(server: LocalServer, verify: Verify, tmp_path: Pat
         options = ["--record", str(file), "--target", server.target, "--sample", "--max-new-tokens", "5"]
         assert __main__.run(["generate", text, *options]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    records = [*map(json.loads, file.read_text().splitlines())]
+    records = [*map(json.loads, file.read_bytes().splitlines())]
     assert [(record["api"], record["text"][:3]) for record in records] == [("grpc", "abc"), ("grpc", "def")]
     assert verify(records)[0] == 0

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from tgis.cli import client
-from tgis.errors import OptionError, file_errors
+from tgis.errors import OptionError, StartError, file_errors
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.utils.options import PATH, Parser, decimal, integer
@@ -41,6 +41,8 @@ def main(argv: list[str], prog: str) -> int:
         except KeyboardInterrupt:
             call.cancel()
             raise
+    if options.record and not last.record:
+        raise StartError(f"{options.target} makes no records")
     if options.record:
         with file_errors(f"cannot write {options.record}", OptionError):
             append_line(options.record, last.record)

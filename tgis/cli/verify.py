@@ -24,7 +24,7 @@ def main(argv: list[str], prog: str) -> int:
     options = _parser(prog).parse_args(argv)
     num_equal = 0
     with file_errors(f"cannot read {options.file}", OptionError):
-        lines = options.file.read_text(encoding="utf-8").splitlines()
+        lines = options.file.read_bytes().splitlines()  # texts may have the line breaks of Unicode
     with ThreadPoolExecutor(options.streams) as threads:
         for number, difference in enumerate(threads.map(partial(_verify, options), lines), 1):
             num_equal += not difference
@@ -46,7 +46,7 @@ def _parser(prog: str) -> Parser:
     return parser
 
 
-def _verify(options: argparse.Namespace, line: str) -> str:
+def _verify(options: argparse.Namespace, line: bytes) -> str:
     """How the new answer to a recorded request differs; empty: not at all."""
     try:
         return _answer_again(options, json.loads(line))

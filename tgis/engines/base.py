@@ -32,6 +32,8 @@ class Engine(Protocol):
 
     A released sequence may come back with the tokens that it has generated, and is computed anew. Unless an engine does
     chunked prefill, a plan is either all sequences held, each with one token to compute, or new ones only.
+
+    Methods with a body are defaults; mypy would take an empty one for abstract.
     """
 
     info: EngineInfo  # properties of the loaded model; final once `warm_up` has returned

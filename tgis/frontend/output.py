@@ -45,8 +45,8 @@ class RequestOutput:
     num_details: int = 0  # tokens and candidates for them
     num_cached_tokens: int = 0  # input tokens found in the prefix cache; in the last chunk or a whole output
     timings: RequestTimings | None = None  # of a whole output
-    record: str = ""  # of the output at its end, if the call asks for it
-    prediction_tokens: Mapping[str, int] | None = None  # of a prediction, at the end
+    record: str = ""  # JSON, in the last message of a call that asks for it
+    prediction_tokens: Mapping[str, int] | None = None  # counts by name in usage, in the last message
 
 
 class Output:
@@ -72,9 +72,9 @@ class Output:
         self.params = params
         self.num_generated = 0
         self._keeps_all = keeps_all
-        self.token_ids: list[int] = []  # for a record, or a prediction
-        self.texts: list[str] = []  # the beginning, or all
-        self.logprobs: list[TokenLogprobs] = []  # for a record: one per token, or none at all
+        self.token_ids: list[int] = []  # empty unless a record or a prediction needs them
+        self.texts: list[str] = []  # all, or the beginning for logs
+        self.logprobs: list[TokenLogprobs] = []  # one per token for a record, or none at all
         self.stop_reason = StopReason.NOT_FINISHED
         self.expired_in_queue = False  # ended without a token
         self._tokenizer = decoder.tokenizer

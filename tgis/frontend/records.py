@@ -26,14 +26,14 @@ class Record(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One answer. Logprobs are as the engine reports them: the logprob, the rank and the candidates of each token."""
 
     version: int
-    time: float  # of its end, in seconds since 1970
+    time: float  # its end, in seconds since 1970
     api: str
     model: str
     fingerprint: str
     adapter: str | None = None
     adapter_digest: str | None = None
     prompt_ids: Sequence[int]
-    parameters: Params  # with the seed
+    parameters: Params  # the seed is included
     output_ids: Sequence[int]
     text: str
     stop_reason: str

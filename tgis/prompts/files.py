@@ -26,7 +26,7 @@ class AdapterDirectory:
 
     store: str
     path: str
-    _digest: Any = field(default_factory=hashlib.sha256, compare=False)  # of all that has been read
+    _digest: Any = field(default_factory=hashlib.sha256, compare=False)  # all that has been read
 
     @property
     def version(self) -> int:

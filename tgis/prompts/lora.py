@@ -64,7 +64,7 @@ class LoraLayerWeights:
 class LoraAdapter:
     """The weights of an adapter in the model's dtype and on its device."""
 
-    version: int  # of the content of its files
+    version: int  # a digest of its files
     layers: dict[str, LoraLayerWeights]  # by module name
 
     length = decoder_length = 0  # virtual tokens

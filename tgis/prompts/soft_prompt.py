@@ -30,7 +30,7 @@ Parts = tuple[Part, Part]  # of the decoder and of the encoder
 class SoftPrompt:
     """Embeddings [virtual tokens, hidden size] in the model's dtype and on its device."""
 
-    version: int  # of the content of its files
+    version: int  # a digest of its files
     decoder: torch.Tensor | None  # prepended to the input of the decoder
     encoder: torch.Tensor | None = None  # prepended to the input of the encoder
     encoder_decoder: bool = False

@@ -49,8 +49,8 @@ class ResponseStream:
         self._response = Response(**{name: value for name, value in given.items() if value is not None})
         self._sequence_numbers = count()
         self._item: dict[str, Any] = {}  # the last one, until it ends
-        self._pieces: list[str] = []  # of its text or arguments
-        self._logprobs: list[TokenLogprob] = []  # for the next message to end
+        self._pieces: list[str] = []  # its text or arguments
+        self._logprobs: list[TokenLogprob] = []  # the next message that ends takes them
 
     def whole(self, **fields: Any) -> Response:
         """The response of a single chunk with these fields."""

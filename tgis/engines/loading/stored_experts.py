@@ -31,7 +31,7 @@ def store_experts(model: PreTrainedModel, paths: Collection[str], tensors: Tenso
     parameters, mapping = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
-    patterns: dict[str, dict[str, str | None]] = {}  # by parameter and name in the files
+    patterns: dict[str, dict[str, str | None]] = {}  # parameter -> name in the files -> pattern
     for name in sorted(tensors, key=dot_natural_key):  # the order in which transformers converts
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         if target.rpartition(".")[0] in paths and target in parameters and target.endswith("_proj"):

@@ -49,7 +49,7 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         self._buffers: list[HugePageBuffer] = []
         self._attention_layer = -1
         self._layer = -1, 0  # (layer, convolution)
-        self._calls = count()  # of operators in the layer
+        self._calls = count()  # numbers the operators that a layer calls
 
     def __bool__(self) -> bool:  # a cache without layers is false
         return True

@@ -14,7 +14,7 @@ from tgis.engines.quantization.weight import QuantizedWeight, concatenate
 class StoredWeight:
     """A parameter with the weights of all experts."""
 
-    parts: dict[str, Tensor | QuantizedLayer]  # by their names in the files
+    parts: dict[str, Tensor | QuantizedLayer]  # name in the files -> part
     merge: Callable[[list[Tensor]], Tensor]  # what transformers makes of all parts
 
     def read(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:

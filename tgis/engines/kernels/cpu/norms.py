@@ -8,7 +8,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.cpu.probes import is_special, rows_close
 
 _DEFAULT_EPS = 1e-5  # of norms without an attribute for it
@@ -29,14 +29,8 @@ class NormFormula:
         return y if bias is None else y + bias
 
 
-class _NormParams(ctypes.Structure):
-    """`norm_params` of elementwise.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("size", "is_centered")),
-        *((name, ctypes.c_float) for name in ("weight_offset", "eps")),
-    )
+# `norm_params` of elementwise.c.
+_NormParams = structure(("weight bias", POINTER), ("size is_centered", INTEGER), ("weight_offset eps", FLOAT))
 
 
 class Norm(nn.Module):  # type: ignore[misc]
@@ -46,7 +40,7 @@ class Norm(nn.Module):  # type: ignore[misc]
 
     def __init__(self, plain: nn.Module, formula: NormFormula, kernels: CpuKernels) -> None:
         super().__init__()
-        argtypes = [ctypes.POINTER(_NormParams), *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 5]
+        argtypes = [ctypes.POINTER(_NormParams), POINTER, POINTER, *[INTEGER] * 5]
         self.weight, self.bias = _weight_and_bias(plain)
         self._plain = plain.forward
         functions = kernels.functions("norm", argtypes)
