@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -63,24 +64,29 @@ def _serve(channel: Channel, options: EngineOptions, received: list[ToEngine]) -
     check_max_sequence_length(largest_request, options.max_sequence_length)
     batcher = Batcher(limits, options.eos_ids)
     channel.resident_cache_bytes = partial(_resident_cache_bytes, engine.info, batcher)
-    return_unused_memory()
-    gc.freeze()  # the collector need not look at what has been loaded
     lookups = LookupTable(channel.send)
     if options.adapter_store and engine.info.supports_adapters:
         from tgis.prompts.store import AdapterStore  # noqa: PLC0415 - needs torch, which the engine `fake` does without
 
         store = AdapterStore.for_engine(options.adapter_store, engine.info)
         lookups.finders[str] = ThreadPoolExecutor(_ADAPTER_THREADS, "adapters"), store.find
-    (vocabulary,) = received or channel.receive()
-    assert isinstance(vocabulary, Vocabulary)
-    if vocabulary.tokens and engine.info.has_end(options.eos_ids):
-        table = TokenTable(vocabulary, engine.info.vocab_size, options.eos_ids, engine.info.forced_bos_token_id)
+    if table := _token_table((received or channel.receive()).pop(), engine.info, options.eos_ids):
         lookups.finders[GrammarSpec] = low_priority_pool("grammars"), partial(compile_grammar, table=table)
+    return_unused_memory()
+    gc.freeze()  # the collector need not look at what has been loaded
     channel.handle_inline(Acquire, lookups.acquire)
     channel.send(Ready(engine.info, fallback_reason))
     EngineCore(channel, engine, batcher, lookups, options.kv_cache_idle_seconds).run()
     lookups.close()
     engine.close()
+
+
+def _token_table(vocabulary: ToEngine, info: EngineInfo, eos_ids: Sequence[int]) -> TokenTable | None:
+    """The tokens for grammars, if the model can have any."""
+    assert isinstance(vocabulary, Vocabulary)
+    if not vocabulary.tokens or not info.has_end(eos_ids):
+        return None
+    return TokenTable(vocabulary, info.vocab_size, eos_ids, info.forced_bos_token_id)
 
 
 def _resident_cache_bytes(info: EngineInfo, batcher: Batcher) -> int:

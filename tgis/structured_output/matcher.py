@@ -46,8 +46,10 @@ class TokenTable:
         self.ids_at_start = {token: padded_size + index for index, token in enumerate(first_tokens)}
         self._mask_size = padded_size // 8
         self._full_mask_size = -(-(padded_size + len(first_tokens)) // _WORD_BITS) * _WORD_BITS // 8
-        wrapper = llguidance.TokenizerWrapper(_Tokens([*tokens, *first_tokens.values()], self.eos_ids))
+        texts = _Tokens([*tokens, *first_tokens.values()], self.eos_ids)
+        wrapper = llguidance.TokenizerWrapper(texts)
         self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eos_ids)
+        wrapper.tokens = texts.tokens = []  # llguidance has copied them
         self._first_ids = np.fromiter(first_tokens, np.int64)
         self.forced_ids = [] if bos is None else [bos]
         self._only_forced = _packed(np.isin(np.arange(padded_size), self.forced_ids))

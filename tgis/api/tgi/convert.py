@@ -1,9 +1,9 @@
 """Checks TGI requests, and converts between their bodies and the values of the front end."""
 
+import ctypes
 import math
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, UnsetType
 
 from tgis.api.http.calls import HttpCall
@@ -131,4 +131,8 @@ def details(output: RequestOutput, given: GenerateParameters, generator: Generat
 
 def json_float(value: float) -> float | None:
     """Return the shortest number that is the same in single precision; None if it is not finite."""
-    return float(str(np.float32(value))) if math.isfinite(value) else None
+    if not math.isfinite(value):
+        return None
+    single = ctypes.c_float(value).value
+    numbers = (float(f"{single:.{digits}g}") for digits in range(6, 10))  # 9 digits are always enough
+    return next(number for number in numbers if ctypes.c_float(number).value == single)

@@ -11,12 +11,12 @@ import importlib.util
 import json
 import os
 import resource
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tgis import __version__
 from tgis.errors import StartError, file_errors, library_errors
@@ -131,7 +131,9 @@ def _config(metadata: dict[str, Any], header: GgufHeader, out: Path) -> dict[str
     if (head_dim := metadata.get(f"{kind}.attention.key_length")) is not None:
         config["head_dim"] = head_dim
     if (tensor := header.tensors.get(_FREQUENCIES)) and tensor.kind == "F32":
-        factors = np.fromfile(out / WEIGHTS, "<f4", tensor.num_bytes // 4, offset=tensor.start).tolist()
+        with open(out / WEIGHTS, "rb") as file:
+            file.seek(tensor.start)
+            factors = struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes))
         rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
         rope |= {"attention_factor": 1.0, "original_max_position_embeddings": config["max_position_embeddings"]}
         config["rope_parameters"] = rope | {"rope_theta": config.pop("rope_theta", 10000.0)}
