@@ -8,8 +8,6 @@ import json
 import re
 from typing import Any, assert_never
 
-import llguidance
-
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import FIRST_TOOL_LINE, GrammarKind, GrammarSpec
 from tgis.structured_output.ebnf import ebnf_to_lark, is_ebnf
@@ -123,7 +121,9 @@ def _string(text: str) -> str:
 def _regex(text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise GrammarError("ends with a backslash")
-    return llguidance.regex_to_lark(text)
+    from llguidance import regex_to_lark  # noqa: PLC0415 - 4 MB, for front ends whose clients use no grammars
+
+    return regex_to_lark(text)
 
 
 def _with_checked_schemas(spec: GrammarSpec) -> str:
