@@ -5,6 +5,7 @@
 
 #include "attention_args.h"
 #include "codes.h"
+#include "recurrent.h"
 
 #define MAX_ROWS 19
 #define INPUTS 160
@@ -36,6 +37,9 @@ void EXPORT(activation)(const scalar_t *, const scalar_t *, scalar_t *, int64_t,
 void EXPORT(rotary_embedding)(
     const rotary_tensor *, const rotary_tensor *, const scalar_t *, const scalar_t *, int64_t, int64_t, int64_t, int64_t, int64_t
 );
+void EXPORT(causal_conv)(const conv_args *);
+void EXPORT(gated_delta_rule)(const delta_args *);
+void EXPORT(selective_scan)(const scan_args *);
 
 static float floats[SIZE];       /* in [-4, 4) */
 static scalar_t x[SIZE], y[SIZE]; /* x: the same */
@@ -124,6 +128,30 @@ static void compute_elements(void) {
     print("elements");
 }
 
+/* A sequence that begins, and one that goes on and whose state is saved after its first token. */
+static void recur(void) {
+    static float states[SIZE / 4];
+    const token_slots slots[] = {{-1, 1, -1}, {-1, 1, -1}, {-1, 1, -1}, {0, 2, 3}, {0, 2, -1}};
+    const flat_batch batch = {y, states, slots, 5, 2};
+    const strided none = {NULL}, decays = {floats + 5, {0, 4, 1}, 1}, heads = {x + 7, {4 * 37, 37, 1}, 0};
+    const strided keys = {x + 900, {2 * 45, 45, 1}, 0}, others = {floats + 90, {2, 1, 10}, 1}, a = {floats, {700, 19, 1}, 1};
+    const strided one_a = {floats, {1, 0, 0}, 1};
+    for (int64_t way = 0; way < 8; way++) {
+        memcpy(states, x, sizeof states);
+        const conv_args conv = {batch, {x, {0, 1, 5}, 0}, {floats, {0, 70, 1}, 1}, way & 1 ? keys : none, 70, 4, way % 7 - 1};
+        EXPORT(causal_conv)(&conv), add(5 * 70);
+        memcpy(states, floats, sizeof states);
+        const delta_args delta = {batch, keys, others, heads, decays, decays, 2, 45, 4, 37, way & 1};
+        EXPORT(gated_delta_rule)(&delta), add(5 * 4 * 37);
+        const scan_args scan = {
+            batch, heads, heads, way & 1 ? a : one_a, keys, others, way & 2 ? heads : none, way & 4 ? heads : none, heads,
+            4, 37, 2, 19, 0, 0.5f
+        };
+        EXPORT(selective_scan)(&scan), add(5 * 4 * 37);
+    }
+    print("recurrent");
+}
+
 int main(void) {
     draw_inputs();
     multiply();
@@ -131,4 +159,5 @@ int main(void) {
     multiply_codes(0, E2M1);
     attend();
     compute_elements();
+    recur();
 }

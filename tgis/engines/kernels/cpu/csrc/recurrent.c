@@ -4,6 +4,7 @@
    results do not depend on threads, on the rest of the batch or on how a prompt is cut into chunks. */
 
 #include "activations.h"
+#include "recurrent.h"
 
 #define PARALLEL_ELEMENTS 8192 /* fewer are not worth waking the other threads */
 #define CHANNELS 64            /* of a convolution, for one thread */
@@ -12,26 +13,6 @@
 #define COLUMNS 32             /* of a state of the delta rule, which stay in the L1 cache */
 #define COLUMN_VECS (COLUMNS / LANES)
 #define ROWS 32 /* of a state of a selective scan, the same */
-
-/* A tensor of three dimensions, the first of which may be missing, with a stride of 0; NULL for none. */
-typedef struct {
-    const void *data;
-    int64_t strides[3], in_f32; /* else it has elements of scalar_t */
-} strided;
-
-/* The state before the first of consecutive tokens with the same slot is that of `source`, or zeros if that is -1; after
-   the last one it is in `slot`. After a token it is also in `save`, unless that is -1. */
-typedef struct {
-    int64_t source, slot, save;
-} token_slots;
-
-/* Tokens of some sequences, and the states of many; y and states are contiguous. */
-typedef struct {
-    scalar_t *y;
-    void *states;
-    const token_slots *slots;
-    int64_t tokens, threads;
-} flat_batch;
 
 /* Whether the sequence of the token before it, if there is one, has ended. */
 static inline int begins(const flat_batch *batch, int64_t token) {
@@ -59,12 +40,6 @@ INLINE void store_floats(float *to, f32_vec x, int64_t count) {
     if (count >= LANES) store_f32(to, x);
     else memcpy(to, &x, count * sizeof *to);
 }
-
-typedef struct {
-    flat_batch batch;                   /* states [slots, taps - 1, channels]: the last inputs */
-    strided x, weight, bias;            /* [tokens, channels], [taps, channels], [channels] or none */
-    int64_t channels, taps, activation; /* the latter as in activations.h, or -1 */
-} conv_args;
 
 /* Some channels: their last inputs, the newest one last, and the weight. */
 typedef struct {
@@ -164,14 +139,6 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return reduce_sums(sums);
 }
 
-/* States [slots, heads, key_size * size]: of each head COLUMNS columns after the others, and these row by row. */
-typedef struct {
-    flat_batch batch;
-    strided q, k, v;     /* [tokens, key_heads, key_size], the same, [tokens, heads, size] */
-    strided decay, beta; /* [tokens, heads]; the logarithm of the former */
-    int64_t key_heads, key_size, heads, size, normalize;
-} delta_args;
-
 /* state = state * decay + key * delta, where delta = beta * (v - key . state * decay); y = query . state. Keys and queries
    are multiplied by their scales later. */
 INLINE void update_columns(const int64_t width, const delta_args *p, const state_part *part, const float *q, const float *k) {
@@ -216,16 +183,6 @@ static void step_delta_rule(const void *args, const state_part *part) {
 void EXPORT(gated_delta_rule)(const delta_args *p) {
     run_steps(&p->batch, p->heads, p->size, p->key_size, COLUMNS, step_delta_rule, p);
 }
-
-typedef struct {
-    flat_batch batch;      /* states [slots, heads, size, state_size] */
-    strided x, dt;         /* [tokens, heads, size] */
-    strided a;             /* [heads, size, state_size], in float32; may be one value for each head */
-    strided b, c;          /* [tokens, groups, state_size] */
-    strided d, dt_bias, z; /* [tokens, heads, size], or none */
-    int64_t heads, size, groups, state_size;
-    float dt_min, dt_max;
-} scan_args;
 
 /* For some rows: dt * x, and the logarithm of the decay but for the factor a, to base 2; the decay if heads have one a. */
 static void prepare_rows(const scan_args *p, const state_part *part, float *inputs, float *decays) {
