@@ -157,8 +157,11 @@ def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
 
 def test_lost_capacity_comes_back_also_from_a_single_token() -> None:
     capacity = CapacityLimits(limits(1000, prefill_tokens=100))
-    capacity.shrink_context(1)
+    capacity.shrink_context(100)
     capacity.shrink_prefill(1)
+    for _ in range(256):
+        capacity.step_succeeded()
+    assert (capacity.context_tokens, capacity.prefill_tokens) == (90 + 2, 1 + 1)
     for _ in range(256 * 300):
         capacity.step_succeeded()
     assert (capacity.context_tokens, capacity.prefill_tokens) == (1000, 100)

@@ -252,19 +252,19 @@ def test_as_many_tokens_are_proposed_as_have_blocks_and_their_acceptance_is_coun
     batcher = queued([request(1, max_new=20), request(2, 1, 20)], 16, padded=False, block_size=4, proposed_tokens=5)
     run_step(batcher)
     batcher.take_counters()
-    batcher._speculator = speculator = mock.Mock(**{"propose.return_value": [[5, 6, 5, 6, 5], 3]})
+    batcher._speculator = speculator = mock.Mock(**{"propose.return_value": [5, [3, 4, 5]]})
     plan = next_plan(batcher, now=1.0)
-    assert (plan.proposals, plan.drafts) == ({1: [5, 6, 5, 6, 5]}, {2: 2})  # three blocks, and the rest of the fourth
+    assert (plan.drafts, plan.proposals) == ({1: 5}, {2: [3, 4]})  # three blocks, and the rest of the fourth
     tokens, verified = [[5, 6, 8], [3, 9]], {1: [5, 6, 5, 6, 5], 2: [3, 4]}
     one, two = (seq.lookup for seq in plan.seqs)
     commit(batcher, plan, tokens, 1.5, verified)
-    counted = BatcherCounters(proposed_tokens=5, accepted_tokens=2, drafted_tokens=2, accepted_drafted_tokens=1)
+    counted = BatcherCounters(proposed_tokens=2, accepted_tokens=1, drafted_tokens=5, accepted_drafted_tokens=2)
     assert batcher.take_counters() == counted
     assert speculator.mock_calls == [
         mock.call.policy.may_pay(2),
         mock.call.propose(2, [(one, 18), (two, 18)]),
-        mock.call.policy.step_succeeded(9, 0.5, 2),  # rows, seconds, passes of the draft model
-        mock.call.drafted(two, [3, 4], [3, 9]),
+        mock.call.policy.step_succeeded(9, 0.5, 5),  # rows, seconds, passes of the draft model
+        mock.call.drafted(one, [5, 6, 5, 6, 5], [5, 6, 8]),
     ]
     assert [seq.num_computed_tokens for seq in plan.seqs] == [6, 3]
 

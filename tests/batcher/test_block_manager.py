@@ -209,6 +209,7 @@ def test_the_last_sequence_waits_for_blocks_and_gives_its_own_to_older_ones() ->
     ]  # the last lacks a third block from the seventh on; in the ninth the first needs a fourth
     assert [ids(plan.seqs) for plan in plans] == [*[[0, 1]] * 6, [0], [0], [0]]
     assert [ids(preempted(plan)) for plan in plans] == [*[[]] * 8, [1]]
+    assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
 
 
 def test_the_batch_shrinks_even_if_everything_is_cached() -> None:

@@ -149,4 +149,7 @@ def test_admission_counters() -> None:
     assert admissions([[(8, 42), (38, 4)], [], [(5, 35)]], weight=100, padded=False, prefill_tokens=50) == [0, 1, 0, 0]
     # one step takes 10 prompt tokens
     assert admissions([[(9, 5)] * 4], padded=False, prefill_tokens=10) == [0, 0, 3, 0]
+    # one step begins nine chunks of them: the oldest has half of it, eight have the rest
+    chunked = {"padded": False, "block_size": 1, "max_batch_size": 12}
+    assert admissions([[(90, 5)] * 12], weight=9999, **chunked) == [0, 0, 3, 0]
     assert admissions([[(20, 5), (2, 5), (19, 5)]], padded=True, max_prefill_padding=0.2) == [1, 0, 0, 1]

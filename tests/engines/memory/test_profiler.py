@@ -250,6 +250,7 @@ def test_manual_runs_nothing_and_trusts(start: Start) -> None:
     tokens, engine = start(estimate_memory="manual")
     assert not engine.steps
     assert tokens == manual_capacity(2048, 64, 20)
+    assert start(estimate_memory="manual", batch_safety_margin=99)[0] == 2048
 
 
 def test_a_system_that_reports_nothing_is_as_off(
@@ -261,8 +262,8 @@ def test_a_system_that_reports_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "PeakMeter", refuse)
-    assert capacity(engine, options) == expected
-    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
+    assert (capacity(engine, options), profiler.profile(engine, options, CPU)) == (expected, 0)
+    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"] * 2
 
 
 def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:
