@@ -1,19 +1,26 @@
 """The engine core with the fake engine: whose masks are abandoned, the size of messages about input tokens, limits."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
-from batches import engine_options, limits
+from batches import EOS, engine_options, limits
+from msgspec.structs import replace
 from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import StepPlan
+from tgis.engine_core.core import EngineCore
 from tgis.engine_core.main import batch_limits
+from tgis.engines.base import StepResult
 from tgis.engines.fake import FakeEngine
-from tgis.ipc.messages import Cancel, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
-from tgis.ipc.request import LogprobOptions, Request
+from tgis.errors import OutOfMemory
+from tgis.ipc.messages import Cancel, Failed, FailureKind, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
+from tgis.ipc.request import LogprobOptions, Request, StopReason
 
 LIMITS = limits(weight=10_000)
 MAX_BYTES = 1 << 16  # of a message
@@ -74,11 +81,95 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
         assert not top_n or [one.top_logprobs[0][0] for one in logprobs] == tokens
 
 
-@pytest.mark.parametrize(("encoder_decoder", "block_size"), [(False, 0), (True, 0), (False, 16), (True, 16)])
-def test_inputs_of_an_encoder_decoder_with_blocks_are_whole(
-    encoder_decoder: bool, block_size: int, tmp_path: Path
+INFO: dict[str, Any] = {
+    "max_batch_size": 5,
+    "token_capacity": 4096,
+    "max_prefill_tokens": 600,
+    "padded": False,
+    "block_size": 16,
+    "max_prefill_gap_ms": 90,
+    "encoder_decoder": True,
+    "proposed_tokens": 3,
+    "drafted_tokens": 2,
+    "vocab_size": 800,
+}
+FROM_INFO = BatchLimits(5, 4096, 600, 0.25, False, 16, True, 0, 90, 7, True, 3, 2, 5, 0, 800)
+
+
+@pytest.mark.parametrize(
+    ("info", "options", "changes"),
+    [
+        ({}, {}, {}),
+        ({}, {"max_prefill_tokens": 500}, {"prefill_tokens": 500}),
+        ({}, {"max_prefill_tokens": 700}, {}),  # the engine takes no more
+        ({}, {"max_prefill_gap_ms": 40}, {"max_prefill_gap_ms": 40}),
+        ({}, {"speculator_max_batch_size": 2}, {"max_drafting": 2}),
+        ({"proposed_tokens": 0, "state_slots": 9}, {}, {"proposed_tokens": 0, "state_slots": 9}),
+        ({"proposed_tokens": 0, "lookahead": 1}, {}, {"proposed_tokens": 0, "lookahead": 1}),
+        (
+            {"proposed_tokens": 0, "block_size": 0},
+            {},
+            {"proposed_tokens": 0, "block_size": 0, "encoder_decoder": False},
+        ),
+    ],
+)
+def test_limits_are_those_of_the_engine_and_of_the_options(
+    info: Any, options: Any, changes: Any, tmp_path: Path
 ) -> None:
-    options = engine_options(make_fake_model(tmp_path), 4)
-    changes = {"encoder_decoder": encoder_decoder, "block_size": block_size}
-    bounds = batch_limits(options, msgspec.structs.replace(FakeEngine(options).info, padded=False, **changes))
-    assert bounds.encoder_decoder == (encoder_decoder and block_size > 0)
+    model, given = (
+        make_fake_model(tmp_path),
+        {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7},
+    )
+    made = engine_options(model, **given | options)
+    assert batch_limits(made, replace(FakeEngine(made).info, **INFO | info)) == dataclasses.replace(
+        FROM_INFO, **changes
+    )
+
+
+def test_a_request_that_expires_in_the_queue_ends_without_a_token(tmp_path: Path) -> None:
+    channel = ScriptedChannel([Submit([Request(1, [5], 2), Request(2, [6], 2, deadline=0.0)], 0.0)], [], [Shutdown()])
+    run_core(channel, FakeEngine(engine_options(make_fake_model(tmp_path))), limits(max_batch_size=1))
+    first, expired, *_ = channel.messages
+    assert (first.ids, first.tokens) == ([1], [[5]])
+    assert expired == Step([2], [[]], [StopReason.TIME_LIMIT], [], None)
+
+
+class Broken(FakeEngine):
+    def step(self, plan: StepPlan) -> StepResult:
+        if plan.proposals:
+            raise OutOfMemory("none left")
+        raise RuntimeError("broken")
+
+
+def test_what_breaks_a_step_is_told_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    channel = ScriptedChannel([Submit([Request(1, [5], 2)], 0.0)], [], [], [Shutdown()])
+    run(tmp_path, channel, engine=Broken)
+    told = FailureKind.ERROR, "RuntimeError: broken", True
+    assert channel.messages == [Failed([], *told), Failed([1], *told)]
+    error, again = "a step of 1 sequences failed", "{} sequences of a failed step (error) will be retried"
+    assert caplog.messages == [error, again.format(1), error, again.format(0)]
+    caplog.clear()
+    core = EngineCore(channel, Broken(engine_options(tmp_path)), mock.Mock(), mock.Mock())  # type: ignore[arg-type]
+    core.batcher.rollback.return_value = []  # type: ignore[attr-defined]
+    core._step(StepPlan([], [], [], has_prefill=False, proposals={1: [2]}))
+    assert channel.messages[2:] == [Failed([], FailureKind.OUT_OF_MEMORY, "none left", False)]
+    assert caplog.messages == [
+        "0 sequences of a failed step (oom) will be retried",
+        "speculation pauses for 4096 steps, since a step with proposals ran out of memory",
+    ]
+
+
+def test_a_step_without_work_waits_for_a_mask(tmp_path: Path) -> None:
+    """Of the output that had its first token, and not of one that has ended."""
+    grammar, masks = mock.Mock(in_thread=True, ready=True), mock.Mock()
+    grammar.allowed_ids.return_value = [5]
+    masks.prepare.side_effect = lambda outputs: grammar.configure_mock(ready=prepared.append(list(outputs)))
+    masks.wait.side_effect = lambda: grammar.configure_mock(ready=True)
+    prepared: list[Any] = []
+    channel = ScriptedChannel([Submit([Request(1, [5, 6], 2, grammar=1)], 0.0)])
+    engine = FakeEngine(engine_options(make_fake_model(tmp_path), 4))
+    lookups: Any = mock.Mock(found=lambda _: mock.Mock(copy=lambda: grammar))
+    batcher = Batcher(limits(padded=False, block_size=4), {EOS})
+    EngineCore(channel, engine, batcher, lookups, masks=masks).run()  # type: ignore[arg-type]
+    assert (prepared, masks.wait.call_count) == ([[(grammar, [5])], []], 1)
+    masks.close.assert_called_once_with()
