@@ -21,6 +21,7 @@ from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
+from tgis.ipc.messages import EngineInfo
 
 STORE = AdapterStoreOptions("/store", 1 << 20, 16)
 
@@ -190,6 +191,33 @@ def test_weights_without_a_place_in_the_model_are_a_warning(
     load(tmp_path)
     said = f"{tmp_path}: {count} weights in the files have no place in LlamaForCausalLM: {named}"
     assert tgis_warnings(caplog) == [said]
+
+
+ENCODER_DECODER = {"encoder_decoder": True, "max_positions": 256, "decoder_start_token_id": 3}
+# 80 % of two rows with 256 tokens; paged in blocks, of which the two parts of an encoder-decoder need one more
+PADDED = {"padded": True, "token_capacity": 409, "max_positions": 256}
+PAGED = {"padded": False, "token_capacity": 400, "max_request_tokens": 400, "block_size": 16, "kv_cache_bytes": 102_400}
+TWO_PARTS = {"token_capacity": 432, "max_request_tokens": 26 * 16 + 1, "kv_cache_bytes": 432 * 512}
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "values"),
+    [
+        ("Llama", "tgis_native", PAGED | {"proposed_tokens": 5}),
+        ("T5", "tgis_native", PAGED | ENCODER_DECODER | TWO_PARTS | {"proposed_tokens": 5}),
+        ("Llama", "hf_transformers", PADDED),
+        ("T5", "hf_transformers", PADDED | ENCODER_DECODER),
+    ],
+)
+def test_what_an_engine_is(models: dict[str, Path], model: str, engine: str, values: dict[str, Any]) -> None:
+    changes = {"estimate_memory": "manual", "speculation": "lookup", "speculation_max_tokens": 5}
+    loaded = load(models[model], engine=engine, **changes)
+    loaded.warm_up()
+    name = {"Llama": "LlamaForCausalLM", "T5": "T5ForConditionalGeneration"}[model]
+    sizes = {"vocab_size": 97, "input_vocab_size": 97, "embedding_size": 32, "max_batch_size": 2}
+    common: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 512, "encoder_decoder": False, **sizes}
+    of_model = {"arithmetic": loaded.info.arithmetic, "lora_targets": loaded.info.lora_targets, "invariant": False}
+    assert loaded.info == EngineInfo(engine, name, "cpu", **common | of_model | values)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "BioGpt"])
