@@ -200,16 +200,23 @@ PAGED = {"padded": False, "token_capacity": 400, "max_request_tokens": 400, "blo
 TWO_PARTS = {"token_capacity": 432, "max_request_tokens": 26 * 16 + 1, "kv_cache_bytes": 432 * 512}
 
 
+NO_LOOKUP = "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, and attention in all layers"
+CACHE = "KV cache: {} blocks of 16 tokens, {} KiB a token, 0.00 GiB in all"
+
+
 @pytest.mark.parametrize(
-    ("model", "engine", "values"),
+    ("model", "engine", "values", "last"),
     [
-        ("Llama", "tgis_native", PAGED | {"proposed_tokens": 5}),
-        ("T5", "tgis_native", PAGED | ENCODER_DECODER | TWO_PARTS | {"proposed_tokens": 5}),
-        ("Llama", "hf_transformers", PADDED),
-        ("T5", "hf_transformers", PADDED | ENCODER_DECODER),
+        ("Llama", "tgis_native", PAGED | {"proposed_tokens": 5}, CACHE.format(25, 0.2)),
+        ("T5", "tgis_native", PAGED | ENCODER_DECODER | TWO_PARTS | {"proposed_tokens": 5}, CACHE.format(27, 0.5)),
+        ("Llama", "hf_transformers", PADDED, NO_LOOKUP),
+        ("T5", "hf_transformers", PADDED | ENCODER_DECODER, NO_LOOKUP),
     ],
 )
-def test_what_an_engine_is(models: dict[str, Path], model: str, engine: str, values: dict[str, Any]) -> None:
+def test_what_an_engine_is_and_what_its_start_logs(
+    models: dict[str, Path], model: str, engine: str, values: dict[str, Any], last: str, caplog: Any
+) -> None:
+    caplog.set_level("INFO", "tgis")
     changes = {"estimate_memory": "manual", "speculation": "lookup", "speculation_max_tokens": 5}
     loaded = load(models[model], engine=engine, **changes)
     loaded.warm_up()
@@ -218,6 +225,10 @@ def test_what_an_engine_is(models: dict[str, Path], model: str, engine: str, val
     common: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 512, "encoder_decoder": False, **sizes}
     of_model = {"arithmetic": loaded.info.arithmetic, "lora_targets": loaded.info.lora_targets, "invariant": False}
     assert loaded.info == EngineInfo(engine, name, "cpu", **common | of_model | values)
+    weights = {"Llama": "84.9 KiB", "T5": "159 KiB"}[model]
+    said = [f"loading {models[model]} as float32 on cpu", f"  {weights} of weights", f"loaded {name} in S s", last]
+    logged = [re.sub(r"\d+\.\d s$", "S s", message) for message in caplog.messages]
+    assert [message for message in logged if not message.startswith("CPU kernels")] == said
 
 
 @pytest.mark.parametrize("name", ["GPT2", "BioGpt"])

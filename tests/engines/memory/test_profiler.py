@@ -154,10 +154,12 @@ def test_inputs_whose_square_does_not_fit_are_refused_before_they_run() -> None:
     assert engine.peak_bytes < 10 * GiB
 
 
-def test_the_largest_step_of_a_paged_engine() -> None:
+def test_the_largest_step_of_a_paged_engine(caplog: pytest.LogCaptureFixture) -> None:
     formula = MemoryFormula(step=5 * MiB, row=MiB, width=2000, computed=3000, told=50_000)
     engine = SyntheticEngine(formula, block_size=16)
+    caplog.set_level("INFO")
     peak = runner(engine).paged_peak(5000, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
+    assert caplog.messages == ["  64 sequences of 5000 tokens: 104 MiB beside the KV cache"]
     assert peak == pytest.approx(formula.bytes(64, 5000, 448 + 63, told=448 + 63), rel=0.001)
 
 
