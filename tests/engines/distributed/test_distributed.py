@@ -38,7 +38,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions, Fatal, Shutdown
+from tgis.ipc.messages import EngineOptions, Fatal, Heartbeat, Shutdown
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -298,11 +298,19 @@ def test_more_shards_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.M
         ranks.check_shardable(options_of(tmp_path, num_shards=4))
 
 
-def test_a_rank_of_another_node_hears_why_all_end() -> None:
+def test_a_rank_of_another_node_hears_why_all_end_and_answers() -> None:
     link, peer = socket.socketpair()
     with link, peer:
-        Follower("rank 1", link, None, mock.Mock(), mock.Mock()).send_reason("no memory")
-        assert peer.recv(1000) == encode_frame(Fatal("no memory"))
+        other = Follower("rank 1", link, None, fail := mock.Mock(), forward := mock.Mock())
+        other.send_reason("no memory")
+        assert (peer.recv(1000), link.gettimeout()) == (encode_frame(Fatal("no memory")), 0.1)
+        for message in (Heartbeat(1, 7), ranks.GiveUp(), Fatal("has no memory")):
+            peer.sendall(encode_frame(message))
+        assert other.gave_up(20)
+        assert not other.gave_up(0)
+        peer.close()
+        other._watcher.join(20)
+    assert (forward.mock_calls, fail.mock_calls) == ([mock.call(Heartbeat(1, 7))], [mock.call("rank 1 has no memory")])
 
 
 @pytest.mark.parametrize(
