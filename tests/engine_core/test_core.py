@@ -81,49 +81,24 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
         assert not top_n or [one.top_logprobs[0][0] for one in logprobs] == tokens
 
 
-INFO: dict[str, Any] = {
-    "max_batch_size": 5,
-    "token_capacity": 4096,
-    "max_prefill_tokens": 600,
-    "padded": False,
-    "block_size": 16,
-    "max_prefill_gap_ms": 90,
-    "encoder_decoder": True,
-    "proposed_tokens": 3,
-    "drafted_tokens": 2,
-    "vocab_size": 800,
-}
-FROM_INFO = BatchLimits(5, 4096, 600, 0.25, False, 16, True, 0, 90, 7, True, 3, 2, 5, 0, 800)
-
-
-@pytest.mark.parametrize(
-    ("info", "options", "changes"),
-    [
-        ({}, {}, {}),
-        ({}, {"max_prefill_tokens": 500}, {"prefill_tokens": 500}),
-        ({}, {"max_prefill_tokens": 700}, {}),  # the engine takes no more
-        ({}, {"max_prefill_gap_ms": 40}, {"max_prefill_gap_ms": 40}),
-        ({}, {"speculator_max_batch_size": 2}, {"max_drafting": 2}),
+def test_limits_are_those_of_the_engine_and_of_the_options(tmp_path: Path) -> None:
+    given = {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7}
+    sizes = {"max_batch_size": 5, "token_capacity": 4096, "max_prefill_tokens": 600, "block_size": 16}
+    sizes |= {"proposed_tokens": 3, "drafted_tokens": 2, "vocab_size": 800, "max_prefill_gap_ms": 90}
+    options = engine_options(make_fake_model(tmp_path), **given)
+    info = replace(FakeEngine(options).info, encoder_decoder=True, **sizes)
+    limits = BatchLimits(5, 4096, 600, 0.25, False, 16, True, 0, 90, 7, True, 3, 2, 5, 0, 800)
+    assert batch_limits(options, info) == limits
+    no_blocks = {"proposed_tokens": 0, "block_size": 0}
+    for changes, asked, expected in (
+        ({}, {"max_prefill_tokens": 500, "max_prefill_gap_ms": 40}, {"prefill_tokens": 500, "max_prefill_gap_ms": 40}),
+        ({}, {"max_prefill_tokens": 700, "speculator_max_batch_size": 2}, {"max_drafting": 2}),
         ({"proposed_tokens": 0, "state_slots": 9}, {}, {"proposed_tokens": 0, "state_slots": 9}),
         ({"proposed_tokens": 0, "lookahead": 1}, {}, {"proposed_tokens": 0, "lookahead": 1}),
-        (
-            {"proposed_tokens": 0, "block_size": 0},
-            {},
-            {"proposed_tokens": 0, "block_size": 0, "encoder_decoder": False},
-        ),
-    ],
-)
-def test_limits_are_those_of_the_engine_and_of_the_options(
-    info: Any, options: Any, changes: Any, tmp_path: Path
-) -> None:
-    model, given = (
-        make_fake_model(tmp_path),
-        {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7},
-    )
-    made = engine_options(model, **given | options)
-    assert batch_limits(made, replace(FakeEngine(made).info, **INFO | info)) == dataclasses.replace(
-        FROM_INFO, **changes
-    )
+        (no_blocks, {}, no_blocks | {"encoder_decoder": False}),
+    ):
+        found = batch_limits(replace(options, **asked), replace(info, **changes))
+        assert found == dataclasses.replace(limits, **expected)
 
 
 def test_a_request_that_expires_in_the_queue_ends_without_a_token(tmp_path: Path) -> None:

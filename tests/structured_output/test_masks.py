@@ -273,18 +273,6 @@ def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> 
     assert not answers
 
 
-def test_the_latest_64_grammars_are_kept() -> None:
-    answers: list[Acquired] = []
-    lookups, compilations = LookupTable(answers.append), list[str]()
-    threads, _ = lookups.finders[GrammarSpec] = ThreadPoolExecutor(1), lambda spec: compilations.append(spec.text)
-    wanted = [*range(65), 1, 65, 2]  # the first is dropped; of the others the second is looked up latest
-    for number, grammar in enumerate(wanted):
-        lookups.acquire(Acquire(number, GrammarSpec(GrammarKind.REGEX, str(grammar))))
-    threads.shutdown(wait=True)
-    assert compilations == [*map(str, range(66)), "2"]
-    assert sorted(answers, key=lambda answer: answer.lookup_id) == [*map(Acquired, range(len(wanted)))]
-
-
 def test_schemas_in_lark_are_those_of_a_json_schema() -> None:
     """Also a directive in a string of one, and with bounded blanks."""
     grammar = '''start: "<" %json {

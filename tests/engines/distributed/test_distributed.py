@@ -31,14 +31,14 @@ from transformers import AutoModelForCausalLM
 
 from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult
-from tgis.engines.distributed import follower, ranks
+from tgis.engines.distributed import ranks
 from tgis.engines.distributed.engine import Follower, ShardedEngine
 from tgis.engines.distributed.mirror import MirroredSequences, SentSequences, StepInput
 from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions, Fatal, Heartbeat, Shutdown
+from tgis.ipc.messages import EngineOptions, Fatal, Heartbeat
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -248,9 +248,9 @@ def test_two_ranks_compute_what_one_does_try_again_and_end_together(
         with mock.patch.object(rank_0.runner, "run", forward), pytest.raises(SystemExit, match="out of memory"):
             run_with_failures(engine, requests(), bounds)
         assert "out of memory" in reasons.get(timeout=20)
-        (other,) = engine._followers
-        assert other.process is not None
-        other.process.kill()
+        (follower,) = engine._followers
+        assert follower.process is not None
+        follower.process.kill()
         assert reasons.get(timeout=20) == "rank 1 of the engine was ended by signal 9"
     assert f"loading {model} as float32 on cpu" in capfd.readouterr().out  # the log of the other rank
 
@@ -269,24 +269,6 @@ def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepR
             plan.seqs[0].block_table = table
 
     return broken_step
-
-
-def test_another_rank_computes_steps_and_gives_up_where_rank_0_does() -> None:
-    seq, sent = Sequence(Request(1, [5, 6], 3), 0.0), SentSequences()
-    steps = [sent.step_input(StepPlan.compute_all([seq])) for _ in range(3)]
-    engine, rank_0, error = mock.Mock(), mock.Mock(), ValueError("why")
-    engine.info.device, engine.step.side_effect = "cpu", [None, error, None, error]
-    failed = [steps[1]], [ranks.GiveUp()]
-    rank_0.receive.side_effect = [steps[:1], *failed, [steps[2], ranks.ClearCache()], [Shutdown()], steps[:1], []]
-    with mock.patch.object(follower, "return_unused_memory") as trim:
-        follower._compute_steps(rank_0, engine)
-    names = ["release", "step", "release", "step", "discard_step", "release", "step", "release", "clear_cache"]
-    assert [name for name, *_ in engine.mock_calls] == names
-    assert ([seq.id for seq in engine.release.call_args.args[0]], trim.call_count) == ([1], 1)
-    waits = [call.kwargs["timeout"] for call in rank_0.receive.call_args_list]
-    assert (waits, rank_0.send.mock_calls) == ([None, None, 1.0, None, None], [mock.call(ranks.GiveUp())])
-    with pytest.raises(ValueError, match=r"^why$"):  # in time there is no other message
-        follower._compute_steps(rank_0, engine)
 
 
 def test_more_shards_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
