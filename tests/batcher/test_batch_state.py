@@ -1,18 +1,15 @@
 """The batcher's state: what runs, what waits, and why; the peak of a batch against the naive way."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
-from batches import EOS, ids, limits, next_plan, queued, request, run_step
+from batches import EOS, limits, next_plan, queued, request, run_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tgis.batcher.admission import select_waiting
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import CapacityLimits, PeakEstimator
-from tgis.batcher.sequence import Sequence
-from tgis.ipc.messages import BatcherCounters, BatchState, RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request
 
 CHUNKED = {"padded": False, "block_size": 1}
@@ -69,48 +66,10 @@ def test_wait_reasons(turns: list[list[Request]], kind: Any, reason: WaitReason 
     assert wait_reason_after(turns, **kind) is reason
 
 
-LARGE, PADDING = WaitReason.MEMORY, WaitReason.PREFILL_PADDING
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "waits", "groups", "joined", "reason", "jumps"),
-    [
-        ([0, 0, 0], {}, {}, [0, 1, 2], None, 0),
-        ([0, 0, 0, 0], {}, {}, [0, 1, 2], WaitReason.BATCH_SIZE, 0),
-        ([0, 1, 1.1], {0: LARGE}, {}, [1], LARGE, 1),  # only those that came within a second overtake
-        ([1.5, 0.5, 0.4], {0: LARGE}, {}, [1], LARGE, 1),
-        ([0, 0, 1, 0, 0], {1: LARGE, 2: PADDING}, {}, [0, 3, 4], LARGE, 2),
-        ([0, 0.9, 1.9, 0.9], {0: LARGE, 1: PADDING}, {}, [], LARGE, 0),
-        ([0] * 67, dict.fromkeys([*range(64)], LARGE), {}, [64], LARGE, 1),  # one looks past 64 at most
-        ([0, 0], {0: LARGE}, {0: 1, 1: 1}, [], LARGE, 0),  # nothing overtakes one that is retried
-        ([0, 0, 0], {}, {0: 1, 1: 1}, [0, 1], WaitReason.RETRY, 0),
-    ],
-)
-def test_who_joins_and_who_overtakes(
-    arrivals: list[float], waits: Any, groups: Any, joined: list[int], reason: WaitReason | None, jumps: int
-) -> None:
-    seqs = [Sequence(request(n), at) for n, at in enumerate(arrivals)]
-    for number, group in groups.items():
-        seqs[number].retry_group = group
-    admission, counters = mock.Mock(wait_reason=lambda seq: waits.get(seq.id)), BatcherCounters()
-    selected, found = select_waiting(seqs, [], admission, 3, counters)
-    assert (ids(selected), found, counters) == (joined, reason, BatcherCounters(queue_jumps=jumps))
-    assert admission.admit.mock_calls == [mock.call(seq) for seq in selected]
-
-
 @pytest.mark.parametrize("kind", [{}, CHUNKED])
 def test_retry_groups_wait_for_each_other(kind: Any) -> None:
     batcher = queued([request(n) for n in range(4)], **kind)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
-    run_step(batcher)
-    assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
-
-
-def test_a_retry_in_many_steps_keeps_the_others_waiting() -> None:
-    batcher = queued([request(n, 100) for n in range(4)], **CHUNKED)
-    batcher.rollback(next_plan(batcher), out_of_memory=False)
-    run_step(batcher)
-    batcher.cancel([3])  # its reason to wait is forgotten
     run_step(batcher)
     assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
