@@ -216,11 +216,12 @@ def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
 
 
 def test_two_ranks_compute_what_one_does_try_again_and_end_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     """Steps are tried again if rank 0 fails after the model, or all ranks alike; if they wait for rank 0, all end."""
     monkeypatch.setattr("tgis.engines.distributed.engine._CRASH_DETECTION_SECONDS", 1.0)
     monkeypatch.setattr("tgis.engines.distributed.engine._EXIT_SECONDS", 0.1)
+    caplog.set_level("INFO")
     reasons = SimpleQueue[str]()
 
     def fail(reason: str) -> None:
@@ -253,6 +254,7 @@ def test_two_ranks_compute_what_one_does_try_again_and_end_together(
         follower.process.kill()
         assert reasons.get(timeout=20) == "rank 1 of the engine was ended by signal 9"
     assert f"loading {model} as float32 on cpu" in capfd.readouterr().out  # the log of the other rank
+    assert {"2 ranks compute every step", "rank 0 failed in a step"} <= {*caplog.messages}
 
 
 def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepResult]:

@@ -1,6 +1,7 @@
 """States of recurrent layers on the paged engine: conversations go on from snapshots, failed steps begin again."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ VISION |= {"image_size": 28, "patch_size": 14, "num_patches": 16}
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
     text, vision = IMAGES[name]
     config = getattr(transformers, f"{name}Config")(
         text_config=LLAMA_LIKE | TOKEN_IDS | text, vision_config=VISION | vision
@@ -124,3 +126,5 @@ def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_pat
     torch.testing.assert_close(
         logits_of_chunks(paged_engine(tmp_path), tokens, [13, 1, 16]), expected, atol=1e-4, rtol=0
     )
+    kind = rf"{config.model_type} is served as \w+ForCausalLM, without its other parts"
+    assert any(re.fullmatch(kind, message) for message in caplog.messages) == (name != "Qwen3_5")  # which has a class
