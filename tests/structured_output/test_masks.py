@@ -19,7 +19,7 @@ from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Acquire, Acquired, GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
-from tgis.structured_output.matcher import MaskThreads, TokenTable, low_priority_pool
+from tgis.structured_output.matcher import TokenTable, low_priority_pool
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -246,18 +246,6 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
         matchers[1].abandon()
         blocker.set()
     assert [future.cancelled() for future in futures] == [False, True, False]
-
-
-def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
-    matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
-    masks, blocker = MaskThreads(), threading.Event()
-    for _ in range(2):
-        masks._pool.submit(blocker.wait)
-    masks.prepare([(matcher, [ord("a") + 1])])
-    assert not matcher.ready
-    masks.close()
-    assert matcher.ready
-    blocker.set()
 
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:

@@ -111,14 +111,6 @@ def test_a_step_is_estimated_from_shapes(name: str, width: int, others: int) -> 
     assert step_bytes(model, "cpu", 2, 10, logprobs=10**6) == 3 * 10**6 * 97 * 4
 
 
-def test_a_step_where_a_module_chooses_no_experts() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config("Qwen3Moe"))
-    expected = step_bytes(model, "cpu", 1, 8)
-    model.top_k = None
-    assert step_bytes(model, "cpu", 1, 8) == expected
-
-
 def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:
     model = make_model("T5", tmp_path)
     weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
