@@ -79,14 +79,14 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
 
 
 def test_limits_are_those_of_the_engine_and_of_the_options(tmp_path: Path) -> None:
-    given = {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7}
+    given: dict[str, Any] = {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7}
     sizes = {"max_batch_size": 5, "token_capacity": 4096, "max_prefill_tokens": 600, "block_size": 16}
     sizes |= {"proposed_tokens": 3, "drafted_tokens": 2, "vocab_size": 800, "max_prefill_gap_ms": 90}
     options = engine_options(make_fake_model(tmp_path), **given)
     info = replace(FakeEngine(options).info, encoder_decoder=True, **sizes)
     limits = BatchLimits(5, 4096, 600, 0.25, False, 16, True, 0, 90, 7, True, 3, 2, 5, 0, 800)
     assert batch_limits(options, info) == limits
-    no_blocks = {"proposed_tokens": 0, "block_size": 0}
+    no_blocks: dict[str, Any] = {"proposed_tokens": 0, "block_size": 0}
     for changes, asked, expected in (
         ({}, {"max_prefill_tokens": 500, "max_prefill_gap_ms": 40}, {"prefill_tokens": 500, "max_prefill_gap_ms": 40}),
         ({}, {"max_prefill_tokens": 700, "speculator_max_batch_size": 2}, {"max_drafting": 2}),
@@ -95,7 +95,7 @@ def test_limits_are_those_of_the_engine_and_of_the_options(tmp_path: Path) -> No
         (no_blocks, {}, no_blocks | {"encoder_decoder": False}),
     ):
         found = batch_limits(replace(options, **asked), replace(info, **changes))
-        assert found == dataclasses.replace(limits, **expected)
+        assert found == dataclasses.replace(limits, **dict[str, Any](expected))
 
 
 def test_a_request_that_expires_in_the_queue_ends_without_a_token(tmp_path: Path) -> None:
