@@ -163,7 +163,8 @@ def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
     for n in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(1, 40))
         details = LogprobOptions(input_tokens=data.draw(st.booleans()))
-        reference, adapter = drawn_adapter(data, n, dtype, length)
+        known = [(row.request.adapter, row.adapter) for row in rows]  # sequences may share one
+        reference, adapter = data.draw(st.sampled_from([drawn_adapter(data, n, dtype, length), *known]))
         rows.append(
             Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=reference), 0.0)
         )
