@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -214,8 +215,9 @@ CACHE = "KV cache: {} blocks of 16 tokens, {} KiB a token, 0.00 GiB in all"
     ],
 )
 def test_what_an_engine_is_and_what_its_start_logs(
-    models: dict[str, Path], model: str, engine: str, values: dict[str, Any], last: str, caplog: Any
+    models: dict[str, Path], model: str, engine: str, values: dict[str, Any], last: str, caplog: Any, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(loader, "log_progress", progress := mock.MagicMock())
     caplog.set_level("INFO", "tgis")
     changes = {"estimate_memory": "manual", "speculation": "lookup", "speculation_max_tokens": 5}
     loaded = load(models[model], engine=engine, **changes)
@@ -229,6 +231,8 @@ def test_what_an_engine_is_and_what_its_start_logs(
     said = [f"loading {models[model]} as float32 on cpu", f"  {weights} of weights", f"loaded {name} in S s", last]
     logged = [re.sub(r"\d+\.\d s$", "S s", message) for message in caplog.messages]
     assert [message for message in logged if not message.startswith("CPU kernels")] == said
+    assert [name for name, *_ in progress.mock_calls] == ["", "().__enter__", "().__exit__"]
+    assert re.fullmatch(r"[\d.]+ [MG]iB in memory after \d+ s", progress.call_args.args[0]())
 
 
 @pytest.mark.parametrize("name", ["GPT2", "BioGpt"])
