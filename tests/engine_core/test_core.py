@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
+from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import StepPlan
+from tgis.engine_core import core
 from tgis.engine_core.main import batch_limits
 from tgis.engines.base import StepResult
 from tgis.engines.fake import FakeEngine
@@ -44,9 +46,11 @@ def test_memory_is_given_back_when_nothing_has_arrived_for_long(
 
     releases: list[Engine] = []
     channel = ScriptedChannel([GetBatchState()], [], [GetBatchState()])
-    with mock.patch("tgis.engine_core.core.return_unused_memory") as trim:
+    trim, forget = mock.patch.object(core, "return_unused_memory"), mock.patch.object(Batcher, "forget_cached_prefixes")
+    with trim as trimmed, forget as forgotten:
         run(tmp_path, channel, idle_seconds=idle_seconds, engine=Engine)
-    assert (channel.timeouts, len(releases), trim.call_count) == (timeouts, released, released)
+    assert (channel.timeouts, len(releases)) == (timeouts, released)
+    assert trimmed.call_count == forgotten.call_count == released
 
 
 def test_masks_of_cancelled_outputs_are_abandoned(tmp_path: Path) -> None:
