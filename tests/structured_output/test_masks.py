@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from unittest import mock
 
 import pytest
 import regex
@@ -157,6 +158,9 @@ def test_a_matcher_follows_a_sequence_back() -> None:
     assert matcher.forced_tokens([a, b, c], 9) == [ord("d") + 1, EOS]
     assert matcher.forced_tokens([a, b, c], 1) == [ord("d") + 1]
     assert matcher.allowed_ids([]) == [a]
+    copied = matcher.copy()
+    with mock.patch.object(copied, "_compute", None):  # the first mask is made once for all copies
+        assert copied.allowed_ids([]) == [a]
 
 
 def test_a_matcher_follows_guesses_and_what_comes_instead() -> None:

@@ -80,10 +80,10 @@ def test_a_failed_recording_leaves_no_trace(granite: Path, monkeypatch: pytest.M
 
 
 def test_check_knows_the_bytes_of_states(granite: Path) -> None:
-    engine = paged_engine(granite, 4)
+    engine = paged_engine(granite, 4, speculation="lookup", speculation_max_tokens=5)
     lines = describe_memory(engine_options(granite, 4, engine="tgis_native"))
     assert any("states of recurrent layers: 8 slots" in line for line in lines)
-    assert engine.info.state_slots == 8
+    assert (engine.info.state_slots, engine.info.proposed_tokens) == (8, 0)  # states cannot be taken back
 
 
 def test_what_cannot_keep_states_is_refused(granite: Path, tmp_path: Path) -> None:
