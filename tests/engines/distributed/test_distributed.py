@@ -158,7 +158,7 @@ def drawn_adapter(data: st.DataObject, version: int, dtype: torch.dtype, length:
 @given(st.data())
 def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
     """Over steps in which they get tokens and blocks, leave and come back."""
-    rows = []
+    rows = list[Sequence]()
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     for n in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(1, 40))
