@@ -9,29 +9,28 @@ from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import CapacityLimits, PeakEstimator
-from tgis.ipc.messages import RequestState, WaitReason
+from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request
 
 CHUNKED = {"padded": False, "block_size": 1}
 
 
-def test_a_request_waits_for_memory() -> None:
+def test_the_state() -> None:
+    """Some of the sequences are shown, and all are counted."""
     batcher = Batcher(limits(weight=40), {EOS})
     batcher.submit([request(1, 3), request(2, 30)], 1.0)
     run_step(batcher, now=1.0)
     batcher.submit([request(3, 35)], 1.5)
     run_step(batcher, now=2.0)
-    seen = batcher.state(3.0, max_seqs=10)
-    assert [(seq.id, seq.seconds_since_arrival, seq.remaining_tokens) for seq in seen.waiting_requests] == [
-        (2, 2.0, 5),
-        (3, 1.5, 5),
-    ]
-    assert seen.running_requests == [
-        RequestState(1, 2.0, prompt_tokens=3, computed_tokens=4, generated_tokens=2, remaining_tokens=3)
-    ]
-    assert (seen.context_tokens, seen.total_generated_tokens) == (5, 2)
-    assert seen.token_capacity == seen.initial_token_capacity == 40
-    assert seen.wait_reason is WaitReason.MEMORY
+    batcher._capacity.shrink_context(30)
+    batcher._capacity.shrink_prefill(20)
+    capacity = {"token_capacity": 27, "initial_token_capacity": 40}
+    capacity |= {"max_prefill_tokens": 10, "initial_max_prefill_tokens": 64, "max_batch_size": 4}
+    running, waiting = RequestState(1, 2.0, 3, 4, 2, 3), RequestState(2, 2.0, 30, 0, 0, 5)
+    expected = BatchState(
+        1, 2, WaitReason.MEMORY, 2, 5, **capacity, running_requests=[running], waiting_requests=[waiting]
+    )
+    assert batcher.state(3.0, max_seqs=1) == expected
 
 
 def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
@@ -97,27 +96,13 @@ def test_requeued_sequences_have_no_wait_reason_yet() -> None:
     assert ([seq.id for seq in seen.waiting_requests], seen.wait_reason) == ([0, 1, 2], None)
 
 
-def test_the_state_shows_some_sequences_and_counts_all() -> None:
-    batcher = queued([request(n) for n in range(1000)])
-    run_step(batcher)
-    seen = batcher.state(0.0, max_seqs=3)
-    assert (seen.num_running, seen.num_waiting) == (4, 996)
-    assert [seq.id for seq in seen.running_requests] == [0, 1, 2]
-    assert [seq.id for seq in seen.waiting_requests] == [4, 5, 6]
-
-
-def test_the_state_shows_the_capacity_lost_to_out_of_memory() -> None:
-    batcher = queued([request(n, 10, 50) for n in range(2)])
-    run_step(batcher)
-    batcher.rollback(next_plan(batcher), out_of_memory=True)
-    seen = batcher.state(0.0, max_seqs=3)
-    assert seen.token_capacity < 2 * 11 < seen.initial_token_capacity == 1000
-
-
 def test_lost_capacity_comes_back_also_from_a_single_token() -> None:
     capacity = CapacityLimits(limits(1000, prefill_tokens=100))
-    capacity.shrink_context(1)
+    capacity.shrink_context(100)
     capacity.shrink_prefill(1)
+    for _ in range(256):
+        capacity.step_succeeded()
+    assert (capacity.context_tokens, capacity.prefill_tokens) == (90 + 2, 1 + 1)
     for _ in range(256 * 300):
         capacity.step_succeeded()
     assert (capacity.context_tokens, capacity.prefill_tokens) == (1000, 100)

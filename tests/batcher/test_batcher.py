@@ -12,7 +12,7 @@ from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import Sequence
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import WaitReason
+from tgis.ipc.messages import BatcherCounters, WaitReason
 from tgis.ipc.request import Request, SamplingParams, StopReason
 from tgis.speculation.speculator import Speculator
 
@@ -36,6 +36,9 @@ def test_blocks_are_used_again_before_others_are_touched() -> None:
     assert not batcher.plan(0.0).seqs
     batcher.forget_cached_prefixes()
     assert batcher.touched_share == 0
+    padded = Batcher(limits(), ())  # no blocks: nothing to flush, and none is touched
+    padded.flush_cache()
+    assert padded.touched_share == 0
 
 
 IGNORE_EOS = SamplingParams(ignore_eos=True)
@@ -198,6 +201,10 @@ def test_a_step_out_of_memory_is_rolled_back_and_the_batch_shrinks() -> None:
     assert ids(plan.seqs) == [0, 1]  # 2 x 15 fits into 39
     assert plan.num_scheduled_tokens == [11, 11]  # the token they had is kept
     assert [seq.num_generated_tokens for seq in plan.seqs] == [1, 1]
+    paged = queued([request(n, 10, max_new=5) for n in range(4)], weight=100, padded=False, block_size=4)
+    run_step(paged)
+    paged.rollback(next_plan(paged), out_of_memory=True)
+    assert paged.context_limit == int(48 * 0.9)  # of what its blocks hold
 
 
 def test_a_prefill_out_of_memory_is_halved_and_the_running_sequences_stay() -> None:
@@ -239,6 +246,27 @@ def test_after_running_out_of_memory_proposals_pause(
         (ended,) = commit(batcher, plan, [[7]]) or plan.seqs
     assert proposes.index(True) == 5
     assert (ended.stop_reason, ended.num_generated_tokens) == (StopReason.MAX_TOKENS, 20)
+
+
+def test_as_many_tokens_are_proposed_as_have_blocks_and_their_acceptance_is_counted() -> None:
+    batcher = queued([request(1, max_new=20), request(2, 1, 20)], 16, padded=False, block_size=4, proposed_tokens=5)
+    run_step(batcher)
+    batcher.take_counters()
+    batcher._speculator = speculator = mock.Mock(**{"propose.return_value": [5, [3, 4, 5]]})
+    plan = next_plan(batcher, now=1.0)
+    assert (plan.drafts, plan.proposals) == ({1: 5}, {2: [3, 4]})  # three blocks, and the rest of the fourth
+    tokens, verified = [[5, 6, 8], [3, 9]], {1: [5, 6, 5, 6, 5], 2: [3, 4]}
+    one, two = (seq.lookup for seq in plan.seqs)
+    commit(batcher, plan, tokens, 1.5, verified)
+    counted = BatcherCounters(proposed_tokens=2, accepted_tokens=1, drafted_tokens=5, accepted_drafted_tokens=2)
+    assert batcher.take_counters() == counted
+    assert speculator.mock_calls == [
+        mock.call.policy.may_pay(2),
+        mock.call.propose(2, [(one, 18), (two, 18)]),
+        mock.call.policy.step_succeeded(9, 0.5, 5),  # rows, seconds, passes of the draft model
+        mock.call.drafted(one, [5, 6, 5, 6, 5], [5, 6, 8]),
+    ]
+    assert [seq.num_computed_tokens for seq in plan.seqs] == [6, 3]
 
 
 def test_capacity_recovers_slowly_after_out_of_memory() -> None:

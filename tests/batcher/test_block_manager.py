@@ -75,6 +75,9 @@ def test_flushed_prefixes_are_computed_again_and_running_requests_keep_theirs() 
     one.flush_cache()
     assert computed(one, ask(2, prompt(9))) == 9
     assert computed(one, ask(3, prompt(9))) == 1
+    one.flush_cache()  # nobody uses the blocks any more
+    check_pool(pool_of(one))
+    assert computed(one, ask(4, prompt(9))) == 9
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,16 @@ def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
     assert admissions.prefix_cache_queries == 8 + 8 + len(seq.tokens) - 1  # after the step it has one more
     assert admissions.prefix_cache_hits > 0
     assert seq.num_computed_tokens == len(seq.tokens) - 1
+
+
+def test_the_last_sequence_waits_for_blocks_and_gives_its_own_to_older_ones() -> None:
+    one = queued([ask(0, prompt(5), 12), ask(1, prompt(3, 100), 12)], 5, prefix_cache=False, prefill_tokens=64)
+    plans = [
+        step(one) for _ in range(9)
+    ]  # the last lacks a third block from the seventh on; in the ninth the first needs a fourth
+    assert [ids(plan.seqs) for plan in plans] == [*[[0, 1]] * 6, [0], [0], [0]]
+    assert [ids(preempted(plan)) for plan in plans] == [*[[]] * 8, [1]]
+    assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
 
 
 def test_the_batch_shrinks_even_if_everything_is_cached() -> None:

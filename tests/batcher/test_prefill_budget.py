@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.prefill_budget import split_budget, split_whole
+from tgis.batcher.prefill_budget import split_budget
 from tgis.batcher.sequence import Sequence
 
 
@@ -101,20 +101,3 @@ def test_the_budget_is_split_without_waste(sequences: list[Sequence], budget: in
     assert all(1 <= split.get(seq.id, 1) <= seq.num_uncomputed_tokens for seq in prefilling)
     if prefilling:
         assert split[prefilling[0].id] >= min(prefilling[0].num_uncomputed_tokens, (budget + 1) // 2)
-
-
-@given(SEQS, st.integers(1, 60))
-def test_whole_prompts_are_the_oldest_and_the_shortest_others(sequences: list[Sequence], budget: int) -> None:
-    split = split_whole(sequences, budget)
-    assert all(count == seq.num_uncomputed_tokens for seq, count in split)
-    chosen = [seq for seq, _ in split]
-    assert [seq for seq in sequences if seq in chosen] == chosen
-    assert all(seq in chosen for seq in sequences if seq.decoding)
-    prefilling = [seq for seq in sequences if not seq.decoding]
-    assert set(prefilling[:1]) <= set(chosen)
-    left = budget - sum(count for seq, count in split if not seq.decoding)
-    joined, skipped = set(prefilling[1:]) & set(chosen), set(prefilling[1:]) - set(chosen)
-    assert left >= 0 or not joined
-    shortest = min((seq.num_uncomputed_tokens for seq in skipped), default=51)
-    assert shortest > left or not skipped
-    assert all(seq.num_uncomputed_tokens <= shortest for seq in joined)

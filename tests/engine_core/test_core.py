@@ -1,19 +1,25 @@
 """The engine core with the fake engine: whose masks are abandoned, the size of messages about input tokens, limits."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 from batches import engine_options, limits
+from msgspec.structs import replace
 from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
+from tgis.batcher.batcher import Batcher
+from tgis.batcher.capacity import BatchLimits
+from tgis.batcher.sequence import StepPlan
+from tgis.engine_core import core
 from tgis.engine_core.main import batch_limits
+from tgis.engines.base import StepResult
 from tgis.engines.fake import FakeEngine
-from tgis.ipc.messages import Cancel, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
-from tgis.ipc.request import LogprobOptions, Request
+from tgis.ipc.messages import Cancel, Failed, FailureKind, GetBatchState, PromptLogprobs, Shutdown, Step, Submit
+from tgis.ipc.request import LogprobOptions, Request, StopReason
 
 LIMITS = limits(weight=10_000)
 MAX_BYTES = 1 << 16  # of a message
@@ -40,9 +46,11 @@ def test_memory_is_given_back_when_nothing_has_arrived_for_long(
 
     releases: list[Engine] = []
     channel = ScriptedChannel([GetBatchState()], [], [GetBatchState()])
-    with mock.patch("tgis.engine_core.core.return_unused_memory") as trim:
+    trim, forget = mock.patch.object(core, "return_unused_memory"), mock.patch.object(Batcher, "forget_cached_prefixes")
+    with trim as trimmed, forget as forgotten:
         run(tmp_path, channel, idle_seconds=idle_seconds, engine=Engine)
-    assert (channel.timeouts, len(releases), trim.call_count) == (timeouts, released, released)
+    assert (channel.timeouts, len(releases)) == (timeouts, released)
+    assert trimmed.call_count == forgotten.call_count == released
 
 
 def test_masks_of_cancelled_outputs_are_abandoned(tmp_path: Path) -> None:
@@ -74,11 +82,44 @@ def test_many_details_come_in_many_messages(tmp_path: Path, top_n: int) -> None:
         assert not top_n or [one.top_logprobs[0][0] for one in logprobs] == tokens
 
 
-@pytest.mark.parametrize(("encoder_decoder", "block_size"), [(False, 0), (True, 0), (False, 16), (True, 16)])
-def test_inputs_of_an_encoder_decoder_with_blocks_are_whole(
-    encoder_decoder: bool, block_size: int, tmp_path: Path
-) -> None:
-    options = engine_options(make_fake_model(tmp_path), 4)
-    changes = {"encoder_decoder": encoder_decoder, "block_size": block_size}
-    bounds = batch_limits(options, msgspec.structs.replace(FakeEngine(options).info, padded=False, **changes))
-    assert bounds.encoder_decoder == (encoder_decoder and block_size > 0)
+def test_limits_are_those_of_the_engine_and_of_the_options(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_prefill_padding": 0.25, "prefix_cache": True, "max_waiting_tokens": 7}
+    sizes = {"max_batch_size": 5, "token_capacity": 4096, "max_prefill_tokens": 600, "block_size": 16}
+    sizes |= {"proposed_tokens": 3, "drafted_tokens": 2, "vocab_size": 800, "max_prefill_gap_ms": 90}
+    options = engine_options(make_fake_model(tmp_path), **given)
+    info = replace(FakeEngine(options).info, encoder_decoder=True, **sizes)
+    limits = BatchLimits(5, 4096, 600, 0.25, False, 16, True, 0, 90, 7, True, 3, 2, 5, 0, 800)
+    assert batch_limits(options, info) == limits
+    no_blocks: dict[str, Any] = {"proposed_tokens": 0, "block_size": 0}
+    for changes, asked, expected in (
+        ({}, {"max_prefill_tokens": 500, "max_prefill_gap_ms": 40}, {"prefill_tokens": 500, "max_prefill_gap_ms": 40}),
+        ({}, {"max_prefill_tokens": 700, "speculator_max_batch_size": 2}, {"max_drafting": 2}),
+        ({"proposed_tokens": 0, "state_slots": 9}, {}, {"proposed_tokens": 0, "state_slots": 9}),
+        ({"proposed_tokens": 0, "lookahead": 1}, {}, {"proposed_tokens": 0, "lookahead": 1}),
+        (no_blocks, {}, no_blocks | {"encoder_decoder": False}),
+    ):
+        found = batch_limits(replace(options, **asked), replace(info, **changes))
+        assert found == dataclasses.replace(limits, **dict[str, Any](expected))
+
+
+def test_a_request_that_expires_in_the_queue_ends_without_a_token(tmp_path: Path) -> None:
+    channel = ScriptedChannel([Submit([Request(1, [5], 2), Request(2, [6], 2, deadline=0.0)], 0.0)], [], [Shutdown()])
+    run_core(channel, FakeEngine(engine_options(make_fake_model(tmp_path))), limits(max_batch_size=1))
+    first, expired, *_ = channel.messages
+    assert (first.ids, first.tokens) == ([1], [[5]])
+    assert expired == Step([2], [[]], [StopReason.TIME_LIMIT], [], None)
+
+
+class Broken(FakeEngine):
+    def step(self, plan: StepPlan) -> StepResult:
+        raise RuntimeError("broken")
+
+
+def test_what_breaks_a_step_is_told_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    channel = ScriptedChannel([Submit([Request(1, [5], 2)], 0.0)], [], [], [Shutdown()])
+    run(tmp_path, channel, engine=Broken)
+    told = FailureKind.ERROR, "RuntimeError: broken", True
+    assert channel.messages == [Failed([], *told), Failed([1], *told)]
+    error, again = "a step of 1 sequences failed", "{} sequences of a failed step (error) will be retried"
+    assert caplog.messages == [error, again.format(1), error, again.format(0)]
+    assert caplog.records[0].exc_info

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from batches import EOS, engine_options, limits, request
+from msgspec.structs import replace
 from scripted_channel import ScriptedChannel, run_core
 
 from demo.fake_model import make_fake_model
@@ -56,7 +57,11 @@ def test_steps_of_whole_prompts(tmp_path: Path, padded: bool, prefill_tokens: in
 
 def test_steps_that_mix_prefill_chunks_and_decodes(tmp_path: Path) -> None:
     turns: list[Turn] = [[submit(request(1, 3, 4))], [submit(request(2, 9, 3))], [], [], []]
-    assert [*map(after, run(tmp_path, turns, **CHUNKED))] == [
+    stats = run(tmp_path, turns, **CHUNKED)
+    second = StepStats(True, 1, 1, 3, 0.0, 0.0, 2, 5 + 9, 2 + 3, True, 0, {2: (0.0, 0)}, 3, token_capacity=1000)
+    assert replace(stats[1], duration=0.0, forward_duration=0.0, first_scheduled={2: (0.0, 0)}) == second
+    assert all(0 < step.forward_duration <= step.duration < 60 for step in stats)
+    assert [*map(after, stats)] == [
         (1, 4, 3, 1, 0, 3, False, 1),
         (2, 5 + 9, 2 + 3, 1, 1, 3, True, 1),  # in chunks of 4, less 1 for the decode
         (2, 6 + 9, 1 + 3, 1, 1, 3, False, 0),
@@ -149,4 +154,7 @@ def test_admission_counters() -> None:
     assert admissions([[(8, 42), (38, 4)], [], [(5, 35)]], weight=100, padded=False, prefill_tokens=50) == [0, 1, 0, 0]
     # one step takes 10 prompt tokens
     assert admissions([[(9, 5)] * 4], padded=False, prefill_tokens=10) == [0, 0, 3, 0]
+    # one step begins nine chunks of them: the oldest has half of it, eight have the rest
+    chunked = {"padded": False, "block_size": 1, "max_batch_size": 12}
+    assert admissions([[(90, 5)] * 12], weight=9999, **chunked) == [0, 0, 3, 0]
     assert admissions([[(20, 5), (2, 5), (19, 5)]], padded=True, max_prefill_padding=0.2) == [1, 0, 0, 1]

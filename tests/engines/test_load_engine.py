@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tgis.engines.kernels.kv_codes import kv_dtype_of
 from tgis.engines.loading import loader
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
+from tgis.ipc.messages import EngineInfo
 
 STORE = AdapterStoreOptions("/store", 1 << 20, 16)
 
@@ -142,13 +144,13 @@ BROKEN: dict[str, tuple[Change, str]] = {  # and what the line says
     "activation": (lambda _, config: config.update(hidden_act="zork"), "KeyError: 'zork'"),
     "type of a field": (lambda _, config: config.update(vocab_size="x"), "Field 'vocab_size' expected int, got str"),
     "heads": (lambda _, config: config.update(num_attention_heads=0), "ZeroDivisionError"),
-    "plain": (lambda _, config: config.update(quantization_config=AWQ), "no layer is quantized as awq"),
+    "plain": (lambda _, config: config.update(quantization_config=AWQ), ": no layer is quantized as awq"),
     "quantization": (lambda _, config: config.update(quantization_config={"quant_method": "zork"}), "by 'zork' are"),
     "text of images": (
         lambda _, config: config.update(model_type="llava", text_config={**config}, quantization_config=AWQ),
-        "quantized checkpoints of llava are not supported",
+        ": quantized checkpoints of llava are not supported",
     ),
-    "layers": (lambda _, config: config.update(num_hidden_layers=0), "num_hidden_layers must be at least 1"),
+    "layers": (lambda _, config: config.update(num_hidden_layers=0), ": num_hidden_layers must be at least 1"),
     "not a decoder": (lambda _, config: config.update(model_type="vit"), "Unrecognized configuration class"),
     "no type": (lambda _, config: config.update(model_type=["llama"]), "has no models of type ['llama']"),
     "padding": (lambda _, config: config.update(pad_token_id=9999), "Padding_idx must be within num_embeddings"),
@@ -190,6 +192,47 @@ def test_weights_without_a_place_in_the_model_are_a_warning(
     load(tmp_path)
     said = f"{tmp_path}: {count} weights in the files have no place in LlamaForCausalLM: {named}"
     assert tgis_warnings(caplog) == [said]
+
+
+ENCODER_DECODER = {"encoder_decoder": True, "max_positions": 256, "decoder_start_token_id": 3}
+# 80 % of two rows with 256 tokens; paged in blocks, of which the two parts of an encoder-decoder need one more
+PADDED = {"padded": True, "token_capacity": 409, "max_positions": 256}
+PAGED = {"padded": False, "token_capacity": 400, "max_request_tokens": 400, "block_size": 16, "kv_cache_bytes": 102_400}
+TWO_PARTS = {"token_capacity": 432, "max_request_tokens": 26 * 16 + 1, "kv_cache_bytes": 432 * 512}
+
+
+NO_LOOKUP = "SPECULATION=lookup has no effect: it needs tgis_native on a CPU, and attention in all layers"
+CACHE = "KV cache: {} blocks of 16 tokens, {} KiB a token, 0.00 GiB in all"
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "values", "last"),
+    [
+        ("Llama", "tgis_native", PAGED | {"proposed_tokens": 5}, CACHE.format(25, 0.2)),
+        ("T5", "tgis_native", PAGED | ENCODER_DECODER | TWO_PARTS | {"proposed_tokens": 5}, CACHE.format(27, 0.5)),
+        ("Llama", "hf_transformers", PADDED, NO_LOOKUP),
+        ("T5", "hf_transformers", PADDED | ENCODER_DECODER, NO_LOOKUP),
+    ],
+)
+def test_what_an_engine_is_and_what_its_start_logs(
+    models: dict[str, Path], model: str, engine: str, values: dict[str, Any], last: str, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(loader, "log_progress", progress := mock.MagicMock())
+    caplog.set_level("INFO", "tgis")
+    changes = {"estimate_memory": "manual", "speculation": "lookup", "speculation_max_tokens": 5}
+    loaded = load(models[model], engine=engine, **changes)
+    loaded.warm_up()
+    name = {"Llama": "LlamaForCausalLM", "T5": "T5ForConditionalGeneration"}[model]
+    sizes = {"vocab_size": 97, "input_vocab_size": 97, "embedding_size": 32, "max_batch_size": 2}
+    common: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 512, "encoder_decoder": False, **sizes}
+    of_model = {"arithmetic": loaded.info.arithmetic, "lora_targets": loaded.info.lora_targets, "invariant": False}
+    assert loaded.info == EngineInfo(engine, name, "cpu", **common | of_model | values)
+    weights = {"Llama": "84.9 KiB", "T5": "159 KiB"}[model]
+    said = [f"loading {models[model]} as float32 on cpu", f"  {weights} of weights", f"loaded {name} in S s", last]
+    logged = [re.sub(r"\d+\.\d s$", "S s", message) for message in caplog.messages]
+    assert [message for message in logged if "CPU kernels" not in message] == said
+    assert [name for name, *_ in progress.mock_calls] == ["", "().__enter__", "().__exit__"]
+    assert re.fullmatch(r"[\d.]+ [MG]iB in memory after \d+ s", progress.call_args.args[0]())
 
 
 @pytest.mark.parametrize("name", ["GPT2", "BioGpt"])

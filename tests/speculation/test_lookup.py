@@ -60,6 +60,14 @@ def test_a_prediction(prompt: list[int], predicted: list[int], output: list[int]
         assert proposed == then
 
 
+def test_a_prediction_is_trusted_as_if_sixteen_tokens_of_it_had_come_true() -> None:
+    shared, one = AcceptanceRates(), AcceptanceRates(per_sequence=True)
+    for _ in range(16):
+        one.add(6, hit=True)
+    lookup = Lookup([1], 0, [5, 6, 7], 1)
+    assert lookup.cumulative(shared, 2) == [rate := one.rate(6, shared), rate * rate]
+
+
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 20])
 def test_beside_a_search_through_the_whole_sequence(alphabet: int) -> None:
     draw = random.Random(alphabet)
@@ -81,7 +89,7 @@ def test_acceptance_rates_follow_the_sampled_tokens() -> None:
     tokens = word * 2
     lookup = Lookup(tokens, 0)
     lookup.advance(shared)
-    assert lookup.cumulative(shared, 3) == [0.5, 0.25, 0.125]
+    assert lookup.cumulative(shared, 9) == [0.5**n for n in range(1, 6)]  # none follows a probability below 1/20
     for token in word * 3:
         tokens.append(token)
         lookup.advance(shared)

@@ -95,6 +95,13 @@ def test_drafting_takes_what_so_many_passes_took(passes: dict[int, float], draft
     assert policy.best(1, chances(0.99, most=3), [0])[1] == [drafted]
 
 
+def test_steps_with_drafts_teach_what_is_not_known_of_them() -> None:
+    policy = taught(Policy(16), {1: 10, 4: 10})
+    for rows, seconds in [(4, 0.016)] * 3 + [(8, 0.026)] * 3:  # three passes take 6 ms
+        policy.step_succeeded(rows, seconds, 3)
+    assert policy.best(4, [[1.0] * 4]) == (1.0, [0])  # 8 rows take twice as long
+
+
 def test_costs_are_measured_and_forgotten() -> None:
     costs = StepCosts()
     for seconds in (9.0, 9.0, 1.0):  # the first are recorded and verified

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from unittest import mock
 
 import pytest
 import regex
@@ -19,7 +20,7 @@ from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Acquire, Acquired, GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
-from tgis.structured_output.matcher import MaskThreads, TokenTable, low_priority_pool
+from tgis.structured_output.matcher import TokenTable, low_priority_pool
 
 REGEXES = [
     r"[a-c]{2,4}(x|yz)*",
@@ -157,6 +158,9 @@ def test_a_matcher_follows_a_sequence_back() -> None:
     assert matcher.forced_tokens([a, b, c], 9) == [ord("d") + 1, EOS]
     assert matcher.forced_tokens([a, b, c], 1) == [ord("d") + 1]
     assert matcher.allowed_ids([]) == [a]
+    copied = matcher.copy()
+    with mock.patch.object(copied, "_compute", None):  # the first mask is made once for all copies
+        assert copied.allowed_ids([]) == [a]
 
 
 def test_a_matcher_follows_guesses_and_what_comes_instead() -> None:
@@ -246,18 +250,6 @@ def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:
         matchers[1].abandon()
         blocker.set()
     assert [future.cancelled() for future in futures] == [False, True, False]
-
-
-def test_the_end_of_the_process_waits_for_no_mask_that_is_not_begun() -> None:
-    matcher = compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table())
-    masks, blocker = MaskThreads(), threading.Event()
-    for _ in range(2):
-        masks._pool.submit(blocker.wait)
-    masks.prepare([(matcher, [ord("a") + 1])])
-    assert not matcher.ready
-    masks.close()
-    assert matcher.ready
-    blocker.set()
 
 
 def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> None:

@@ -18,7 +18,7 @@ from harness import wait_until
 from transformers import LlamaConfig
 
 from tgis.engines.distributed import follower, ranks
-from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join
+from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join, notice_cut_links
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineOptions, Fatal, Ready
@@ -79,7 +79,8 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
         with pytest.raises(ConnectionRefusedError):  # the port is closed again
             socket.create_connection(("127.0.0.1", port))
         assert "timed out" not in caplog.text  # nobody has waited for the silent one
-        assert "rank 1 has joined, node 1 at 127.0.0.1" in caplog.messages
+        said = f"waiting on port {port} for rank 1", "rank 1 has joined, node 1 at 127.0.0.1"
+        assert {*said} <= {*caplog.messages}
         for reason in (
             "with another CLUSTER_SECRET_PATH",
             "but a frame of 542393671 bytes",
@@ -89,6 +90,15 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
             wait_until(lambda said=f"127.0.0.1 has connected, {reason}": said in caplog.text, reason)  # type: ignore[misc]
         for sock in (*strangers, link, links[1]):
             sock.close()
+
+
+def test_a_link_that_is_cut_is_noticed_within_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
+        notice_cut_links(link, 7.5)
+        names = "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT", "TCP_NODELAY"
+        values = [link.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+        assert values == [1, 1, 6, 7500, 1]
+        assert (link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), link.gettimeout()) == (1, None)
 
 
 def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:

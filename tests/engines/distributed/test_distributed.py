@@ -38,7 +38,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame
 from tgis.ipc.lookups import AdapterRef
-from tgis.ipc.messages import EngineOptions, Fatal
+from tgis.ipc.messages import EngineOptions, Fatal, Heartbeat
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 from tgis.prompts.soft_prompt import SoftPrompt
@@ -158,12 +158,13 @@ def drawn_adapter(data: st.DataObject, version: int, dtype: torch.dtype, length:
 @given(st.data())
 def test_other_ranks_have_the_same_sequences(data: st.DataObject) -> None:
     """Over steps in which they get tokens and blocks, leave and come back."""
-    rows = []
+    rows = list[Sequence]()
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     for n in range(data.draw(st.integers(1, 5))):
         length = data.draw(st.integers(1, 40))
         details = LogprobOptions(input_tokens=data.draw(st.booleans()))
-        reference, adapter = drawn_adapter(data, n, dtype, length)
+        known = [(row.request.adapter, row.adapter) for row in rows]  # sequences may share one
+        reference, adapter = data.draw(st.sampled_from([drawn_adapter(data, n, dtype, length), *known]))
         rows.append(
             Sequence(Request(n, list(range(length)), 9, False, SamplingParams(), details, adapter=reference), 0.0)
         )
@@ -216,11 +217,12 @@ def test_a_step_of_32_decodes_is_small_whatever_the_context() -> None:
 
 
 def test_two_ranks_compute_what_one_does_try_again_and_end_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     """Steps are tried again if rank 0 fails after the model, or all ranks alike; if they wait for rank 0, all end."""
     monkeypatch.setattr("tgis.engines.distributed.engine._CRASH_DETECTION_SECONDS", 1.0)
     monkeypatch.setattr("tgis.engines.distributed.engine._EXIT_SECONDS", 0.1)
+    caplog.set_level("INFO")
     reasons = SimpleQueue[str]()
 
     def fail(reason: str) -> None:
@@ -252,6 +254,8 @@ def test_two_ranks_compute_what_one_does_try_again_and_end_together(
         assert follower.process is not None
         follower.process.kill()
         assert reasons.get(timeout=20) == "rank 1 of the engine was ended by signal 9"
+    assert f"loading {model} as float32 on cpu" in capfd.readouterr().out  # the log of the other rank
+    assert {"2 ranks compute every step", "rank 0 failed in a step"} <= {*caplog.messages}
 
 
 def broken(engine: ShardedEngine, calls: set[int]) -> Callable[[StepPlan], StepResult]:
@@ -279,11 +283,19 @@ def test_more_shards_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.M
         ranks.check_shardable(options_of(tmp_path, num_shards=4))
 
 
-def test_a_rank_of_another_node_hears_why_all_end() -> None:
+def test_a_rank_of_another_node_hears_why_all_end_and_answers() -> None:
     link, peer = socket.socketpair()
     with link, peer:
-        Follower("rank 1", link, None, mock.Mock(), mock.Mock()).send_reason("no memory")
-        assert peer.recv(1000) == encode_frame(Fatal("no memory"))
+        other = Follower("rank 1", link, None, fail := mock.Mock(), forward := mock.Mock())
+        other.send_reason("no memory")
+        assert (peer.recv(1000), link.gettimeout()) == (encode_frame(Fatal("no memory")), 0.1)
+        for message in (Heartbeat(1, 7), ranks.GiveUp(), Fatal("has no memory")):
+            peer.sendall(encode_frame(message))
+        assert other.gave_up(20)
+        assert not other.gave_up(0)
+        peer.close()
+        other._watcher.join(20)
+    assert (forward.mock_calls, fail.mock_calls) == ([mock.call(Heartbeat(1, 7))], [mock.call("rank 1 has no memory")])
 
 
 @pytest.mark.parametrize(

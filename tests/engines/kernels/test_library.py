@@ -78,7 +78,7 @@ def test_amx_is_left_alone_where_the_system_refuses_it(
     kernels = load_kernels("auto", CACHE_DIR)
     assert kernels is not None
     assert kernels.isa == library_isa
-    assert "the system lets no process use AMX" in caplog.text
+    assert "CPU kernels: the system lets no process use AMX" in caplog.text
 
 
 def test_the_option_takes_every_instruction_set() -> None:
@@ -181,7 +181,8 @@ def test_a_prebuilt_library_needs_no_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     caplog.set_level(logging.INFO)
     assert load_kernels("generic", str(tmp_path / "cache"))
-    assert f"CPU kernels: generic ({tmp_path / 'generic.so'})" in caplog.text
+    assert load_kernels("none", "") is None
+    assert caplog.messages == [f"CPU kernels: generic ({tmp_path / 'generic.so'})", "CPU kernels: none"]
     assert not (tmp_path / "cache").exists()
 
 

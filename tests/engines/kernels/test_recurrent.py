@@ -113,6 +113,8 @@ def test_computes_what_transformers_does_whatever_the_batch(
     plain += [run(recurrence, *(x[30:] for x in of_tokens), *others, states, slots_of(TOKENS - 30, 1, 2))[20:]]
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     assert (torch.cat(plain) - expected).norm() < tolerance * expected.norm()
+    rest = run(recurrence, *(x[50:] for x in of_tokens), *others, states, slots_of(TOKENS - 50, 0, 0))
+    assert (rest - expected[50:]).norm() < tolerance * expected.norm()  # from the states after the first part
     of_isas: dict[str, Tensor] = {}
     for library in kernels_here():
         kernels = RecurrentKernels(library)

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # changes of the configurati
     "ignored": ({"ignore": ["re:.*q_proj"]}, "LAYER is quantized, but quantization_config does not say how"),
     "targets": ({"targets": ["Embedding"]}, "LAYER is quantized, but quantization_config does not say how"),
     "count": ({"targets": ["re:a{9}"]}, "the pattern 'a{9}' is too long, or has a count"),
-    "long": ({"targets": ["re:" + 301 * "."]}, "the pattern"),
+    "long": ({"targets": ["re:" + 301 * "."]}, f"the pattern '{59 * '.'} is too long, or has a count"),
     "pattern": ({"targets": ["re:("]}, "the pattern '(': missing ) at position 1"),
     "slow": ({"ignore": ["re:(?:.|..)+(?:.|..)+[xq]$"]}, "the pattern '(?:.|..)+(?:.|..)+[xq]$': regex timed out"),
     "type": ({"weights": E4M3}, "LAYER: weight is int8, not float8_e4m3fn"),

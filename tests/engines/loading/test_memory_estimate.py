@@ -96,6 +96,13 @@ def test_a_start_on_a_cpu_takes_the_estimate_of_a_check(
     for module in (available, memory_estimate):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     lines = describe_memory(options)
+    assert [re.sub(r" *[\d.]+ (bytes|[KMG]iB|tokens)", "N", line) for line in lines] == [
+        "tgis_native on cpu needs:",
+        "N  weights, as loaded",
+        "N  KV cache, full:N ofN",
+        "N  the largest step beside it, estimated",
+        "N  together;N ofN are free, room forN",
+    ]
     room = int(lines[-1].split("room for ")[1].split()[0])
     monkeypatch.setattr(available, "available_memory", lambda _: free - weights)  # they are loaded by then
     engine = PagedEngine(options)

@@ -44,6 +44,7 @@ def test_the_model_computes_the_same(name: str, tmp_path: Path) -> None:
     assert len(slices(model)) == MERGED[name] * layers
     torch.testing.assert_close(model(IDS).logits, before)
     torch.testing.assert_close(model(IDS[:, :2]).logits, before[:, :2])
+    assert all((layer.merged._input, layer.merged._outputs) == (None, []) for layer in slices(model))  # no memory
 
 
 def test_an_encoder_decoder_too(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (GPTQ | {"bits": 3}, "gptq with 3 bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"bits": {"q_proj": 4}}, "gptq with {'q_proj': 4} bits, checkpoint_format 'gptq' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "gptq with 4 bits, checkpoint_format 'marlin' is not supported"),
-        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of modelopt is not supported, only"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4' of modelopt is not supported, only 'FP8'"),
         (GPTQ | {"dynamic": {"-:k_proj": {}, "+:q_proj": {"bits": 8}}}, "quantization_config.dynamic: other options "),
         (GPTQ | {"dynamic": {r".*q_proj": {"group_size": 8}}}, "quantization_config.dynamic: other options for '.*q_"),
         (AUTO_ROUND | {"extra_config": {"head": {"bits": 8}}}, "quantization_config.extra_config: other options for"),

@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from batches import engine_options
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import PeakMeter, available_memory, memory_for_batches, total_memory
+from tgis.engines.memory.available import (
+    PeakMeter,
+    available_memory,
+    memory_for_batches,
+    read_proc_bytes,
+    total_memory,
+    used_memory,
+)
 from tgis.engines.memory.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions
@@ -88,12 +96,18 @@ def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: 
     """It may be in pieces that nothing fits in."""
     stats = {"mem_get_info": (500, 1000), "memory_reserved": 440, "max_memory_reserved": 460, "empty_cache": None}
     stats |= {"get_per_process_memory_fraction": 0.9, "reset_peak_memory_stats": None, "memory_allocated": 1}
-    for name, value in stats.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    cuda = torch.device("cuda")
+    calls, cuda = mock.Mock(**{f"{name}.return_value": value for name, value in stats.items()}), torch.device("cuda")
+    for name in stats:
+        monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
     assert available_memory(cuda) == 900 - 440
+    calls.mem_get_info.return_value = 300, 1000
+    assert (available_memory(cuda), calls.empty_cache.call_count) == (300, 2)
+    calls.reset_mock()
     meter = PeakMeter(cuda)
-    assert (meter.reset(), meter.peak()) == (440, 460)
+    freed = [mock.call.empty_cache(), mock.call.reset_peak_memory_stats(cuda)]
+    assert [calls.mock_calls[:2], meter.reset(), meter.peak()] == [freed, 440, 460]
+    monkeypatch.setattr(available, "read_proc_bytes", lambda _, name: 7 if name == "VmRSS" else 0)
+    assert (used_memory(cuda), used_memory(CPU)) == (7 + 1, 7)
 
 
 def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +122,8 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     assert found("cuda", batch_safety_margin=5) == 950 - 100
     assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
     assert found("cuda", estimate_memory="off") == 800
+    assert found("cuda", estimate_memory="manual", batch_safety_margin=99) == 16  # one request of 256 tokens
+    assert KVBudget(engine_options(tmp_path), CPU, 100, 16).num_blocks(0, lambda: 1 << 40) == 16 * 100  # no attention
     assert found("cpu") == 800 * 4 // 10
     assert found("cpu", to_load=500) == 400 * 4 // 10
     assert found("cpu", num_shards=4, nnodes=2) == 400 * 4 // 10
@@ -123,6 +139,11 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     assert KVBudget(options, CPU, 9, 16).with_states(160, lambda: 100)[0] == 1
     with pytest.raises(StartError, match=r"^no memory is left for states of 161 bytes: grant more memory$"):
         KVBudget(options, CPU, 9, 16).with_states(161, lambda: 100)
+
+
+def test_a_system_without_an_entry_is_told() -> None:
+    with pytest.raises(OSError, match=r"^/proc/self/status has no entry VmAnything$"):
+        read_proc_bytes(available.PROCESS / "status", "VmAnything")
 
 
 def test_this_machine_has_memory() -> None:

@@ -93,12 +93,22 @@ def test_weights_need_the_memory_of_their_ranks(smollm2_dir: Path, free: Free) -
         check(msgspec.structs.replace(options, num_shards=2), torch.bfloat16, CPU)
 
 
-def test_a_step_where_a_module_chooses_no_experts() -> None:
+EXPERTS = 10 * (2 * 48 + 32) * 4  # a row of the inputs and outputs of one for each token
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "others"), [("Llama", 48, 0), ("Mixtral", 2 * 48, EXPERTS), ("T5", 48, 10 * 10 * 4 * 2 * 4)]
+)
+def test_a_step_is_estimated_from_shapes(name: str, width: int, others: int) -> None:
+    """Of ten tokens in float32, with a vocabulary of 97."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config("Qwen3Moe"))
-    expected = step_bytes(model, "cpu", 1, 8)
-    model.top_k = None
-    assert step_bytes(model, "cpu", 1, 8) == expected
+        model = (AutoModelForSeq2SeqLM if name == "T5" else AutoModelForCausalLM).from_config(make_config(name))
+    fixed = (8 << 20) + 10 * width * 5 * 4 + others
+    assert step_bytes(model, "cpu", 2, 10) == fixed + 2 * 97 * (36 + 60)
+    assert step_bytes(model, "cpu", 2, 10, logits=1000) == fixed + 1000 * 97 * 4
+    assert step_bytes(model, "cpu", 10**5, 10) == fixed + 97 * 10**5 * 36 + (30 << 20)
+    assert step_bytes(model, "cuda", 10**6, 10, logprobs=10**8) == fixed + 97 * 10**6 * 36 + (960 << 20)
+    assert step_bytes(model, "cpu", 2, 10, logprobs=10**6) == 3 * 10**6 * 97 * 4
 
 
 def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:

@@ -154,10 +154,12 @@ def test_inputs_whose_square_does_not_fit_are_refused_before_they_run() -> None:
     assert engine.peak_bytes < 10 * GiB
 
 
-def test_the_largest_step_of_a_paged_engine() -> None:
+def test_the_largest_step_of_a_paged_engine(caplog: pytest.LogCaptureFixture) -> None:
     formula = MemoryFormula(step=5 * MiB, row=MiB, width=2000, computed=3000, told=50_000)
     engine = SyntheticEngine(formula, block_size=16)
+    caplog.set_level("INFO")
     peak = runner(engine).paged_peak(5000, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
+    assert caplog.messages == ["  64 sequences of 5000 tokens: 104 MiB beside the KV cache"]
     assert peak == pytest.approx(formula.bytes(64, 5000, 448 + 63, told=448 + 63), rel=0.001)
 
 
@@ -180,7 +182,7 @@ def test_a_full_batch_that_does_not_fit_is_refused_before_it_runs() -> None:
 
 def test_running_out_of_memory_is_a_clear_end() -> None:
     engine = SyntheticEngine(MemoryFormula(row=10 * MiB), capacity=400 * MiB)
-    with pytest.raises(StartError, match=r"MAX_BATCH_SIZE=64 rows: lower it, choose a smaller DTYPE"):
+    with pytest.raises(StartError, match=r"MAX_BATCH_SIZE=64 rows: lower it, .* or grant more memory$"):
         runner(engine, 100 * GiB).padded_peak(MAX_LENGTH, 128, chunked=True)  # less is there than was reported
 
 
@@ -250,6 +252,7 @@ def test_manual_runs_nothing_and_trusts(start: Start) -> None:
     tokens, engine = start(estimate_memory="manual")
     assert not engine.steps
     assert tokens == manual_capacity(2048, 64, 20)
+    assert start(estimate_memory="manual", batch_safety_margin=99)[0] == 2048
 
 
 def test_a_system_that_reports_nothing_is_as_off(
@@ -261,10 +264,12 @@ def test_a_system_that_reports_nothing_is_as_off(
         raise PermissionError("no clear_refs")
 
     monkeypatch.setattr(profiler, "PeakMeter", refuse)
-    assert capacity(engine, options) == expected
-    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"]
+    assert (capacity(engine, options), profiler.profile(engine, options, CPU)) == (expected, 0)
+    assert tgis_warnings(caplog) == ["memory cannot be measured here, ESTIMATE_MEMORY is off then: no clear_refs"] * 2
 
 
 def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:
-    with pytest.raises(StartError, match=r"0 bytes are there .* 64 rows take 10 MiB.*; lower MAX_BATCH_SIZE, choose a"):
+    with pytest.raises(
+        StartError, match=r"0 bytes are there .* 64 rows take 10 MiB.*; lower MAX_B.*grant more memory$"
+    ):
         start(estimate_memory="off", batch_safety_margin=100)

@@ -90,16 +90,6 @@ def test_freed_slots_are_zeroed() -> None:
     model.join([20, 3], piece=100)  # `check` looks at the padding too
 
 
-def test_an_empty_cache_starts_again_without_growing() -> None:
-    model = Model()
-    for _ in range(50):
-        model.join([30], piece=100)
-        for _ in range(20):
-            model.decode()
-        model.leave(0)
-    assert model.cache.past_key_values.layers[0].buffers[0].shape[2] <= 128
-
-
 def test_bytes_per_token_counts_all_layers() -> None:
     model = Model()
     model.join([4], piece=100)

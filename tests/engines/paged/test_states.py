@@ -1,6 +1,7 @@
 """States of recurrent layers on the paged engine: conversations go on from snapshots, failed steps begin again."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,14 @@ def test_a_failed_recording_leaves_no_trace(granite: Path, monkeypatch: pytest.M
 
 
 def test_check_knows_the_bytes_of_states(granite: Path) -> None:
-    engine = paged_engine(granite, 4)
+    engine = paged_engine(granite, 4, speculation="lookup", speculation_max_tokens=5)
     lines = describe_memory(engine_options(granite, 4, engine="tgis_native"))
     assert any("states of recurrent layers: 8 slots" in line for line in lines)
-    assert engine.info.state_slots == 8
+    assert (engine.info.state_slots, engine.info.proposed_tokens) == (8, 0)  # states cannot be taken back
 
 
 def test_what_cannot_keep_states_is_refused(granite: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="GraniteMoeHybridForCausalLM has recurrent layers: NUM_SHARD must be 1"):
+    with pytest.raises(StartError, match=r"has recurrent layers: NUM_SHARD must be 1, and the device a CPU$"):
         paged_engine(granite, 4, num_shards=2)
     llama = make_model("Llama", tmp_path)
     options: dict[str, Any] = {"speculation": "auto", "speculation_max_tokens": 3, "speculator_path": str(granite)}
@@ -108,7 +109,8 @@ VISION |= {"image_size": 28, "patch_size": 14, "num_patches": 16}
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
     text, vision = IMAGES[name]
     config = getattr(transformers, f"{name}Config")(
         text_config=LLAMA_LIKE | TOKEN_IDS | text, vision_config=VISION | vision
@@ -124,3 +126,5 @@ def test_the_text_model_of_a_checkpoint_with_images_is_served(name: str, tmp_pat
     torch.testing.assert_close(
         logits_of_chunks(paged_engine(tmp_path), tokens, [13, 1, 16]), expected, atol=1e-4, rtol=0
     )
+    kind = rf"{config.model_type} is served as \w+ForCausalLM, without its other parts"
+    assert any(re.fullmatch(kind, message) for message in caplog.messages) == (name != "Qwen3_5")  # which has a class

@@ -198,8 +198,6 @@ class PaddedKVCache:
                 buffer[row, :, columns] = buffer[last, :, columns]
             self.seq_lens[row] = self.seq_lens[last]
         self.seq_lens.pop()
-        if not self.seq_lens:
-            self._end_column = 0
 
     @property
     def _buffers(self) -> list[Tensor]:
