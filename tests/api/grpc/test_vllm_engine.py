@@ -23,6 +23,7 @@ from scripted_api import LIMITS, ScriptedGenerator, output
 from tokenizers import Tokenizer as Backend
 
 from benchmarks.chaos.http2 import HEADERS
+from tgis import __version__
 from tgis.errors import InvalidRequest
 from tgis.frontend.admission import Admission
 from tgis.frontend.calls import GenerateCall
@@ -110,6 +111,16 @@ def test_logprobs() -> None:
     assert complete.input_logprobs == pb.InputLogProbs(token_logprobs=[{}, {"value": -2.0}], token_ids=[4, 5])
 
 
+@pytest.mark.parametrize(("reason", "matched"), [("EOS_TOKEN", 7), ("MAX_TOKENS", None)])
+def test_a_stop_token_of_the_request_is_named(reason: str, matched: int | None) -> None:
+    request = pb.GenerateRequest(text="a", sampling_params={"stop_token_ids": [7]})
+    ended = output(reason=reason, tokens=[("("), ("(")], generated_token_count=2, num_cached_tokens=1)
+    (data,) = convert.Answer(request).messages(ended)
+    expected = pb.GenerateComplete(output_ids=[7, 7], completion_tokens=2, cached_tokens=1, matched_token_id=matched)
+    expected.finish_reason = "stop" if matched else "length"
+    assert pb.GenerateResponse.FromString(data).complete == expected
+
+
 def test_the_input_of_a_call() -> None:
     """Ids have no text, so LOG_TEXT logs none that the model does not get."""
     request = pb.GenerateRequest(tokenized={"input_ids": [1], "original_text": "a"})
@@ -183,6 +194,8 @@ async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
         writer.close()
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
         await stub.HealthCheck(pb.HealthCheckRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="FlushCache needs a bearer token or a client certificate"):
+            await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert not any(call.done() for call in calls)
         await stub.Abort(pb.AbortRequest(request_ids=["x"]))
         assert await calls[0].code() is grpc.StatusCode.CANCELLED
@@ -220,6 +233,8 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("vllm")
     (directory / "tokens").write_text("first\nsecond\n")
+    (directory / "model").mkdir()
+    (directory / "model/generation_config.json").write_text('{"top_k": 9, "top_p": null, "max_length": 7}')
     steps = {"max_sequence_length": 200, "step_seconds": 0.01}
     with local_server(directory, steps, AUTH_TOKEN_PATH=directory / "tokens", MAX_NEW_TOKENS=169) as running:
         yield running
@@ -270,15 +285,35 @@ def test_only_the_caller_of_a_request_can_abort_it(stub: VllmEngineStub) -> None
 
 def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
     assert stub.HealthCheck(pb.HealthCheckRequest(), metadata=FIRST) == pb.HealthCheckResponse(healthy=True)
-    model = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=FIRST)
-    assert (model.served_model_name, model.max_context_length, model.eos_token_ids) == ("model", 200, [256])
-    assert stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST).constrained_decoding_start == "first_token"
-    assert stub.GetLoads(pb.GetLoadsRequest(), metadata=FIRST).loads[0].max_running_requests == 256
+    assert stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=FIRST) == pb.GetModelInfoResponse(
+        served_model_name="model",
+        tokenizer_path=str(server.log.parent / "model"),
+        is_generation=True,
+        max_context_length=200,
+        max_req_input_len=199,
+        vocab_size=257,
+        model_type="fake",
+        architectures=["FakeEngine"],
+        eos_token_ids=[256],
+        pad_token_id=256,
+        default_sampling_params_json='{"top_k": 9}',
+    )
+    info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST)
+    assert info.uptime_seconds > 0
+    info.ClearField("uptime_seconds")
+    sizes: Any = {"data_parallel_size": 1, "kv_cache_dtype": "auto", "max_num_seqs": 256}
+    names: Any = {"server_type": "vllm-grpc", "model_dtype": "torch.none", "constrained_decoding_start": "first_token"}
+    assert info == pb.GetServerInfoResponse(**sizes, **names)
+    loads = stub.GetLoads(pb.GetLoadsRequest(), metadata=FIRST)
+    assert (loads.version, loads.dp_rank_count) == (__version__, 1)
+    capacity = loads.loads[0].max_total_num_tokens
+    assert [*loads.loads] == [pb.SchedulerLoad(max_total_num_tokens=capacity, max_running_requests=256)]
     chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=FIRST))
     data = b"".join(chunk.data for chunk in chunks)
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert Backend.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
-        assert archive.namelist() == ["tokenizer.json", "config.json"]
-    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST).success
+        assert archive.namelist() == ["tokenizer.json", "config.json", "generation_config.json"]
+    flushed = common_pb2.FlushCacheResponse(success=True, message="no prefix is cached any more")
+    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST) == flushed
     assert failure(lambda: stub.Embed(pb.EmbedRequest(), metadata=FIRST))[0] is grpc.StatusCode.UNIMPLEMENTED
