@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from tgis.__main__ import run
 from tgis.bench import workload
-from tgis.bench.client import RequestRecord
+from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import record_message
-from tgis.bench.load import Budget, OpenLoop
+from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.measure import LevelResult, Report
+from tgis.bench.report import format_notes, format_table
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -139,6 +141,40 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
+REPORT = """t, streamed
+
+concurrency                1
+ok                         1
+failed INTERNAL            1
+short                      0
+duration_s              2.00
+input_tokens               3
+output_tokens              2
+requests_per_s          0.50
+input_tokens_per_s      1.50
+output_tokens_per_s     1.00
+latency_ms p50       2000.00
+"""
+NOTES = [
+    "interrupted: requests that were under way are not counted",
+    "the server does not count tokens: input lengths are in words",
+    "concurrency 1: 1 failed with INTERNAL, the first: it broke",
+    "concurrency 1: the load generator used 90% of a core, doubt its times",
+]
+
+
+def test_a_report_for_people() -> None:
+    settings = BenchSettings(target="t")
+    records = [RequestRecord(9.0, 2, 9.0, output_tokens=2, input_tokens=3)]
+    records += [RequestRecord(9.5, 2, 9.5), RequestRecord(9.0, 2)]
+    records[0].succeed(11.0)
+    records[1].fail(10.0, "INTERNAL", "it\n broke")
+    result = LevelResult(ClosedLoop(1), settings, records, cpu_seconds=1.8)
+    report = Report(settings, calibrated=False, interrupted=True, results=[result])
+    assert format_table(report).startswith(REPORT)
+    assert [*format_notes(report)] == NOTES
+
+
 # Load
 
 
@@ -160,6 +196,11 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     released = asyncio.Event()
     asyncio.run(drive())
     assert most == 5
+
+
+def test_a_budget_may_be_a_duration() -> None:
+    budget = Budget(None, 2.0)
+    assert [budget.try_take(elapsed) for elapsed in (0.0, 1.9, 2.0)] == [True, True, False]
 
 
 # Workload

@@ -146,6 +146,12 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 def test_most_models_have_none(tmp_path: Path) -> None:
     assert ChatTemplate.load(make_fake_model(tmp_path), TemplateProcess()) is None
+    body = msgspec.convert({"messages": [USER], "tools": TOOLS}, ChatCompletionRequest)
+    without_tools = load_template(model(tmp_path, "{{ messages[0].content }}"))
+    no_tools = "the model's chat template takes no tools"
+    for template, said in ((None, "the model has no chat template"), (without_tools, no_tools)):
+        with pytest.raises(InvalidRequest, match=f"^{said}$"):
+            render(template, body)
 
 
 @pytest.mark.parametrize("template", ["{% if x %}", "{{ x | zork }}", "a\n{{ x", "{% for x in x %}" * 99])

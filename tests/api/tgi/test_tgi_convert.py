@@ -11,12 +11,12 @@ from described_params import described, plain
 from harness import run_async
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scripted_api import LIMITS, Answer, ask, output
+from scripted_api import LIMITS, Answer, ScriptedGenerator, ask, output
 from tables import table
 
 from tgis.api.tgi import convert
 from tgis.api.tgi.errors import ERRORS
-from tgis.api.tgi.schema import GenerateParameters
+from tgis.api.tgi.schema import GenerateParameters, Token
 from tgis.config import Config
 from tgis.errors import EngineFailure, Overloaded
 from tgis.frontend.calls import CallKind
@@ -157,6 +157,14 @@ async def test_invalid_requests_are_422(row: dict[str, Any]) -> None:
         assert (answer.status, answer.body["error_type"]) == (422, "validation")
         assert answer.body["error"].startswith("Input validation error: ")
         assert text in answer.body["error"]
+
+
+def test_the_only_input_token_of_an_encoder_decoder_is_that_which_starts_the_decoder() -> None:
+    generator = ScriptedGenerator([])
+    generator.server_info.engine = msgspec.structs.replace(generator.server_info.engine, decoder_start_token_id=64)
+    for wanted, tokens in ((True, [Token(64, "a", None)]), (False, [])):
+        given = GenerateParameters(decoder_input_details=wanted)
+        assert convert.details(output(reason="MAX_TOKENS"), given, generator).prefill == tokens
 
 
 GRAMMAR = b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": '
