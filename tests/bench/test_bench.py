@@ -141,38 +141,23 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
-REPORT = """t, streamed
-
-concurrency                1
-ok                         1
-failed INTERNAL            1
-short                      0
-duration_s              2.00
-input_tokens               3
-output_tokens              2
-requests_per_s          0.50
-input_tokens_per_s      1.50
-output_tokens_per_s     1.00
-latency_ms p50       2000.00
-"""
-NOTES = [
-    "interrupted: requests that were under way are not counted",
-    "the server does not count tokens: input lengths are in words",
-    "concurrency 1: 1 failed with INTERNAL, the first: it broke",
-    "concurrency 1: the load generator used 90% of a core, doubt its times",
-]
+NOTES = """interrupted: requests that were under way are not counted
+the server does not count tokens: input lengths are in words
+concurrency 1: 1 failed with INTERNAL, the first: it broke
+concurrency 1: the load generator used 90% of a core, doubt its times"""
 
 
 def test_a_report_for_people() -> None:
-    settings = BenchSettings(target="t")
-    records = [RequestRecord(9.0, 2, 9.0, output_tokens=2, input_tokens=3)]
-    records += [RequestRecord(9.5, 2, 9.5), RequestRecord(9.0, 2)]
+    records = [RequestRecord(9.0, 2, 9.0, output_tokens=2), RequestRecord(9.5, 2, 9.5), RequestRecord(9.0, 2)]
     records[0].succeed(11.0)
     records[1].fail(10.0, "INTERNAL", "it\n broke")
+    settings = BenchSettings(target="t")
     result = LevelResult(ClosedLoop(1), settings, records, cpu_seconds=1.8)
     report = Report(settings, calibrated=False, interrupted=True, results=[result])
-    assert format_table(report).startswith(REPORT)
-    assert [*format_notes(report)] == NOTES
+    title, _, *rows = format_table(report).splitlines()
+    assert (title, rows[0], rows[2]) == ("t, streamed", f"concurrency{'1':>17}", f"failed INTERNAL{'1':>13}")
+    assert rows[4] == f"duration_s{'2.00':>18}"
+    assert "\n".join(format_notes(report)) == NOTES
 
 
 # Load
@@ -196,11 +181,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     released = asyncio.Event()
     asyncio.run(drive())
     assert most == 5
-
-
-def test_a_budget_may_be_a_duration() -> None:
-    budget = Budget(None, 2.0)
-    assert [budget.try_take(elapsed) for elapsed in (0.0, 1.9, 2.0)] == [True, True, False]
+    assert [Budget(None, 2.0).try_take(elapsed) for elapsed in (1.9, 2.0)] == [True, False]
 
 
 # Workload

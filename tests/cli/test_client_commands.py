@@ -50,6 +50,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
     tokens: list[object] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -89,6 +90,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
 
     def _record_token(self, context: grpc.ServicerContext) -> None:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        self.timeouts.append(context.time_remaining())
 
 
 @dataclass
@@ -275,8 +277,10 @@ def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path
 @pytest.mark.parametrize("command", [("generate", "x"), ("tokenize", "x"), ("model-info",)])
 def test_a_token_goes_with_every_call(served: Served, tgis: Tgis, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(b"secret\nmore")
-    assert [tgis(*command, *options)[0] for options in ((), ("--token-file", str(tmp_path / "token")))] == [0, 0]
+    options = ("--timeout", "7", "--token-file", str(tmp_path / "token"))
+    assert [tgis(*command, *options)[0] for options in ((), options)] == [0, 0]
     assert served.service.tokens == [None, "Bearer secret"]
+    assert served.service.timeouts[0] > 9 > 8 >= served.service.timeouts[1]
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:

@@ -20,6 +20,7 @@ from harness import failure, run_async, unary_request
 from local_server import LocalServer, local_server
 from raw_http2 import HELLO, call_frames, next_frame_of
 from scripted_api import LIMITS, ScriptedGenerator, output
+from tables import read_table, table
 from tokenizers import Tokenizer as Backend
 
 from benchmarks.chaos.http2 import HEADERS
@@ -42,32 +43,11 @@ from tgis.api.grpc.vllm_engine import VLLM_ENGINE, VllmEngine
 
 ALWAYS = {"fill_context": True, "include_stop_sequence": False, "skip_special_tokens": False}
 IDS = {"generated_tokens": True, "exact_top_n": True}
-PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}}
-FILTERS = {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.25}
-ENDS = {"skip_special_tokens": True, "stop_token_ids": [4], "ignore_eos": True}
-DETAILS = IDS | {"logprobs": True, "input_tokens": True, "top_n_tokens": 3}
-PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"temperature": 0, "top_p": 0, "top_k": 0, "repetition_penalty": 0, "n": 0}, {}),
-    (FILTERS, FILTERS),
-    (PENALTIES, PENALTIES),
-    (ENDS, ENDS),
-    ({"max_tokens": 3, "min_tokens": 2, "seed": -1}, {"max_new_tokens": 3, "min_new_tokens": 2, "seed": -1}),
-    ({"max_tokens": 2**32 - 1}, {"max_new_tokens": LIMITS.max_new_tokens}),
-    ({"stop": ["a"], "include_stop_str_in_output": True}, {"stop_sequences": ["a"], "include_stop_sequence": True}),
-    ({"truncate_prompt_tokens": -1}, {"truncate_input_tokens": LIMITS.longest_input}),
-    ({"logprobs": 0}, {"logprob_options": IDS | {"logprobs": True}}),
-    ({"logprobs": 1, "prompt_logprobs": 3}, {"logprob_options": DETAILS}),
-    ({"json_schema": "{}"}, {"grammar": {"kind": "json_schema", "text": "{}", "exact": False}}),
-    ({"json_object": True}, {"grammar": {"kind": "json_object"}}),
-    ({"json_object": False}, {}),
-    ({"regex": "a+"}, {"grammar": {"kind": "regex", "text": "a+"}}),
-    ({"grammar": "g"}, {"grammar": {"kind": "grammar", "text": "g"}}),
-    ({"choice": {"choices": ["a", "b"]}}, {"grammar": {"kind": "choice", "choices": ["a", "b"]}}),
-]
 
 
-@pytest.mark.parametrize(("message", "params"), PARAMETERS)
-def test_parameters(message: dict[str, Any], params: dict[str, Any]) -> None:
+@table("parameters", "vllm engine")
+def test_parameters(row: dict[str, Any]) -> None:
+    message, params = row["message"], row["params"]
     expected = {"temperature": 1.0, "logprob_options": IDS} | ALWAYS | params
     if message.get("temperature") == 0:
         del expected["temperature"]
@@ -76,27 +56,18 @@ def test_parameters(message: dict[str, Any], params: dict[str, Any]) -> None:
 
 def test_every_parameter_is_converted_or_changes_no_token() -> None:
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    tested = {name for message, _ in PARAMETERS for name in message}
+    tested = {name for row in read_table("parameters", "vllm engine") for name in row["message"]}
     assert names - tested == {"spaces_between_special_tokens", "grammar_from_first_token", "structural_tag"}
 
 
-@pytest.mark.parametrize(
-    ("message", "field", "text"),
-    [
-        ({}, "input", "one of tokenized and text must be set"),
-        ({"text": "a", "data_parallel_rank": 0}, "data_parallel_rank", "data_parallel_rank is not supported"),
-        ({"logprobs": -1}, "sampling_params.logprobs", "logprobs must be from 0 to 20"),
-        ({"n": 129}, "sampling_params.n", "n must be from 1 to 128"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens", "max_tokens must be from 1 to 4294967295"),
-        ({"structural_tag": "{}"}, "sampling_params.structural_tag", "structural_tag is not supported"),
-    ],
-)
-def test_what_is_refused_is_named(message: dict[str, Any], field: str, text: str) -> None:
+@table("refusals", "vllm engine")
+def test_what_is_refused_is_named(row: dict[str, Any]) -> None:
+    message, field = row["message"], row["field"]
     fields = {"text": "a", "sampling_params": message} if field.startswith("sampling_params") else message
     with pytest.raises(InvalidRequest) as caught:
         convert.generate_call(pb.GenerateRequest(**fields), LIMITS, b"", b"", ())
     error = convert.invalid_request(caught.value)
-    assert (error.field, str(error)) == (field, text)
+    assert (error.field, str(error)) == (field, row["text"])
 
 
 def test_logprobs() -> None:

@@ -75,8 +75,11 @@ def test_an_answer_begins_or_continues(role: str, add: Any, continues: Any, expe
     flags = {"add_generation_prompt": add, "continue_final_message": continues}
     assert template.render(messages, None, {"marks": expected != "x"}, **flags) == expected
     for variables, given in (({}, {"add_generation_prompt": True, "continue_final_message": True}), ({"tools": 1}, {})):
-        with pytest.raises(InvalidRequest, match=r"mutually exclusive|chat_template_kwargs must not have tools"):
+        with pytest.raises(
+            InvalidRequest, match=r"mutually exclusive|chat_template_kwargs must not have tools"
+        ) as error:
             template.render(messages, None, variables, **given)
+        assert error.value.field == ("chat_template_kwargs" if variables else "continue_final_message")
 
 
 def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
