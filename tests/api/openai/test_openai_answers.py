@@ -96,27 +96,14 @@ def test_errors(row: dict[str, Any]) -> None:
     assert found.items() <= expected.items()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("a", (["a"], None)),
-        (["a", "b"], (["a", "b"], None)),
-        ([1, 2], ([""], [[1, 2]])),
-        ([[1], [2, 3]], (["", ""], [[1], [2, 3]])),
-        ([[]], ([""], [[]])),
-        ([], "prompt cannot be empty"),
-        ([1, "a"], "prompt must be a text, token ids, or several of one of them"),
-        ([*["a"] * 5], "prompt must have at most 4 prompts, the inputs that a client may have in flight, got 5"),
-        ([1, "a", *[1] * 10], ([""], [[1, "a", *[1] * 10]])),  # too long, which is found later
-    ],
-)
-def test_prompts(prompt: Any, expected: Any) -> None:
-    if not isinstance(expected, str):
-        assert split_prompt(prompt, max_prompts=4, max_tokens=10) == expected
+@table("parameters", "openai prompts")
+def test_prompts(row: dict[str, Any]) -> None:
+    if "texts" in row:
+        assert split_prompt(row["prompt"], max_prompts=4, max_tokens=10) == (row["texts"], row.get("ids"))
         return
     with pytest.raises(InvalidRequest) as caught:
-        split_prompt(prompt, max_prompts=4, max_tokens=10)
-    assert (caught.value.field, caught.value.detail) == ("prompt", expected)
+        split_prompt(row["prompt"], max_prompts=4, max_tokens=10)
+    assert (caught.value.field, caught.value.detail) == ("prompt", row["error"])
 
 
 def test_text_offsets_count_characters() -> None:

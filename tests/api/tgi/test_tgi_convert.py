@@ -49,21 +49,10 @@ def test_which_details_are_asked_for(row: dict[str, Any]) -> None:
     assert plain(params.logprob_options) == row["options"] | {"exact_top_n": True}
 
 
-@pytest.mark.parametrize(
-    ("ended", "given", "reason"),
-    [
-        ((3, "EOS_TOKEN", []), {}, "eos_token"),
-        ((3, "STOP_SEQUENCE", []), {}, "stop_sequence"),
-        ((3, "EOS_TOKEN", [("x",)]), {"stop": ["x"]}, "stop_sequence"),  # a special token
-        ((3, "EOS_TOKEN", []), {"max_new_tokens": 3}, "length"),  # no more were possible
-        ((100, "EOS_TOKEN", []), {}, "length"),
-        ((195, "EOS_TOKEN", []), {"max_new_tokens": 500}, "length"),
-        ((3, "TIME_LIMIT", []), {}, "length"),
-    ],
-)
-def test_finish_reasons(ended: tuple[int, str, Any], given: dict[str, Any], reason: str) -> None:
-    made = output(generated_token_count=ended[0], reason=ended[1], tokens=ended[2])
-    assert convert.finish_reason(made, 5, given_parameters(**given), LIMITS) == reason
+@table("answers", "tgi finish reasons")
+def test_finish_reasons(row: dict[str, Any]) -> None:
+    made, given = output(**row["output"]), given_parameters(**row["parameters"])
+    assert convert.finish_reason(made, 5, given, LIMITS) == row["reason"]
 
 
 @table("errors", "errors")
