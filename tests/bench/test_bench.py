@@ -214,7 +214,9 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert captured.err == "concurrency 1 ...\nconcurrency 4 ...\n"
     head = [line.split() for line in captured.out.splitlines() if line.startswith("concurrency")]
     assert head == [["concurrency", "1", "4"]]
-    levels = json.loads(captured.out.splitlines()[-1])["levels"]
+    found = json.loads(captured.out.splitlines()[-1])
+    assert found.keys() == {"settings", "date", "interrupted", "levels"}
+    levels = found["levels"]
     assert [level["concurrency"] for level in levels] == [1, 4]
     for level in levels:
         assert (level["ok"], level["failed"], level["short"]) == (12, {}, 0)
@@ -250,6 +252,7 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     assert level["server_cpu_us_per_token"] > 0
+    assert 0 <= level["send_delay_ms"]["p50"] < level["latency_ms"]["p99"]
     (raw,) = json.loads(path.read_text())["levels"]
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))

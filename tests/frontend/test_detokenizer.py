@@ -117,8 +117,10 @@ def test_eos_that_is_not_special_is_text(families: Families) -> None:
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_vocabulary_has_no_tokens_that_depend_on_the_one_before(families: Families, family: str) -> None:
-    dependent = family in ("ctc", "word_suffix", "word_suffix_sequence")
-    assert (not decoder(families(family)[1]).vocabulary().tokens) == dependent
+    _, tokenizer = families(family)
+    tokens, dependent = decoder(tokenizer).vocabulary().tokens, family in ("ctc", "word_suffix", "word_suffix_sequence")
+    assert len(tokens) == (0 if dependent else tokenizer.max_token_id + 1)
+    assert not any(token and tokenizer.is_special(index) for index, token in enumerate(tokens))
 
 
 def test_unsupported_decoder(tmp_path: Path) -> None:

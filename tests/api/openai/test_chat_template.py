@@ -164,7 +164,7 @@ def test_one_that_does_not_compile_is_a_warning(
     """The model serves everything but chats."""
     load_template(model(tmp_path, [{"name": "default", "template": "x"}, {"name": "t", "template": template}]))
     (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: ")
+    assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: the chat template cannot be applied: ")
     assert "\n" not in said
 
 
