@@ -103,7 +103,7 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
 
 
 @run_async
-async def test_the_engine_limits_requests_and_knows_the_adapters(preparation: Preparation) -> None:
+async def test_the_engine_limits_requests_and_knows_the_adapters(preparation: Preparation, caplog: Any) -> None:
     of_engine: Any = {"max_request_tokens": 90, "max_positions": 80, "input_vocab_size": 257, "vocab_size": 250}
     stop, info = asyncio.get_running_loop().create_future(), replace_fields(INFO, **of_engine)
     server, start = await waiting(preparation, stop, info)
@@ -111,6 +111,10 @@ async def test_the_engine_limits_requests_and_knows_the_adapters(preparation: Pr
     assert await start
     limits = server._generator.result().server_info.limits
     assert limits == replace(preparation.limits, placeholder_id=256, **of_engine)
+    for size in (257, 256):
+        server._compare_vocabularies(replace_fields(INFO, input_vocab_size=size))
+    warning = "the tokenizer has token '</s>' with id 256, the model has only ids below 256: inputs with it are refused"
+    assert caplog.messages == [warning]
 
 
 @run_async

@@ -132,6 +132,7 @@ def test_messages(
     chunks = streamed(decoder, params(stops, tokens=tokens), steps, late=late)
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == messages
     assert [chunk.stop_reason for chunk in chunks] == [NOT_FINISHED] * (len(chunks) - 1) + [reason]
+    assert all(token.logprob == -token.id for chunk in chunks for token in chunk.tokens)
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
 
 

@@ -58,7 +58,7 @@ def validated(params: Params, limits: RequestLimits = LIMITS) -> Params:
 
 def request_of(length: int, params: Params, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
     """The request for an input of this length."""
-    return make_request([5] * length, adapter, params, limits, "x", id=1)
+    return make_request([5] + [4] * (length - 1) if length else [], adapter, params, limits, "x", id=1)
 
 
 RULES = [*table("validation", "rules").args[1]]
