@@ -1,4 +1,4 @@
-"""Tables of `tests/golden/apis`: what an API reads and writes, row by row."""
+"""Tables of `tests/golden/apis`: what an API reads and writes, and what is read of a model, row by row."""
 
 import json
 from typing import Any
