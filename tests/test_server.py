@@ -98,8 +98,12 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
         await start
     with pytest.raises(Unavailable, match=LOADING):
         await Server(preparation)._batch_state()
-    said = server._why_no_grammars(INFO, has_vocabulary=False)
-    assert said == "structured output is not supported with this tokenizer"
+    off = Server(replace(preparation, config=replace(preparation.config, structured_output=False)))
+    said = [off._why_no_grammars(INFO, has_vocabulary=True), server._why_no_grammars(INFO, has_vocabulary=False)]
+    assert said == [
+        "structured output is turned off (STRUCTURED_OUTPUT)",
+        "structured output is not supported with this tokenizer",
+    ]
 
 
 @run_async
