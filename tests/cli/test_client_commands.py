@@ -93,17 +93,25 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         self.timeouts.append(context.time_remaining())
 
 
+class TimedHealth(health.HealthServicer):
+    """Keeps how long its last client waits."""
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.timeout = context.time_remaining()
+        return super().Check(request, context)
+
+
 @dataclass
 class Served:
     target: str
     service: Scripted
-    health: health.HealthServicer
+    health: TimedHealth
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    service, healthy = Scripted(), health.HealthServicer()
+    service, healthy = Scripted(), TimedHealth()
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -241,6 +249,7 @@ def test_model_info(tgis: Tgis) -> None:
 
 def test_health(served: Served, tgis: Tgis) -> None:
     assert tgis("health", "--service", "") == (0, "SERVING\n", "")
+    assert 4 < served.health.timeout < 5.5
     served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert tgis("health") == (1, "NOT_SERVING\n", "")
     served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
@@ -257,8 +266,11 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     for name, code in (("NOT_SERVING", 1), ("SERVING", 0)):
         served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.ServingStatus.Value(name))
         assert (__main__.grpc_healthcheck(), capsys.readouterr().out) == (code, f"{name}\n")
+    assert 2 < served.health.timeout < 3.5
     sys.argv += ["--service-name", "other"]
     assert __main__.grpc_healthcheck() == 1
+    del sys.argv[3:5]  # the default
+    assert (__main__.grpc_healthcheck(), served.health.timeout < 1.5) == (1, True)
 
 
 @table("options", "clients")
