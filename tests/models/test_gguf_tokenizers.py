@@ -1,5 +1,6 @@
 """Tokenizers that come from the headers of GGUF files: the ids of the original ones, and the ends of llama.cpp."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 import tokenizer_families
 from chat_templates import load_template
 from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, directory, write_header, write_tokenizer
+from tables import read_table
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tgis.errors import StartError
 from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
 from tgis.models.convert import gguf
+from tgis.models.convert.gguf_tokenizer import _pre_tokenizer, end_ids
 from tgis.models.files import eos_token_ids, find_model
 
 PAGE = """English: The quick brown fox doesn't jump; it'S over 1234567 lazy dogs — 3.14159, isn't it?  Two  spaces.
@@ -105,6 +108,14 @@ def test_pre_tokenizers_that_say_more(fields: dict[str, Any], tokens: list[str],
     found = backend.encode(text).tokens
     assert found == [token for token in tokens if token != "o" or text == "hello"]
     assert tokenizer.bos_token_id == (0 if tokens[0] == "<s>" else None)
+
+
+def test_the_names_of_llama_cpp() -> None:
+    for text in itertools.chain(*read_table("models", "gguf ends")):
+        assert end_ids({"tokens": ["a", text], "token_type": [CONTROL] * 2}) == [1], text
+    for pieces, names in read_table("models", "gguf pre-tokenizers").items():
+        for name in names:
+            assert [piece for piece, _ in _pre_tokenizer(name).pre_tokenize_str("12")] == pieces.split(), name
 
 
 @pytest.mark.parametrize(
