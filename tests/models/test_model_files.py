@@ -124,20 +124,11 @@ def test_weights(tmp_path: Path) -> None:
     assert [path.name for path in find_weights(tmp_path)] == ["a.safetensors", "b.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"w": "a.safetensors"}, "names a.safetensors, which is missing"),
-        ({"w": "../a.safetensors"}, "which is no file name"),
-        ({"w": 3}, "which is no file name"),
-        ({"w": "a\nb"}, r"names 'a\\nb', which is no file name"),
-        ({}, "has no weight_map"),
-    ],
-)
-def test_a_bad_index(tmp_path: Path, weight_map: object, message: str) -> None:
-    write_index(tmp_path, weight_map)
+@table("models", "indexes")
+def test_a_bad_index(row: dict[str, Any], tmp_path: Path) -> None:
+    write_index(tmp_path, row["weight_map"])
     for find in (find_weights, lambda path: ensure_weights(path, tmp_path)):
-        with pytest.raises(StartError, match=message):
+        with pytest.raises(StartError, match=row["said"]):
             find(tmp_path)
 
 
