@@ -52,7 +52,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         number = next(self.numbers)
         self.texts.append(text)
         self.stopping.append(params.stopping)
-        self.metadata.append(dict(context.invocation_metadata()))
+        self.metadata.append(dict(context.invocation_metadata()) | {"peer": context.peer()})
         if number == self.kill_at:
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():
@@ -248,7 +248,9 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     options = ["--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4"]
-    assert bench(FakeServer(), *options, "--server-pid", str(os.getpid()), "--json", str(path)) == 0
+    fake = FakeServer()
+    assert bench(fake, *options, "--server-pid", str(os.getpid()), "--json", str(path)) == 0
+    assert len({sent["peer"] for sent in fake.metadata}) == 8  # connections
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     assert level["server_cpu_us_per_token"] > 0
