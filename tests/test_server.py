@@ -100,10 +100,8 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
         await Server(preparation)._batch_state()
     off = Server(replace(preparation, config=replace(preparation.config, structured_output=False)))
     said = [off._why_no_grammars(INFO, has_vocabulary=True), server._why_no_grammars(INFO, has_vocabulary=False)]
-    assert said == [
-        "structured output is turned off (STRUCTURED_OUTPUT)",
-        "structured output is not supported with this tokenizer",
-    ]
+    reasons = "turned off (STRUCTURED_OUTPUT)", "not supported with this tokenizer"
+    assert said == [f"structured output is {reason}" for reason in reasons]
 
 
 @run_async

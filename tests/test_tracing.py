@@ -152,7 +152,8 @@ def test_parent_headers_are_bounded() -> None:
 
 
 def test_without_the_packages_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto", None)
     (warning,) = read(OTLP_ENDPOINT="c:1").warnings
     assert warning == "OTLP_ENDPOINT='c:1' has no effect: traces need the packages of the extra otel"
     assert refusal("--strict-options", OTLP_ENDPOINT="c:1") == f"STRICT_OPTIONS: {warning}"

@@ -91,10 +91,9 @@ def test_a_terminal_shows_that_the_model_thinks_and_no_thought(monkeypatch: Any,
     chat.read("x")
     chat.read("y")
     assert capsys.readouterr().out == "(thinking)\nc\ufffdd\n" * 2
-    user, answer, last = (
-        {"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "c\x1bd"), ("user", "y"))
-    )
-    body = {"model": "m", "messages": [user, answer, last], "stream": True, "max_tokens": None}
+    said = ("user", "x"), ("assistant", "c\x1bd"), ("user", "y")
+    messages = [{"role": role, "content": text} for role, text in said]
+    body = {"model": "m", "messages": messages, "stream": True, "max_tokens": None}
     assert (sent[0], sent[2]) == ((None, 7), (body, 7))
 
 
