@@ -107,7 +107,8 @@ def test_prompts(row: dict[str, Any]) -> None:
 
 
 def test_text_offsets_count_characters() -> None:
-    texts = ["é", "日本", "b"]
-    decoder: Any = SimpleNamespace(token_bytes=lambda _previous, id_: texts[id_].encode())
-    infos = [TokenInfo(id_, text, -0.5, 1, []) for id_, text in enumerate(texts)]
+    texts = {(None, 0): "é", (0, 1): "日本", (1, 2): "b"}  # by the token before and the token
+    decoder: Any = SimpleNamespace(token_bytes=lambda *ids: texts[ids].encode())
+    infos = [TokenInfo(ids[1], text, -0.5, 1, []) for ids, text in texts.items()]
+    assert [token.token for token in TokenTexts(decoder).chat_logprobs(infos, 0).content] == [*texts.values()]
     assert TokenTexts(decoder).completion_logprobs(infos, 0).text_offset == [0, 1, 3]
