@@ -195,6 +195,7 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
         with admission.calls.hold(b"", admission.calls.limit):
             assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
             await stub.Abort(pb.AbortRequest())
+        assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).default_sampling_params_json == ""
 
 
 # --- through the stub; the engine repeats its prompt, whose tokens are bytes ---

@@ -110,7 +110,8 @@ async def test_a_failure_is_a_status_or_the_last_event() -> None:
 
 @run_async
 async def test_the_root_route_and_invocations_answer_as_clients_expect() -> None:
-    body = {"inputs": "hé", "parameters": {"max_new_tokens": 2}}
+    largest = {"seed": convert.MAX_SEED, "truncate": LIMITS.longest_input, "stop": [*"wxyz"]}
+    body = {"inputs": "hé", "parameters": largest | {"max_new_tokens": 2}}
     for path in ("/", "/invocations"):
         assert (await ask(path, body, AB)).body == [{"generated_text": "héab"}]
         (event,) = (await ask(path, body | {"stream": True}, LAST_TOKEN)).body
