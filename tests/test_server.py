@@ -151,8 +151,9 @@ async def test_pauses_and_changes_of_health_are_logged(
     server._client.set_result(EngineClient(server._process, Metrics(preparation.limits, INFO)))
     server._unhealthy_reason = None
     monkeypatch.setattr(server._grpc, "set_serving", reported := mock.Mock())
+    monkeypatch.setattr(server._service_metrics.engine_up, "set", reported)
     await server._monitor(stop)
-    assert reported.mock_calls == [mock.call(False), mock.call(True)]
+    assert reported.mock_calls == [mock.call(False)] * 2 + [mock.call(True)] * 2
     pause = "this process did not run for 1.5 s: it was paused, or busy with something else"
     assert caplog.messages == [pause, "health is off: it hangs", "health is on again"]
 
