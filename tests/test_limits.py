@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from config_parsing import read
+from tables import table
 
 from tgis import limits
 from tgis.errors import OptionError, StartError
@@ -35,21 +36,11 @@ def model(tmp_path: Any, length: int = 200) -> ModelFiles:
     return ModelFiles(tmp_path, {"max_position_embeddings": length}, {})
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"max_sequence_length": 200, "max_new_tokens": 199, "max_top_n_tokens": 10, "max_input_tokens": None}),
-        ({"MAX_SEQUENCE_LENGTH": "100", "MAX_NEW_TOKENS": "50"}, {"max_sequence_length": 100, "max_new_tokens": 50}),
-        ({"DEFAULT_MAX_NEW_TOKENS": "0"}, {"default_max_new_tokens": None}),
-        ({"DEFAULT_MAX_NEW_TOKENS": "0", "MAX_NEW_TOKENS": "500"}, {"max_new_tokens": 500}),
-        ({"MAX_NEW_TOKENS": "500"}, {"max_new_tokens": 199}),
-        ({"DEFAULT_INCLUDE_STOP_SEQS": "false"}, {"include_stop_sequence": False}),
-        ({"MAX_INPUT_TOKENS": "150"}, {"max_input_tokens": 150, "longest_input": 150}),
-    ],
-)
-def test_options_become_limits_of_requests(options: dict[str, str], expected: dict[str, Any], tmp_path: Any) -> None:
-    limits = request_limits(read(**options), model(tmp_path))
-    assert {name: getattr(limits, name) for name in expected} == expected
+@table("options", "limits")
+def test_options_become_limits_of_requests(row: dict[str, Any], tmp_path: Any) -> None:
+    given = dict(word.split("=") for word in row["line"].split())
+    limits = request_limits(read(**given), model(tmp_path))
+    assert {name: getattr(limits, name) for name in row["expected"]} == row["expected"]
 
 
 def test_inputs_must_be_shorter_than_sequences(tmp_path: Any) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 from chat_templates import LAST_MESSAGE
 from config_parsing import read
 from harness import run_async, wait_until
 from local_server import local_server
+from msgspec.structs import replace as replace_fields
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
@@ -30,7 +30,7 @@ from tgis.frontend import request_log
 from tgis.frontend.engine_client import EngineClient
 from tgis.frontend.engine_process import wait_first
 from tgis.frontend.metrics import Metrics
-from tgis.ipc.lookups import Acquired
+from tgis.ipc.lookups import Acquired, AdapterRef
 from tgis.ipc.messages import EngineInfo, Ready
 from tgis.prepare import Preparation, prepare
 from tgis.server import Server
@@ -86,7 +86,7 @@ async def test_a_signal_does(preparation: Preparation) -> None:
 @pytest.mark.parametrize(
     ("info", "problem", "reason"),
     [
-        (msgspec.structs.replace(INFO, lora_targets={}), "", "X takes no adapters"),
+        (replace_fields(INFO, lora_targets={}), "", "X takes no adapters"),
         (INFO, "a file is broken", "x: a file is broken"),
     ],
 )
@@ -98,8 +98,25 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
         await start
     with pytest.raises(Unavailable, match=LOADING):
         await Server(preparation)._batch_state()
-    said = server._why_no_grammars(INFO, has_vocabulary=False)
-    assert said == "structured output is not supported with this tokenizer"
+    off = Server(replace(preparation, config=replace(preparation.config, structured_output=False)))
+    said = [off._why_no_grammars(INFO, has_vocabulary=True), server._why_no_grammars(INFO, has_vocabulary=False)]
+    reasons = "turned off (STRUCTURED_OUTPUT)", "not supported with this tokenizer"
+    assert said == [f"structured output is {reason}" for reason in reasons]
+
+
+@run_async
+async def test_the_engine_limits_requests_and_knows_the_adapters(preparation: Preparation, caplog: Any) -> None:
+    of_engine: Any = {"max_request_tokens": 90, "max_positions": 80, "input_vocab_size": 257, "vocab_size": 250}
+    stop, info = asyncio.get_running_loop().create_future(), replace_fields(INFO, **of_engine)
+    server, start = await waiting(preparation, stop, info)
+    server._process.handle(Acquired(1, adapter=AdapterRef("x", 0, 0, 1, 9)))
+    assert await start
+    limits = server._generator.result().server_info.limits
+    assert limits == replace(preparation.limits, placeholder_id=256, **of_engine)
+    for size in (257, 256):
+        server._compare_vocabularies(replace_fields(INFO, input_vocab_size=size))
+    warning = "the tokenizer has token '</s>' with id 256, the model has only ids below 256: inputs with it are refused"
+    assert caplog.messages == [warning]
 
 
 @run_async
@@ -133,7 +150,10 @@ async def test_pauses_and_changes_of_health_are_logged(
     server._process.watchdog = mock.Mock(tick=lambda _now: next(late, 0.0), silence=silence)
     server._client.set_result(EngineClient(server._process, Metrics(preparation.limits, INFO)))
     server._unhealthy_reason = None
+    monkeypatch.setattr(server._grpc, "set_serving", reported := mock.Mock())
+    monkeypatch.setattr(server._service_metrics.engine_up, "set", reported)
     await server._monitor(stop)
+    assert reported.mock_calls == [mock.call(False)] * 2 + [mock.call(True)] * 2
     pause = "this process did not run for 1.5 s: it was paused, or busy with something else"
     assert caplog.messages == [pause, "health is off: it hangs", "health is on again"]
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 from config_parsing import read
 from repository import REPOSITORY
+from tables import table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from benchmarks.certificates import make_pair
@@ -206,19 +207,9 @@ def test_lora_adapters_of_tgi_are_lora_modules() -> None:
     assert read(LORA_ADAPTERS="a/b@main, c=/d,e=f/g@r").lora_modules == expected
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", {"http_api": False, "shutdown_grace_seconds": 86400, "num_shard": 1}),
-        ("HTTP_API=true SHUTDOWN_GRACE_SECONDS=5", {"http_api": True, "shutdown_grace_seconds": 5}),
-        ("CUDA_VISIBLE_DEVICES=0,1,2 NVIDIA_VISIBLE_DEVICES=all", {"num_shard": 3}),
-        ("NVIDIA_VISIBLE_DEVICES=GPU-1,GPU-2", {"num_shard": 2}),
-        ("NVIDIA_VISIBLE_DEVICES=all", {"num_shard": 1}),
-        ("CUDA_VISIBLE_DEVICES= NVIDIA_VISIBLE_DEVICES=0,1", {"num_shard": 1}),
-        ("CUDA_VISIBLE_DEVICES=0,1 NUM_GPUS=1", {"num_shard": 1}),
-    ],
-)
-def test_defaults_of_tgis(line: str, expected: dict[str, object]) -> None:
-    config = parse(["--model-name", "m"], dict(word.split("=") for word in line.split()), LAUNCHER)
+@table("options", "launcher")
+def test_defaults_of_tgis(row: dict[str, Any]) -> None:
+    expected = row["expected"]
+    config = parse(["--model-name", "m"], dict(word.split("=") for word in row["line"].split()), LAUNCHER)
     assert ({name: getattr(config, name) for name in expected}, config.warnings) == (expected, ())
     assert parse(["--model-name", "m"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "tgis serve") == read()

@@ -1,5 +1,6 @@
 """Spans of requests, as a collector of OpenTelemetry's own protocol receives them from a server process."""
 
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-import tgis.config
 from tgis import tracing
 from tgis.pb import generation_pb2 as pb
 
@@ -152,7 +152,8 @@ def test_parent_headers_are_bounded() -> None:
 
 
 def test_without_the_packages_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tgis.config, "can_trace", lambda: False)
+    monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto", None)
     (warning,) = read(OTLP_ENDPOINT="c:1").warnings
     assert warning == "OTLP_ENDPOINT='c:1' has no effect: traces need the packages of the extra otel"
     assert refusal("--strict-options", OTLP_ENDPOINT="c:1") == f"STRICT_OPTIONS: {warning}"

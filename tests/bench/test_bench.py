@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from tgis.__main__ import run
 from tgis.bench import workload
-from tgis.bench.client import RequestRecord
+from tgis.bench.client import BenchSettings, RequestRecord
 from tgis.bench.grpc_client import record_message
-from tgis.bench.load import Budget, OpenLoop
+from tgis.bench.load import Budget, ClosedLoop, OpenLoop
+from tgis.bench.measure import LevelResult, Report
+from tgis.bench.report import format_notes, format_table
 from tgis.bench.summary import percentiles, summarize
 from tgis.errors import OptionError
 from tgis.pb import generation_pb2 as pb
@@ -50,7 +52,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         number = next(self.numbers)
         self.texts.append(text)
         self.stopping.append(params.stopping)
-        self.metadata.append(dict(context.invocation_metadata()))
+        self.metadata.append(dict(context.invocation_metadata()) | {"peer": context.peer()})
         if number == self.kill_at:
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():
@@ -139,6 +141,25 @@ def test_times_of_a_stream() -> None:
     assert summary.client_cpu == pytest.approx(0.5)
 
 
+NOTES = """interrupted: requests that were under way are not counted
+the server does not count tokens: input lengths are in words
+concurrency 1: 1 failed with INTERNAL, the first: it broke
+concurrency 1: the load generator used 90% of a core, doubt its times"""
+
+
+def test_a_report_for_people() -> None:
+    records = [RequestRecord(9.0, 2, 9.0, output_tokens=2), RequestRecord(9.5, 2, 9.5), RequestRecord(9.0, 2)]
+    records[0].succeed(11.0)
+    records[1].fail(10.0, "INTERNAL", "it\n broke")
+    settings = BenchSettings(target="t")
+    result = LevelResult(ClosedLoop(1), settings, records, cpu_seconds=1.8)
+    report = Report(settings, calibrated=False, interrupted=True, results=[result])
+    title, _, *rows = format_table(report).splitlines()
+    assert (title, rows[0], rows[2]) == ("t, streamed", f"concurrency{'1':>17}", f"failed INTERNAL{'1':>13}")
+    assert rows[4] == f"duration_s{'2.00':>18}"
+    assert "\n".join(format_notes(report)) == NOTES
+
+
 # Load
 
 
@@ -160,6 +181,7 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     released = asyncio.Event()
     asyncio.run(drive())
     assert most == 5
+    assert [Budget(None, 2.0).try_take(elapsed) for elapsed in (1.9, 2.0)] == [True, False]
 
 
 # Workload
@@ -192,7 +214,9 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert captured.err == "concurrency 1 ...\nconcurrency 4 ...\n"
     head = [line.split() for line in captured.out.splitlines() if line.startswith("concurrency")]
     assert head == [["concurrency", "1", "4"]]
-    levels = json.loads(captured.out.splitlines()[-1])["levels"]
+    found = json.loads(captured.out.splitlines()[-1])
+    assert found.keys() == {"settings", "date", "interrupted", "levels"}
+    levels = found["levels"]
     assert [level["concurrency"] for level in levels] == [1, 4]
     for level in levels:
         assert (level["ok"], level["failed"], level["short"]) == (12, {}, 0)
@@ -224,10 +248,13 @@ def test_errors_are_counted_and_do_not_stop_the_run(capsys: pytest.CaptureFixtur
 def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     options = ["--rate", "100", "--requests", "10", "--output-tokens", "2", "--seed", "4"]
-    assert bench(FakeServer(), *options, "--server-pid", str(os.getpid()), "--json", str(path)) == 0
+    fake = FakeServer()
+    assert bench(fake, *options, "--server-pid", str(os.getpid()), "--json", str(path)) == 0
+    assert len({sent["peer"] for sent in fake.metadata}) == 8  # connections
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
     assert level["server_cpu_us_per_token"] > 0
+    assert 0 <= level["send_delay_ms"]["p50"] < level["latency_ms"]["p99"]
     (raw,) = json.loads(path.read_text())["levels"]
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
@@ -271,7 +298,7 @@ def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
     fake = FakeServer()
     options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"))
     assert bench(fake, *options) == 0
-    assert {sent["authorization"] for sent in fake.metadata} == {"Bearer secret"}
+    assert [sent["authorization"] for sent in fake.metadata] == ["Bearer secret"] * (3 + 1)  # one to warm up
     captured = capsys.readouterr()
     (level,) = json.loads(captured.out)["levels"]
     assert (level["ok"], level["output_tokens"], captured.err) == (3, 3 * 128, "")

@@ -1,18 +1,21 @@
 """`tgis chat` with a server whose engine repeats its prompt, which is the whole chat."""
 
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from local_server import LocalServer, local_server
 
 from tgis import __main__
-from tgis.cli.chat import _delta
+from tgis.cli import client
+from tgis.cli.chat import Chat, _delta, _parser
 from tgis.cli.client import NO_API
 from tgis.errors import StartError
 
@@ -26,11 +29,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
         yield running
 
 
-Chat = Callable[..., tuple[int, str, str]]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command with lines on stdin; exit code, stdout, stderr."""
 
     def run(lines: str, *options: str) -> tuple[int, str, str]:
@@ -41,14 +44,14 @@ def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Chat) -> None:
+def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Run) -> None:
     first, reset = ("s:be u:ab " * 4)[:30], ("s:be u:ef " * 4)[:30]
     second = f"s:be u:ab a:{first} u:cd "[:30]
     said = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
     assert said == (0, f"{first}\n{second}\n{reset}\n", "")
 
 
-def test_a_refusal_is_one_line(server: LocalServer, chat: Chat) -> None:
+def test_a_refusal_is_one_line(server: LocalServer, chat: Run) -> None:
     code, out, err = chat("x" * 5000)
     (line,) = err.splitlines()
     assert (code, out, "2048" in line) == (1, "", True)
@@ -71,6 +74,27 @@ def test_the_line_of_a_stream(line: bytes, outcome: tuple[bool, str] | str) -> N
     else:
         with pytest.raises(StartError, match=f"^{re.escape(outcome)}$"):
             _delta(line)
+
+
+def test_a_terminal_shows_that_the_model_thinks_and_no_thought(monkeypatch: Any, capsys: Any) -> None:
+    sent = list[Any]()
+
+    def http_call(_options: Any, _path: str, body: Any, timeout: float | None) -> Iterator[bytes]:
+        sent.append((body, timeout))
+        deltas = [{"reasoning": "a"}, {"reasoning": "b"}, {"content": "c\x1b"}, {"content": "d"}] if body else []
+        yield from [b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() for delta in deltas]
+        yield b"" if body else b'{"data": [{"id": "m"}]}'
+
+    monkeypatch.setattr(client, "http_call", http_call)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    chat = Chat(_parser("").parse_args(["--timeout", "7"]))
+    chat.read("x")
+    chat.read("y")
+    assert capsys.readouterr().out == "(thinking)\nc\ufffdd\n" * 2
+    said = ("user", "x"), ("assistant", "c\x1bd"), ("user", "y")
+    messages = [{"role": role, "content": text} for role, text in said]
+    body = {"model": "m", "messages": messages, "stream": True, "max_tokens": None}
+    assert (sent[0], sent[2]) == ((None, 7), (body, 7))
 
 
 def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:

@@ -50,6 +50,7 @@ class Scripted(pb_grpc.GenerationServiceServicer):
     endless: bool = False
     asked: list[pb.SingleGenerationRequest] = field(default_factory=list)
     tokens: list[object] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -89,19 +90,28 @@ class Scripted(pb_grpc.GenerationServiceServicer):
 
     def _record_token(self, context: grpc.ServicerContext) -> None:
         self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
+        self.timeouts.append(context.time_remaining())
+
+
+class TimedHealth(health.HealthServicer):
+    """Keeps how long its last client waits."""
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.timeout = context.time_remaining()
+        return super().Check(request, context)
 
 
 @dataclass
 class Served:
     target: str
     service: Scripted
-    health: health.HealthServicer
+    health: TimedHealth
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    service, healthy = Scripted(), health.HealthServicer()
+    service, healthy = Scripted(), TimedHealth()
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -239,6 +249,7 @@ def test_model_info(tgis: Tgis) -> None:
 
 def test_health(served: Served, tgis: Tgis) -> None:
     assert tgis("health", "--service", "") == (0, "SERVING\n", "")
+    assert 4 < served.health.timeout < 5.5
     served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert tgis("health") == (1, "NOT_SERVING\n", "")
     served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.SERVING)
@@ -255,8 +266,11 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     for name, code in (("NOT_SERVING", 1), ("SERVING", 0)):
         served.health.set("fmaas.GenerationService", health_pb2.HealthCheckResponse.ServingStatus.Value(name))
         assert (__main__.grpc_healthcheck(), capsys.readouterr().out) == (code, f"{name}\n")
+    assert 2 < served.health.timeout < 3.5
     sys.argv += ["--service-name", "other"]
     assert __main__.grpc_healthcheck() == 1
+    del sys.argv[3:5]  # the default
+    assert (__main__.grpc_healthcheck(), served.health.timeout < 1.5) == (1, True)
 
 
 @table("options", "clients")
@@ -275,8 +289,10 @@ def test_a_token_file_has_its_token_in_the_first_line(tgis: Tgis, tmp_path: Path
 @pytest.mark.parametrize("command", [("generate", "x"), ("tokenize", "x"), ("model-info",)])
 def test_a_token_goes_with_every_call(served: Served, tgis: Tgis, command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(b"secret\nmore")
-    assert [tgis(*command, *options)[0] for options in ((), ("--token-file", str(tmp_path / "token")))] == [0, 0]
+    options = ("--timeout", "7", "--token-file", str(tmp_path / "token"))
+    assert [tgis(*command, *options)[0] for options in ((), options)] == [0, 0]
     assert served.service.tokens == [None, "Bearer secret"]
+    assert served.service.timeouts[0] > 9 > 8 >= served.service.timeouts[1]
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:

@@ -134,6 +134,7 @@ def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: d
         (["download-weights", "a/b", "--extension", "safetensors"], "must be extensions as .safetensors"),
         (["download-weights", "{model}"], "{model} is a directory on this machine, which is what would be served"),
         (["convert-to-fast-tokenizer", "{model}", "--output_path", "/no"], "--output-path='/no' is no directory"),
+        (["convert-to-onnx", "{model}", "out", "--python", "/dev/null"], "'/dev/null' is not a program"),
     ],
 )
 def test_invalid_options(argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

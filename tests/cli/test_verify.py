@@ -2,6 +2,7 @@
 
 import json
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"stop": ["c a", "zzz"], "logit_bias": {"7": -5}, "frequency_penalty": -1}),
     ("/v1/chat/completions", CHAT | {"stream": True, "stop": "c a", "include_stop_str_in_output": True}),
     ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}),
     ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 5, "top_n_tokens": 2, "details": True, "seed": 4}}),
     ("/generate", {"inputs": "long", "parameters": {"typical_p": 0.5, "stop": ["g"], "truncate": 2}}),
     ("/v1/completions", {"prompt": "a line\u2028break", "max_tokens": 12}),
@@ -58,9 +60,11 @@ def verify(server: LocalServer, tmp_path: Path, capsys: pytest.CaptureFixture[st
     return run
 
 
-def test_all_answers_are_equal(records: list[dict[str, Any]], verify: Verify) -> None:
+def test_all_answers_are_equal(records: list[dict[str, Any]], verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(records) == NUM_RECORDS
-    assert verify(records, "--streams", "3") == (0, [f"{NUM_RECORDS} of {NUM_RECORDS} answers are equal"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = [f"{number} of {NUM_RECORDS} verified" for number in range(1, NUM_RECORDS + 1)]
+    assert verify(records, "--streams", "3") == (0, [f"{NUM_RECORDS} of {NUM_RECORDS} answers are equal", *progress])
 
 
 def test_of_an_answer_that_was_cut_short_the_beginning_counts(records: list[dict[str, Any]], verify: Verify) -> None:

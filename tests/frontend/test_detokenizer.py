@@ -115,6 +115,14 @@ def test_eos_that_is_not_special_is_text(families: Families) -> None:
     assert "".join(pieces(decoder(tokenizer, ids[-1], special=True), ids)) == " one"
 
 
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_a_vocabulary_has_no_tokens_that_depend_on_the_one_before(families: Families, family: str) -> None:
+    _, tokenizer = families(family)
+    tokens, dependent = decoder(tokenizer).vocabulary().tokens, family in ("ctc", "word_suffix", "word_suffix_sequence")
+    assert len(tokens) == (0 if dependent else tokenizer.max_token_id + 1)
+    assert not any(token and tokenizer.is_special(index) for index, token in enumerate(tokens))
+
+
 def test_unsupported_decoder(tmp_path: Path) -> None:
     backend = Backend(models.WordLevel({"A": 0, "a_b": 1}))
     backend.decoder = decoders.Replace("_", " ")

@@ -95,6 +95,8 @@ async def test_answers_to_questions_are_not_progress() -> None:
         client.handle(Acquired(1))
         client.handle(Acquired(2))
         assert client.seconds_stalled() >= 500
+        client.handle(Step([], [], [], [], None))
+        assert client.seconds_stalled() < 500
 
 
 @run_async

@@ -19,8 +19,9 @@ from scripted_api import byte_tokenizer
 from tgis.errors import Unavailable
 from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.engine_output import EngineOutput, ReadyOutputs, RequestTimings
-from tgis.frontend.output import Output, RequestOutput
+from tgis.frontend.output import Output, RequestOutput, TokenInfo
 from tgis.frontend.params import Params
+from tgis.ipc.messages import PromptLogprobs
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams, StopReason, TokenLogprobs
 
 NOT_FINISHED, MAX_TOKENS, STOP_SEQUENCE = StopReason.NOT_FINISHED, StopReason.MAX_TOKENS, StopReason.STOP_SEQUENCE
@@ -131,7 +132,23 @@ def test_messages(
     chunks = streamed(decoder, params(stops, tokens=tokens), steps, late=late)
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == messages
     assert [chunk.stop_reason for chunk in chunks] == [NOT_FINISHED] * (len(chunks) - 1) + [reason]
+    assert all(token.logprob == -token.id for chunk in chunks for token in chunk.tokens)
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
+
+
+def test_the_input_tokens_of_a_stream_come_once_and_before_the_output(decoder: TokenDecoder) -> None:
+    options = LogprobOptions(input_tokens=True, logprobs=True, top_n_tokens=2)
+    output = builder(decoder, Params(logprob_options=options, max_new_tokens=99, include_stop_sequence=True))
+    output.index = 3
+    details = PromptLogprobs.encode(1, [TokenLogprobs(-1.0, 0, [(7, -2.0)]), TokenLogprobs(-3.0)])
+    output.engine_output.prompt_logprobs.append(details)
+    chunks = [chunk for _ in deliver(output, [ids(decoder, letter) for letter in "abc"]) for chunk in output.chunks()]
+    text = decoder.tokenizer.token_text
+    tokens = [TokenInfo(5, text(5), -1.0, 0, [(7, text(7), -2.0)]), TokenInfo(6, text(6), -3.0, 0, [])]
+    first, *others = chunks
+    first.input_tokens = [*first.input_tokens]
+    assert first == RequestOutput(3, input_tokens=tokens, input_token_count=2, num_details=6)
+    assert [(chunk.index, chunk.text, [*chunk.input_tokens]) for chunk in others] == [(3, "a", []), (3, "bc", [])]
 
 
 def test_a_stop_sequence_counts_from_the_last_token_of_the_minimum_on(decoder: TokenDecoder) -> None:

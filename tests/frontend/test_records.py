@@ -4,6 +4,7 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
 from engine_clients import INFO, outputs
 
 from tgis.errors import EngineFailure
@@ -32,6 +33,13 @@ def test_a_full_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (old, file)) <= MAX_BYTES + len(json.dumps(lines[0]))
     assert {(line["prompt_ids"][0], line["stop_reason"]) for line in lines} == {(0, "LENGTH"), (1, "CANCELLED")}
     assert [stat.S_IMODE(path.stat().st_mode) for path in (old, file)] == [0o600] * 2
+
+
+def test_a_file_that_cannot_be_written_is_an_error_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (output,) = outputs([Request(1, [1, 5], 3)])
+    output.token_ids = [7]
+    Recorder(INFO, "m", tmp_path).write(CALL, [output])
+    assert caplog.messages == [f"answers could not be recorded: [Errno 21] Is a directory: '{tmp_path}'"]
 
 
 def test_without_a_file_nothing_is_written() -> None:

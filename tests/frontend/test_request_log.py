@@ -77,6 +77,22 @@ def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stu
     assert set(line["parameters"].split()) == lengths
 
 
+def test_the_limit_that_held_is_logged_and_flags_without_text(server: LocalServer) -> None:
+    body = {
+        "prompt": "abc" * 666,
+        "stop": ["xyz"],
+        "temperature": 0,
+        "logprobs": 1,
+        "guided_regex": "(abc)+",
+        "seed": 0,
+    }
+    assert server.post("/v1/completions", body, **{"X-Correlation-Id": "http"})[0] == 200
+    (line,) = lines(server, "http")
+    shown = f"max_new_tokens={2048 - 3 * 666} stop_sequences=1 details=True grammar=regex"
+    assert (line["parameters"], line["api"]) == (shown, "openai")
+    assert not line.keys() & {"prefix_id", "input", "output"}
+
+
 def test_the_correlation_id_is_in_the_trailing_metadata(stub: Stub) -> None:
     _, done = stub.Generate.with_call(unary_request("abc", 3), metadata=metadata("unary-id"))
     stream = stub.GenerateStream(as_stream_request(unary_request("abc", 3)), metadata=metadata("stream-id"))

@@ -58,7 +58,7 @@ def validated(params: Params, limits: RequestLimits = LIMITS) -> Params:
 
 def request_of(length: int, params: Params, limits: RequestLimits, adapter: AdapterRef | None = None) -> Request:
     """The request for an input of this length."""
-    return make_request([5] * length, adapter, params, limits, "x", id=1)
+    return make_request([5] + [4] * (length - 1) if length else [], adapter, params, limits, "x", id=1)
 
 
 RULES = [*table("validation", "rules").args[1]]
@@ -140,38 +140,14 @@ def test_an_api_may_have_outputs_shortened_down_to_a_minimum() -> None:
         assert request_of(length, params, LIMITS).max_new_tokens == granted
 
 
-LENGTHS = "input tokens ({}) plus prefix length (0)"
-NO_DEFAULT = {"default_max_new_tokens": None, "max_request_tokens": 110}
-
-
-@pytest.mark.parametrize(
-    ("limits", "length", "params", "text"),
-    [
-        ({}, 0, Params(), "x gives no token"),
-        ({}, 200, Params(), f"{LENGTHS.format(200)} must be < 200"),
-        ({}, 190, with_min(11), f"{LENGTHS.format(190)} plus min_new_tokens (11) must be <= 200"),
-        (
-            {},
-            141,
-            Params(max_new_tokens=60, constraints=ROOM),
-            f"{LENGTHS.format(141)} plus max_new_tokens (60) must be <= 200",
-        ),
-        ({"max_input_tokens": 160}, 161, Params(), "x has 161 tokens, at most 160 allowed"),
-        (NO_DEFAULT, 100, with_min(11), "input and new tokens (111) are more than fit into memory (110)"),
-        (
-            {"max_positions": 60},
-            70,
-            Params(),
-            "input tokens (70) and new tokens (20) must each be <= 60 for this model",
-        ),
-        ({"input_vocab_size": 5}, 9, Params(), "x gives token id 5, the model has only those below 5"),
-    ],
-)
-def test_an_input_that_can_never_run_is_refused(limits: Any, length: int, params: Params, text: str) -> None:
-    changed = replace(LIMITS, **limits)
+@table("validation", "inputs")
+def test_an_input_that_can_never_run_is_refused(row: dict[str, Any]) -> None:
+    changed, params = replace(LIMITS, **row["limits"]), params_of(row["given"])
+    if "min_room" in row:
+        params.constraints = Constraints(min_room=row["min_room"])
     with pytest.raises(InvalidRequest) as caught:
-        request_of(length, validated(params, changed), changed)
-    assert (caught.value.field, str(caught.value)) == ("x", text)
+        request_of(row["length"], validated(params, changed), changed)
+    assert (caught.value.field, str(caught.value)) == ("x", row["text"])
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:

@@ -52,6 +52,15 @@ def test_the_end_of_the_parent_is_reported() -> None:
     theirs.close()
 
 
+def test_a_frame_that_is_too_large_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    ended = queue.SimpleQueue[str]()
+    with ours, theirs:
+        Channel(theirs, ToEngine, ended.put)
+        ours.sendall(b"\1\0\0\x40")
+        assert ended.get(timeout=10) == "a frame of 1073741825 bytes, at most 1073741824 are allowed"
+
+
 def test_heartbeats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "_HEARTBEAT_SECONDS", 0.001)
     ours, theirs = socket.socketpair()
@@ -90,11 +99,13 @@ def test_a_message_that_cannot_be_handled_or_read_ends_the_process(sent: msgspec
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            child = subprocess.Popen([sys.executable, "-c", CHILD, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+            command, fds = [sys.executable, "-c", CHILD, str(theirs.fileno())], (theirs.fileno(),)
+            child = subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE, text=True)
         ours.settimeout(60)
         reader = FrameReader(FromEngine)
         assert reader.feed(ours.recv(1 << 16)) == [Heartbeat(0, 0)]
         ours.sendall(encode_frame(sent))
         (said,) = reader.feed(b"".join(iter(lambda: ours.recv(1 << 16), b"")))
         assert said.message.startswith(reason)
-        assert child.wait(60) == 1
+        assert child.communicate(timeout=60)[1].startswith("the channel cannot be read\nTraceback")
+        assert child.returncode == 1

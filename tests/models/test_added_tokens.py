@@ -53,6 +53,7 @@ words, flags = st.sampled_from(WORDS), st.booleans()
 tokens = st.fixed_dictionaries(
     dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), flags) | {"content": words}
 )
+plain_tokens = tokens.map(lambda token: {name: flag for name, flag in token.items() if name != "special"})
 typed = tokens.map(lambda token: token | {"__type": "AddedToken"})
 NAMES = ["bos_token", "eos_token", "pad_token"]
 
@@ -67,7 +68,7 @@ SETTINGS = st.fixed_dictionaries(
     {},
     optional={
         "additional_special_tokens": st.lists(words, max_size=3, unique=True),
-        "added_tokens_decoder": st.dictionaries(st.integers(0, 9).map(str), tokens, max_size=3),
+        "added_tokens_decoder": st.dictionaries(st.integers(0, 9).map(str), tokens | plain_tokens, max_size=3),
     },
 )
 FILES = st.fixed_dictionaries(

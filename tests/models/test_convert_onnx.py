@@ -59,14 +59,14 @@ def test_packages_that_cannot_be_installed(
 
 def test_the_given_interpreter_exports(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The graphs are the export's, all other files the model's."""
-    writes = 'cp "$1" "$3/model.onnx"', 'echo old > "$3/config.json"'
+    writes, config = ('cp "$1" "$3/model.onnx"', 'echo old > "$3/config.json"'), (model / "config.json").read_text()
     python = script(tmp_path, 'mkdir "$3"', *writes)
     out = tmp_path / "deep" / "out"
     assert __main__.run(["convert-to-onnx", str(model), str(out), "--python", str(python)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     expected = {path.name for path in model.iterdir()} - {"model.safetensors"} | {"model.onnx"}
     assert {path.name for path in out.iterdir()} == expected
-    assert (out / "config.json").read_text() == (model / "config.json").read_text()
+    assert [(path / "config.json").read_text() for path in (model, out)] == [config] * 2
     assert (out / "model.onnx").read_text() == Path(optimum_export.__file__).read_text()
     assert list(out.parent.iterdir()) == [out]
 

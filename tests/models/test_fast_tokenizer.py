@@ -65,13 +65,16 @@ def test_no_tokenizer_at_all(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
 
 
-def test_the_code_of_a_model_is_not_run(slow_gpt2: ModelFiles, tmp_path: Path) -> None:
+def test_the_code_of_a_model_is_not_run(slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
     write_model(slow_gpt2.path, tokenizer_config=settings, config={"model_type": "evil"})
     (slow_gpt2.path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     with pytest.raises(StartError, match="none can be made"):
         ensure_tokenizer(slow_gpt2, tmp_path / "cache")
     assert not (tmp_path / "ran").exists()
+    monkeypatch.setattr(staging, "run_child", lambda command, seconds: None)  # transformers has saved no fast one
+    with pytest.raises(StartError, match=r"none can be made: it has a tokenizer that only Python code can run$"):
+        ensure_tokenizer(slow_gpt2, tmp_path / "cache")
 
 
 BPE = {

@@ -1,5 +1,6 @@
 """Tokenizers that come from the headers of GGUF files: the ids of the original ones, and the ends of llama.cpp."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import pytest
 import tokenizer_families
 from chat_templates import load_template
-from real_tokenizers import BYTE, CONTROL, NORMAL, USER_DEFINED, directory, write_header, write_tokenizer
+from real_tokenizers import BYTE, CONTROL, NORMAL, directory, write_header, write_tokenizer
+from tables import read_table, table
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tgis.errors import StartError
 from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
 from tgis.models.convert import gguf
+from tgis.models.convert.gguf_tokenizer import _pre_tokenizer, end_ids
 from tgis.models.files import eos_token_ids, find_model
 
 PAGE = """English: The quick brown fox doesn't jump; it'S over 1234567 lazy dogs — 3.14159, isn't it?  Two  spaces.
@@ -86,41 +89,29 @@ def made(path: Path, **fields: Any) -> tuple[OurTokenizer, set[str]]:
     return tokenizer, {tokenizer.token_text(index) for index in eos_token_ids(find_model(str(path), None, None))}
 
 
-@pytest.mark.parametrize(
-    ("fields", "tokens"),
-    [
-        ({"pre": "llama-bpe"}, ["<s>", "hell", "o"]),
-        ({"pre": "tekken"}, ["<s>", "hell", "o"]),
-        ({"pre": "falcon3", "add_bos_token": False}, ["he", "ll", "o"]),  # not a word alone
-        ({"pre": "qwen2"}, ["he", "ll", "o"]),
-        ({"pre": "qwen2", "add_bos_token": True}, ["<s>", "he", "ll", "o"]),
-        ({"pre": "qwen2", "add_eos_token": True, "eos_token_id": 0}, ["he", "ll", "o", "<s>"]),
-    ],
-)
-def test_pre_tokenizers_that_say_more(fields: dict[str, Any], tokens: list[str], tmp_path: Path) -> None:
+@table("models", "gguf fields of pre-tokenizers")
+def test_pre_tokenizers_that_say_more(row: dict[str, Any], tmp_path: Path) -> None:
+    fields, tokens = row["fields"], row["tokens"]
     text = "hell" if "hell" in tokens else "hello"
     tokenizer, _ = made(tmp_path, **header(**fields))
-    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).tokens
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert (backend.normalizer is not None) == (fields["pre"] == "qwen2")  # which composes characters
+    found = backend.encode(text).tokens
     assert found == [token for token in tokens if token != "o" or text == "hello"]
     assert tokenizer.bos_token_id == (0 if tokens[0] == "<s>" else None)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ends"),
-    [
-        ({"<|eot_id|>": CONTROL, "<|eom_id|>": CONTROL, "<|python_tag|>": CONTROL}, {"<|eot_id|>", "<|eom_id|>"}),
-        ({"<|im_end|>": USER_DEFINED, "<|im_start|>": CONTROL}, {"<|im_end|>"}),
-        ({"<｜end▁of▁sentence｜>": CONTROL, "<｜User｜>": CONTROL}, {"<｜end▁of▁sentence｜>"}),
-        ({"<|end|>": CONTROL, "<|endoftext|>": CONTROL, "<|user|>": CONTROL}, {"<|end|>", "<|endoftext|>"}),
-        ({"<|end|>": CONTROL, "<|return|>": CONTROL}, {"<|end|>", "<|return|>"}),
-        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"<|return|>", "<|call|>"}),
-        ({"<|end|>": CONTROL, "<|flush|>": CONTROL, "<|calls|>": CONTROL}, {"<|flush|>", "<|calls|>"}),
-        ({"</s>": CONTROL, "<turn|>": CONTROL, "<|tool_response>": CONTROL}, {"<turn|>", "<|tool_response>"}),
-        ({"</s>": CONTROL}, {"</s>"}),
-        ({"</s>": NORMAL, "<|im_end|>": NORMAL}, set()),
-    ],
-)
-def test_ends_are_those_of_llama_cpp(tokens: dict[str, int], ends: set[str], tmp_path: Path) -> None:
+def test_the_names_of_llama_cpp() -> None:
+    for text in itertools.chain(*read_table("models", "gguf ends")):
+        assert end_ids({"tokens": ["a", text], "token_type": [CONTROL] * 2}) == [1], text
+    for pieces, names in read_table("models", "gguf pre-tokenizers").items():
+        for name in names:
+            assert [piece for piece, _ in _pre_tokenizer(name).pre_tokenize_str("12")] == pieces.split(), name
+
+
+@table("models", "gguf ends in a header")
+def test_ends_are_those_of_llama_cpp(row: dict[str, Any], tmp_path: Path) -> None:
+    tokens, ends = row["tokens"], {*row["ends"]}
     tokenizer, found = made(tmp_path, **header(*tokens.items()))
     assert found == ends
     for index, (text, type_) in enumerate(tokens.items(), len(BYTES) + 4):

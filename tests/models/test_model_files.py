@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from model_directories import write_model
+from tables import table
 
 from tgis.errors import StartError
 from tgis.models import files, staging
@@ -123,20 +124,11 @@ def test_weights(tmp_path: Path) -> None:
     assert [path.name for path in find_weights(tmp_path)] == ["a.safetensors", "b.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"w": "a.safetensors"}, "names a.safetensors, which is missing"),
-        ({"w": "../a.safetensors"}, "which is no file name"),
-        ({"w": 3}, "which is no file name"),
-        ({"w": "a\nb"}, r"names 'a\\nb', which is no file name"),
-        ({}, "has no weight_map"),
-    ],
-)
-def test_a_bad_index(tmp_path: Path, weight_map: object, message: str) -> None:
-    write_index(tmp_path, weight_map)
+@table("models", "indexes")
+def test_a_bad_index(row: dict[str, Any], tmp_path: Path) -> None:
+    write_index(tmp_path, row["weight_map"])
     for find in (find_weights, lambda path: ensure_weights(path, tmp_path)):
-        with pytest.raises(StartError, match=message):
+        with pytest.raises(StartError, match=row["said"]):
             find(tmp_path)
 
 
@@ -149,19 +141,9 @@ def test_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
         find_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"n_positions": 5, "max_position_embeddings": 7}, 7),
-        ({"seq_len": 1, "max_seq_length": 2, "max_sequence_length": 3}, 3),
-        ({"max_position_embeddings": -1, "n_positions": 5}, 5),
-        ({"text_config": {"seq_len": 4}, "max_position_embeddings": 8}, 8),
-        ({"text_config": {"seq_len": 4}, "seq_length": None}, 4),
-        ({"text_config": [4]}, 2048),
-    ],
-)
-def test_max_sequence_length(config: dict[str, Any], expected: int) -> None:
-    assert files.max_sequence_length(config) == expected
+@table("models", "max_sequence_length")
+def test_max_sequence_length(row: dict[str, Any]) -> None:
+    assert files.max_sequence_length(row["config"]) == row["expected"]
 
 
 def test_is_encoder_decoder() -> None:
@@ -171,18 +153,9 @@ def test_is_encoder_decoder() -> None:
         files.is_encoder_decoder({"is_encoder_decoder": "yes"})
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({"eos_token_id": [2, 5]}, {"eos_token_id": [7, 2]}, (2, 5, 7)),
-        ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
-        ({"text_config": {"eos_token_id": 4}}, {"eos_token_id": [1]}, (4, 1)),
-        ({"eos_token_id": -1}, {"eos_token_id": 3}, (3,)),
-        ({}, {}, ()),
-    ],
-)
-def test_eos_ids(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert eos_token_ids(ModelFiles(tmp_path, config, generation)) == expected
+@table("models", "eos_token_ids")
+def test_eos_ids(row: dict[str, Any], tmp_path: Path) -> None:
+    assert eos_token_ids(ModelFiles(tmp_path, row["config"], row["generation"])) == tuple(row["expected"])
 
 
 @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]]])

@@ -30,8 +30,7 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
     """Ends the logging, and returns all lines since the last time."""
 
     def read() -> list[str]:
-        for stream in logs._streams:
-            stream.stop()
+        logs.stop()
         return capfd.readouterr().out.splitlines()
 
     return read
@@ -39,6 +38,7 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
 
 def test_a_text_line(lines: Lines) -> None:
     logs.configure(level="info", json_output=False)
+    assert [stream.fileno() for stream in logs._streams] == [1, 2]
     logging.getLogger("tgis.x").info("took %d ms", 3, extra={"rows": 2, "model": "a b"})
     time, _, rest = lines()[0].partition(" ")
     assert time.endswith("Z")

@@ -83,20 +83,9 @@ def test_invalid_inputs_of_token_ids(message: Any, problem: str) -> None:
         convert.generate_call(message, b"", b"", ())
 
 
-@pytest.mark.parametrize(
-    ("field", "path"),
-    [
-        ("temperature", "params.sampling.temperature"),
-        ("max_new_tokens", "params.stopping.max_new_tokens"),
-        ("json_object", "params.decoding.format"),
-        ("decay_factor", "params.decoding.length_penalty.decay_factor"),
-        ("logprob_options", "params.response"),
-        ("top_n_tokens", "params.response.top_n_tokens"),
-        ("requests[1].text", "requests[1].text"),
-    ],
-)
-def test_paths_of_fields(field: str, path: str) -> None:
-    assert convert.field_path(field) == path
+@table("errors", "paths of fields")
+def test_paths_of_fields(row: dict[str, str]) -> None:
+    assert convert.field_path(row["field"]) == row["grpc"]
 
 
 @table("answers", "grpc")

@@ -20,9 +20,11 @@ from harness import failure, run_async, unary_request
 from local_server import LocalServer, local_server
 from raw_http2 import HELLO, call_frames, next_frame_of
 from scripted_api import LIMITS, ScriptedGenerator, output
+from tables import read_table, table
 from tokenizers import Tokenizer as Backend
 
 from benchmarks.chaos.http2 import HEADERS
+from tgis import __version__
 from tgis.errors import InvalidRequest
 from tgis.frontend.admission import Admission
 from tgis.frontend.calls import GenerateCall
@@ -41,32 +43,11 @@ from tgis.api.grpc.vllm_engine import VLLM_ENGINE, VllmEngine
 
 ALWAYS = {"fill_context": True, "include_stop_sequence": False, "skip_special_tokens": False}
 IDS = {"generated_tokens": True, "exact_top_n": True}
-PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}}
-FILTERS = {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.25}
-ENDS = {"skip_special_tokens": True, "stop_token_ids": [4], "ignore_eos": True}
-DETAILS = IDS | {"logprobs": True, "input_tokens": True, "top_n_tokens": 3}
-PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"temperature": 0, "top_p": 0, "top_k": 0, "repetition_penalty": 0, "n": 0}, {}),
-    (FILTERS, FILTERS),
-    (PENALTIES, PENALTIES),
-    (ENDS, ENDS),
-    ({"max_tokens": 3, "min_tokens": 2, "seed": -1}, {"max_new_tokens": 3, "min_new_tokens": 2, "seed": -1}),
-    ({"max_tokens": 2**32 - 1}, {"max_new_tokens": LIMITS.max_new_tokens}),
-    ({"stop": ["a"], "include_stop_str_in_output": True}, {"stop_sequences": ["a"], "include_stop_sequence": True}),
-    ({"truncate_prompt_tokens": -1}, {"truncate_input_tokens": LIMITS.longest_input}),
-    ({"logprobs": 0}, {"logprob_options": IDS | {"logprobs": True}}),
-    ({"logprobs": 1, "prompt_logprobs": 3}, {"logprob_options": DETAILS}),
-    ({"json_schema": "{}"}, {"grammar": {"kind": "json_schema", "text": "{}", "exact": False}}),
-    ({"json_object": True}, {"grammar": {"kind": "json_object"}}),
-    ({"json_object": False}, {}),
-    ({"regex": "a+"}, {"grammar": {"kind": "regex", "text": "a+"}}),
-    ({"grammar": "g"}, {"grammar": {"kind": "grammar", "text": "g"}}),
-    ({"choice": {"choices": ["a", "b"]}}, {"grammar": {"kind": "choice", "choices": ["a", "b"]}}),
-]
 
 
-@pytest.mark.parametrize(("message", "params"), PARAMETERS)
-def test_parameters(message: dict[str, Any], params: dict[str, Any]) -> None:
+@table("parameters", "vllm engine")
+def test_parameters(row: dict[str, Any]) -> None:
+    message, params = row["message"], row["params"]
     expected = {"temperature": 1.0, "logprob_options": IDS} | ALWAYS | params
     if message.get("temperature") == 0:
         del expected["temperature"]
@@ -75,27 +56,18 @@ def test_parameters(message: dict[str, Any], params: dict[str, Any]) -> None:
 
 def test_every_parameter_is_converted_or_changes_no_token() -> None:
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    tested = {name for message, _ in PARAMETERS for name in message}
+    tested = {name for row in read_table("parameters", "vllm engine") for name in row["message"]}
     assert names - tested == {"spaces_between_special_tokens", "grammar_from_first_token", "structural_tag"}
 
 
-@pytest.mark.parametrize(
-    ("message", "field", "text"),
-    [
-        ({}, "input", "one of tokenized and text must be set"),
-        ({"text": "a", "data_parallel_rank": 0}, "data_parallel_rank", "data_parallel_rank is not supported"),
-        ({"logprobs": -1}, "sampling_params.logprobs", "logprobs must be from 0 to 20"),
-        ({"n": 129}, "sampling_params.n", "n must be from 1 to 128"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens", "max_tokens must be from 1 to 4294967295"),
-        ({"structural_tag": "{}"}, "sampling_params.structural_tag", "structural_tag is not supported"),
-    ],
-)
-def test_what_is_refused_is_named(message: dict[str, Any], field: str, text: str) -> None:
+@table("refusals", "vllm engine")
+def test_what_is_refused_is_named(row: dict[str, Any]) -> None:
+    message, field = row["message"], row["field"]
     fields = {"text": "a", "sampling_params": message} if field.startswith("sampling_params") else message
     with pytest.raises(InvalidRequest) as caught:
         convert.generate_call(pb.GenerateRequest(**fields), LIMITS, b"", b"", ())
     error = convert.invalid_request(caught.value)
-    assert (error.field, str(error)) == (field, text)
+    assert (error.field, str(error)) == (field, row["text"])
 
 
 def test_logprobs() -> None:
@@ -108,6 +80,16 @@ def test_logprobs() -> None:
     top = pb.TopLogProbs(values=[-0.5], token_ids=[7])
     assert complete.output_logprobs == pb.OutputLogProbs(token_logprobs=[-0.5], token_ids=[7], top_logprobs=[top])
     assert complete.input_logprobs == pb.InputLogProbs(token_logprobs=[{}, {"value": -2.0}], token_ids=[4, 5])
+
+
+@pytest.mark.parametrize(("reason", "matched"), [("EOS_TOKEN", 7), ("MAX_TOKENS", None)])
+def test_a_stop_token_of_the_request_is_named(reason: str, matched: int | None) -> None:
+    request = pb.GenerateRequest(text="a", sampling_params={"stop_token_ids": [7]})
+    ended = output(reason=reason, tokens=[("("), ("(")], generated_token_count=2, num_cached_tokens=1)
+    (data,) = convert.Answer(request).messages(ended)
+    expected = pb.GenerateComplete(output_ids=[7, 7], completion_tokens=2, cached_tokens=1, matched_token_id=matched)
+    expected.finish_reason = "stop" if matched else "length"
+    assert pb.GenerateResponse.FromString(data).complete == expected
 
 
 def test_the_input_of_a_call() -> None:
@@ -183,6 +165,8 @@ async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
         writer.close()
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
         await stub.HealthCheck(pb.HealthCheckRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="FlushCache needs a bearer token or a client certificate"):
+            await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert not any(call.done() for call in calls)
         await stub.Abort(pb.AbortRequest(request_ids=["x"]))
         assert await calls[0].code() is grpc.StatusCode.CANCELLED
@@ -211,6 +195,7 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
         with admission.calls.hold(b"", admission.calls.limit):
             assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
             await stub.Abort(pb.AbortRequest())
+        assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).default_sampling_params_json == ""
 
 
 # --- through the stub; the engine repeats its prompt, whose tokens are bytes ---
@@ -220,6 +205,8 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("vllm")
     (directory / "tokens").write_text("first\nsecond\n")
+    (directory / "model").mkdir()
+    (directory / "model/generation_config.json").write_text('{"top_k": 9, "top_p": null, "max_length": 7}')
     steps = {"max_sequence_length": 200, "step_seconds": 0.01}
     with local_server(directory, steps, AUTH_TOKEN_PATH=directory / "tokens", MAX_NEW_TOKENS=169) as running:
         yield running
@@ -270,15 +257,35 @@ def test_only_the_caller_of_a_request_can_abort_it(stub: VllmEngineStub) -> None
 
 def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
     assert stub.HealthCheck(pb.HealthCheckRequest(), metadata=FIRST) == pb.HealthCheckResponse(healthy=True)
-    model = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=FIRST)
-    assert (model.served_model_name, model.max_context_length, model.eos_token_ids) == ("model", 200, [256])
-    assert stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST).constrained_decoding_start == "first_token"
-    assert stub.GetLoads(pb.GetLoadsRequest(), metadata=FIRST).loads[0].max_running_requests == 256
+    assert stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=FIRST) == pb.GetModelInfoResponse(
+        served_model_name="model",
+        tokenizer_path=str(server.log.parent / "model"),
+        is_generation=True,
+        max_context_length=200,
+        max_req_input_len=199,
+        vocab_size=257,
+        model_type="fake",
+        architectures=["FakeEngine"],
+        eos_token_ids=[256],
+        pad_token_id=256,
+        default_sampling_params_json='{"top_k": 9}',
+    )
+    info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST)
+    assert info.uptime_seconds > 0
+    info.ClearField("uptime_seconds")
+    sizes: Any = {"data_parallel_size": 1, "kv_cache_dtype": "auto", "max_num_seqs": 256}
+    names: Any = {"server_type": "vllm-grpc", "model_dtype": "torch.none", "constrained_decoding_start": "first_token"}
+    assert info == pb.GetServerInfoResponse(**sizes, **names)
+    loads = stub.GetLoads(pb.GetLoadsRequest(), metadata=FIRST)
+    assert (loads.version, loads.dp_rank_count) == (__version__, 1)
+    capacity = loads.loads[0].max_total_num_tokens
+    assert [*loads.loads] == [pb.SchedulerLoad(max_total_num_tokens=capacity, max_running_requests=256)]
     chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=FIRST))
     data = b"".join(chunk.data for chunk in chunks)
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert Backend.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
-        assert archive.namelist() == ["tokenizer.json", "config.json"]
-    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST).success
+        assert archive.namelist() == ["tokenizer.json", "config.json", "generation_config.json"]
+    flushed = common_pb2.FlushCacheResponse(success=True, message="no prefix is cached any more")
+    assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST) == flushed
     assert failure(lambda: stub.Embed(pb.EmbedRequest(), metadata=FIRST))[0] is grpc.StatusCode.UNIMPLEMENTED

@@ -299,6 +299,20 @@ async def test_tokens(tmp_path: Path) -> None:
                 assert (answer.status, answer.headers.get("WWW-Authenticate")) == expected, given
 
 
+@run_async
+async def test_a_call_knows_its_client() -> None:
+    """By its credentials, or else by its address."""
+
+    async def handle(call: HttpCall) -> web.Response:
+        return web.json_response([call.client.decode(errors="replace"), bool(call.identity)])
+
+    operation, key = Operation("GET", "/client", handle, ERRORS), {"Authorization": "Bearer key"}
+    async with serving(operation, limit_by_address=True) as client, client.get("/client") as answer:
+        assert await answer.json() == ["127.0.0.1", False]
+    async with serving(operation, api_key=Secret("key")) as client, client.get("/client", headers=key) as answer:
+        assert (await answer.json())[1]
+
+
 # Of the package openai in a browser.
 HEADERS = "authorization,content-type,idempotency-key,openai-organization,traceparent,user-agent,x-stainless-os"
 PREFLIGHT = {"Origin": "https://a", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": HEADERS}
@@ -315,6 +329,8 @@ async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
             assert answer.status == (200 if origins else 405)
             assert answer.headers.get("Access-Control-Allow-Origin") == allowed
             assert answer.headers.get("Access-Control-Allow-Headers") == (HEADERS if origins else None)
+        async with client.options("/thing", headers=PREFLIGHT | {"Access-Control-Request-Headers": "é"}) as answer:
+            assert not answer.headers.get("Access-Control-Allow-Headers")
         for path in ("/thing", "/events"):
             async with client.get(path, headers={"Origin": "https://a"}) as answer:
                 assert answer.headers.get("Access-Control-Allow-Origin") == allowed

@@ -37,6 +37,8 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
     scripted = {"script-src": [*map(source_of, scripts)], "connect-src": ["'self'"]} if path == "/ui" else {}
     assert allowed == closed | {"style-src": [*map(source_of, styles)]} | scripted
     assert len(scripts) == (path == "/ui")
+    assert "<main" in text.partition("</head>")[2]
+    assert all("font" in style and "<" not in style for style in styles)
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"https?://|<link|<img|\ssrc=|\sstyle=|\son\w+=", markup)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://", "".join(scripts))

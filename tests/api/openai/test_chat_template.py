@@ -75,8 +75,11 @@ def test_an_answer_begins_or_continues(role: str, add: Any, continues: Any, expe
     flags = {"add_generation_prompt": add, "continue_final_message": continues}
     assert template.render(messages, None, {"marks": expected != "x"}, **flags) == expected
     for variables, given in (({}, {"add_generation_prompt": True, "continue_final_message": True}), ({"tools": 1}, {})):
-        with pytest.raises(InvalidRequest, match=r"mutually exclusive|chat_template_kwargs must not have tools"):
+        with pytest.raises(
+            InvalidRequest, match=r"mutually exclusive|chat_template_kwargs must not have tools"
+        ) as error:
             template.render(messages, None, variables, **given)
+        assert error.value.field == ("chat_template_kwargs" if variables else "continue_final_message")
 
 
 def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
@@ -146,6 +149,12 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
 
 def test_most_models_have_none(tmp_path: Path) -> None:
     assert ChatTemplate.load(make_fake_model(tmp_path), TemplateProcess()) is None
+    body = msgspec.convert({"messages": [USER], "tools": TOOLS}, ChatCompletionRequest)
+    without_tools = load_template(model(tmp_path, "{{ messages[0].content }}"))
+    no_tools = "the model's chat template takes no tools"
+    for template, said in ((None, "the model has no chat template"), (without_tools, no_tools)):
+        with pytest.raises(InvalidRequest, match=f"^{said}$"):
+            render(template, body)
 
 
 @pytest.mark.parametrize("template", ["{% if x %}", "{{ x | zork }}", "a\n{{ x", "{% for x in x %}" * 99])
@@ -155,7 +164,7 @@ def test_one_that_does_not_compile_is_a_warning(
     """The model serves everything but chats."""
     load_template(model(tmp_path, [{"name": "default", "template": "x"}, {"name": "t", "template": template}]))
     (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: ")
+    assert said.startswith(f"{tmp_path}: the chat template 't' does not compile: the chat template cannot be applied: ")
     assert "\n" not in said
 
 

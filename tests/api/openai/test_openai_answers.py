@@ -18,15 +18,14 @@ from tgis.frontend.output import TokenInfo
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "hello"}]}
+MODEL = {"model": "m", "system_fingerprint": "fp_1"}
 FIRST = output(input_token_count=5, seed=7)  # of a stream, before any token
 
 
 def without_ids(value: Any) -> Any:
-    """Ids, times and versions differ from call to call."""
+    """Ids and times differ from call to call."""
     if isinstance(value, dict):
-        return {
-            k: without_ids(v) for k, v in value.items() if k not in ("id", "created", "system_fingerprint", "model")
-        }
+        return {name: without_ids(part) for name, part in value.items() if name not in ("id", "created")}
     return [without_ids(item) for item in value] if isinstance(value, list) else value
 
 
@@ -39,8 +38,9 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
 @run_async
 async def test_chat(row: dict[str, Any]) -> None:
     answer, used = await ask(CHAT, USER | row["body"], *(output(**fields) for fields in row["outputs"])), row["usage"]
-    assert (answer.body["id"].startswith("chatcmpl-"), answer.body["model"]) == (True, "m")
-    assert without_ids(answer.body) == {"object": "chat.completion", "usage": usage(*used), "choices": row["choices"]}
+    assert answer.body["id"].startswith("chatcmpl-")
+    expected = {"object": "chat.completion", "usage": usage(*used), "choices": row["choices"]}
+    assert without_ids(answer.body) == MODEL | expected
     assert [answer.headers[name] for name in ("x-prompt-tokens", "x-generated-tokens")] == [*map(str, used[:2])]
     assert [answer.headers[f"x-compute-{name}"] for name in ("type", "characters")] == ["1-cpu", "5"]
 
@@ -54,7 +54,7 @@ async def test_streamed_chat(row: dict[str, Any]) -> None:
     *events, done = answer.body
     assert done == "[DONE]"
     assert len({event["id"] for event in events}) == 1
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert all(event.items() >= (MODEL | {"object": "chat.completion.chunk"}).items() for event in events)
     assert [choice for event in without_ids(events) for choice in event["choices"]] == row["choices"]
     used = [used and usage(*used) for used in row.get("usage", ())]
     assert [event["usage"] for event in events if "usage" in event] == used
@@ -72,7 +72,7 @@ async def test_completions(row: dict[str, Any], stream: bool) -> None:
     events = answer.body[:-1] if stream else [answer.body]
     assert [choice for event in events for choice in event["choices"]] == row["choices"]
     assert events[-1]["usage"] == usage(*row["usage"])
-    assert {event["object"] for event in events} == {"text_completion"}
+    assert all(event.items() >= (MODEL | {"object": "text_completion"}).items() for event in events)
     assert events[0]["id"].startswith("cmpl-")
 
 
@@ -96,31 +96,19 @@ def test_errors(row: dict[str, Any]) -> None:
     assert found.items() <= expected.items()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("a", (["a"], None)),
-        (["a", "b"], (["a", "b"], None)),
-        ([1, 2], ([""], [[1, 2]])),
-        ([[1], [2, 3]], (["", ""], [[1], [2, 3]])),
-        ([[]], ([""], [[]])),
-        ([], "prompt cannot be empty"),
-        ([1, "a"], "prompt must be a text, token ids, or several of one of them"),
-        ([*["a"] * 5], "prompt must have at most 4 prompts, the inputs that a client may have in flight, got 5"),
-        ([1, "a", *[1] * 10], ([""], [[1, "a", *[1] * 10]])),  # too long, which is found later
-    ],
-)
-def test_prompts(prompt: Any, expected: Any) -> None:
-    if not isinstance(expected, str):
-        assert split_prompt(prompt, max_prompts=4, max_tokens=10) == expected
+@table("parameters", "openai prompts")
+def test_prompts(row: dict[str, Any]) -> None:
+    if "texts" in row:
+        assert split_prompt(row["prompt"], max_prompts=4, max_tokens=10) == (row["texts"], row.get("ids"))
         return
     with pytest.raises(InvalidRequest) as caught:
-        split_prompt(prompt, max_prompts=4, max_tokens=10)
-    assert (caught.value.field, caught.value.detail) == ("prompt", expected)
+        split_prompt(row["prompt"], max_prompts=4, max_tokens=10)
+    assert (caught.value.field, caught.value.detail) == ("prompt", row["error"])
 
 
 def test_text_offsets_count_characters() -> None:
-    texts = ["é", "日本", "b"]
-    decoder: Any = SimpleNamespace(token_bytes=lambda _previous, id_: texts[id_].encode())
-    infos = [TokenInfo(id_, text, -0.5, 1, []) for id_, text in enumerate(texts)]
+    texts = {(None, 0): "é", (0, 1): "日本", (1, 2): "b"}  # by the token before and the token
+    decoder: Any = SimpleNamespace(token_bytes=lambda *ids: texts[ids].encode())
+    infos = [TokenInfo(ids[1], text, -0.5, 1, []) for ids, text in texts.items()]
+    assert [token.token for token in TokenTexts(decoder).chat_logprobs(infos, 0).content] == [*texts.values()]
     assert TokenTexts(decoder).completion_logprobs(infos, 0).text_offset == [0, 1, 3]

@@ -11,12 +11,12 @@ from described_params import described, plain
 from harness import run_async
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scripted_api import LIMITS, Answer, ask, output
+from scripted_api import LIMITS, Answer, ScriptedGenerator, ask, output
 from tables import table
 
 from tgis.api.tgi import convert
 from tgis.api.tgi.errors import ERRORS
-from tgis.api.tgi.schema import GenerateParameters
+from tgis.api.tgi.schema import GenerateParameters, Token
 from tgis.config import Config
 from tgis.errors import EngineFailure, Overloaded
 from tgis.frontend.calls import CallKind
@@ -49,21 +49,10 @@ def test_which_details_are_asked_for(row: dict[str, Any]) -> None:
     assert plain(params.logprob_options) == row["options"] | {"exact_top_n": True}
 
 
-@pytest.mark.parametrize(
-    ("ended", "given", "reason"),
-    [
-        ((3, "EOS_TOKEN", []), {}, "eos_token"),
-        ((3, "STOP_SEQUENCE", []), {}, "stop_sequence"),
-        ((3, "EOS_TOKEN", [("x",)]), {"stop": ["x"]}, "stop_sequence"),  # a special token
-        ((3, "EOS_TOKEN", []), {"max_new_tokens": 3}, "length"),  # no more were possible
-        ((100, "EOS_TOKEN", []), {}, "length"),
-        ((195, "EOS_TOKEN", []), {"max_new_tokens": 500}, "length"),
-        ((3, "TIME_LIMIT", []), {}, "length"),
-    ],
-)
-def test_finish_reasons(ended: tuple[int, str, Any], given: dict[str, Any], reason: str) -> None:
-    made = output(generated_token_count=ended[0], reason=ended[1], tokens=ended[2])
-    assert convert.finish_reason(made, 5, given_parameters(**given), LIMITS) == reason
+@table("answers", "tgi finish reasons")
+def test_finish_reasons(row: dict[str, Any]) -> None:
+    made, given = output(**row["output"]), given_parameters(**row["parameters"])
+    assert convert.finish_reason(made, 5, given, LIMITS) == row["reason"]
 
 
 @table("errors", "errors")
@@ -121,7 +110,8 @@ async def test_a_failure_is_a_status_or_the_last_event() -> None:
 
 @run_async
 async def test_the_root_route_and_invocations_answer_as_clients_expect() -> None:
-    body = {"inputs": "hé", "parameters": {"max_new_tokens": 2}}
+    largest = {"seed": convert.MAX_SEED, "truncate": LIMITS.longest_input, "stop": [*"wxyz"]}
+    body = {"inputs": "hé", "parameters": largest | {"max_new_tokens": 2}}
     for path in ("/", "/invocations"):
         assert (await ask(path, body, AB)).body == [{"generated_text": "héab"}]
         (event,) = (await ask(path, body | {"stream": True}, LAST_TOKEN)).body
@@ -157,6 +147,14 @@ async def test_invalid_requests_are_422(row: dict[str, Any]) -> None:
         assert (answer.status, answer.body["error_type"]) == (422, "validation")
         assert answer.body["error"].startswith("Input validation error: ")
         assert text in answer.body["error"]
+
+
+def test_the_only_input_token_of_an_encoder_decoder_is_that_which_starts_the_decoder() -> None:
+    generator = ScriptedGenerator([])
+    generator.server_info.engine = msgspec.structs.replace(generator.server_info.engine, decoder_start_token_id=64)
+    for wanted, tokens in ((True, [Token(64, "a", None)]), (False, [])):
+        given = GenerateParameters(decoder_input_details=wanted)
+        assert convert.details(output(reason="MAX_TOKENS"), given, generator).prefill == tokens
 
 
 GRAMMAR = b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": '

@@ -75,7 +75,6 @@ def _only_constraint(given: StructuredOutputs) -> GrammarSpec:
             return GrammarSpec(GrammarKind.JSON_OBJECT)
         case kind, text:
             return GrammarSpec(GrammarKind(kind), text)
-    raise AssertionError("unreachable")
 
 
 def _schema(schema: Any, *, exact: bool = True) -> GrammarSpec:
