@@ -37,7 +37,7 @@ Record = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
 
 STREAMS = 1, 8, 32
-TINY_T5 = {"vocab_size": 512, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+TINY_T5 = {"vocab_size": 512, "d_model": 64, "d_kv": 48, "d_ff": 128, "num_hidden_layers": 2, "num_heads": 4}
 TINY_T5 |= {"pad_token_id": 510, "decoder_start_token_id": 510, "eos_token_id": 511}  # no bytes of texts
 TEMPLATE = """{%- macro part(role, text) %}{{ '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}{% endmacro %}
 {%- if tools %}{{ part('system', tools | tojson + '<tool_call></tool_call>') }}{% endif %}
@@ -73,6 +73,7 @@ CHATS: list[dict[str, Any]] = [
     SAMPLED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
 ]
 FORGERIES = "one token", "text", "temperature", "seed", "logprob", "reason", "other adapter"
+KV_NUMBERS, KV_TOKENS = 384, 960  # of a layer of SmolLM2, and of the smallest cache
 LIMITS = "--max-sequence-length", "900", "--max-new-tokens", "64"
 OTHERS = (
     "--max-batch-size 5 --max-batch-prefill-tokens 48 --prefix-cache false --kv-cache-size-mb 64",
@@ -84,7 +85,7 @@ def new_request(draw: random.Random, has_chat: bool) -> Request:
     """A request of any kind; some prompts begin alike, some repeat themselves."""
     words = draw.choices(WORDS, k=draw.randint(3, 30))
     text = " ".join(draw.choice([words, [*WORDS[:40], *words], words * 4]))
-    length = draw.randint(8, 20)
+    length = draw.randint(8, 20) * (1 if has_chat else 3)
     fields = draw.choice([*COMPLETIONS, *TGI, *CHATS * has_chat])
     if fields in TGI:
         return "/generate", {"inputs": text, "parameters": fields | {"max_new_tokens": length, "details": True}}
@@ -195,7 +196,7 @@ def make_models(cache: Path, scratch: Path, layers: int | None) -> dict[str, tup
         (chat / name).unlink()
         (chat / name).write_text(text)
     t5 = Model("T5", TINY_T5, TEXTS).make(cache)
-    write_store(scratch / "chat-store", chat, ("q_proj", "up_proj", "down_proj"), 576)
+    write_store(scratch / "chat-store", chat, ("layers.0.self_attn.q_proj", "layers.3.mlp.down_proj"), 576)
     write_store(scratch / "t5-store", t5, ("q", "wi", "wo"), 64, task_type="SEQ_2_SEQ_LM", num_virtual_tokens=2)
     return {"SmolLM2": (chat, scratch / "chat-store"), "tiny T5": (t5, scratch / "t5-store")}
 
@@ -212,7 +213,10 @@ class Bench:
 
     def recorded(self, name: str, count: int, *options: str) -> list[Record]:
         """Answers of a server without the memory for all requests at a time."""
-        size = "--kv-cache-size-mb", "1" if name == "tiny T5" else "32"
+        config = json.loads((self.models[name][0] / "config.json").read_text())
+        tokens = KV_TOKENS * (2 if "float32" in options else 1)  # of 16 bits
+        megabytes = 1 + tokens * config["num_hidden_layers"] * KV_NUMBERS * 2 // 2**20
+        size = "--kv-cache-size-mb", str(megabytes)
         with self.serving(name, "--record-path", str(self.file), *size, *options) as server:
             return record(server, self.file, count, has_chat=name == "SmolLM2")
 
