@@ -152,9 +152,8 @@ class PagedAttention:
         self.modules[index] = module
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
-        scales = self._key_scales.get(module)
-        params = AttentionParams(*params, key_scales=scales)
-        return self.attend(metadata, query, key, value, kv_cache, params)[..., :size]
+        scaled = AttentionParams(*params, key_scales=self._key_scales.get(module))
+        return self.attend(metadata, query, key, value, kv_cache, scaled)[..., :size]
 
     def attend(
         self,
