@@ -83,7 +83,7 @@ def new_request(draw: random.Random, has_chat: bool) -> Request:
     """A request of any kind; some prompts begin alike, some repeat themselves."""
     words = draw.choices(WORDS, k=draw.randint(3, 30))
     text = " ".join(draw.choice([words, [*WORDS[:40], *words], words * 4]))
-    length = draw.randint(8, 20) * (1 if has_chat else 3)
+    length = draw.randint(8, 20) * draw.choice((1, 3))
     fields = draw.choice([*COMPLETIONS, *TGI, *CHATS * has_chat])
     if fields in TGI:
         return "/generate", {"inputs": text, "parameters": fields | {"max_new_tokens": length, "details": True}}
