@@ -71,8 +71,8 @@ CHATS: list[dict[str, Any]] = [
 ]
 NUM_FORGERIES = 34  # of each kind, with two more kinds: 306
 FORGERIES = "one token", "text", "temperature", "seed", "logprob", "reason", "other adapter"
-KV_CACHE_MB = {"SmolLM2": 22, "T5": 5}  # for little more than the longest request, in 16 bits
-LIMITS = "--max-sequence-length", "900", "--max-new-tokens", "64"
+KV_CACHE_MB = {"SmolLM2": 8, "T5": 5}  # for little more than the longest request, in 16 bits
+LENGTHS = {"SmolLM2": "336", "T5": "900"}  # of which requests may be
 OTHERS = (
     "--max-batch-size 5 --max-batch-prefill-tokens 48 --prefix-cache false --kv-cache-size-mb 64",
     "--speculation off --num-threads 1 --max-batch-size 16 --kv-cache-size-mb 256",
@@ -163,7 +163,8 @@ class Bench:
 
     def serving(self, name: str, *options: str) -> contextlib.AbstractContextManager[Server]:
         model, store = self.models[name]
-        return running_server(model, self._cache, "--prefix-store-path", str(store), *LIMITS, *options)
+        limits = "--max-sequence-length", LENGTHS[name], "--max-new-tokens", "64"
+        return running_server(model, self._cache, "--prefix-store-path", str(store), *limits, *options)
 
     def recorded(self, name: str, count: int, *options: str) -> list[Record]:
         """Answers, as many at each number of streams, of a server without the memory for all at a time."""
