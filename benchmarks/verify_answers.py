@@ -111,8 +111,8 @@ def forge(kind: str, record: Record, draw: random.Random) -> Record | None:
     """The record with one thing changed; None if it does not have that."""
     record = json.loads(json.dumps(record))
     parameters, tokens, text = record["parameters"], record["output_ids"], record["text"]
-    is_free = parameters.keys().isdisjoint({"grammar", "stop_sequences"})  # with many tokens, other draws give others
-    is_sampled = is_free and len({*tokens}) > 9 and parameters.get("sampling", {}).get("temperature", 0) > 0.7
+    is_improbable = sum(details[0] for details in record.get("logprobs", [])) < -10  # so that other draws differ
+    is_sampled = is_improbable and parameters.get("sampling", {}).get("temperature", 0) > 0.7
     match kind:
         case "one token":
             tokens[draw.randrange(len(tokens))] ^= 1
