@@ -29,13 +29,13 @@ _NEW_TOKENS = 48
 _ROUNDS = 3
 
 
-def _write_adapters(store: Path, model: Path, targets: tuple[str, ...], rank: int, count: int) -> list[str]:
-    """Write adapters that change little; returns their names."""
+def write_adapters(store: Path, model: Path, targets: tuple[str, ...], ranks: list[int]) -> list[str]:
+    """Write an adapter of each rank that changes little; returns their names."""
     with safe_open(model / "model.safetensors", "pt") as weights:
         layers = [name.removesuffix(".weight") for name in weights.keys() if name.endswith(_suffixes(targets))]  # noqa: SIM118 - it is no dict
         shapes = {layer: weights.get_slice(f"{layer}.weight").get_shape() for layer in layers}
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
-    for number in range(count):
+    for number, rank in enumerate(ranks):
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
         directory = store / f"adapter-{number}"
         directory.mkdir()
         (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -44,7 +44,7 @@ def _write_adapters(store: Path, model: Path, targets: tuple[str, ...], rank: in
             tensors[f"base_model.model.{layer}.lora_A.weight"] = 0.01 * torch.randn(rank, inputs)
             tensors[f"base_model.model.{layer}.lora_B.weight"] = 0.01 * torch.randn(outputs, rank)
         save_file(tensors, directory / "adapter_model.safetensors")
-    return [f"adapter-{number}" for number in range(count)]
+    return [f"adapter-{number}" for number in range(len(ranks))]
 
 
 def _suffixes(targets: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
     report = {}
     for name, targets in _TARGETS.items():
         with tempfile.TemporaryDirectory() as store:
-            adapters = _write_adapters(Path(store), model, targets, args.rank, args.adapters)
+            adapters = write_adapters(Path(store), model, targets, [args.rank] * args.adapters)
             options = ("--deployment-framework", args.engine, "--prefix-store-path", store)
             with running_server(model, args.cache, *options) as server:
                 report[name] = asyncio.run(_compare(server.target, args.streams, adapters))

@@ -17,7 +17,7 @@ from tgis.frontend.detokenizer import TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
-from tgis.ipc.messages import BATCH_DEPENDENT, EngineInfo, EngineOptions
+from tgis.ipc.messages import EngineInfo, EngineOptions
 from tgis.limits import adapter_store_options, engine_options, placeholder_id, request_limits
 from tgis.models.convert.fast_tokenizer import TOKENIZER, ensure_tokenizer
 from tgis.models.convert.gguf import ensure_directory
@@ -77,10 +77,12 @@ class Preparation:
         return hashlib.sha256(b"".join(await asyncio.gather(*digests))).digest()
 
     def with_fingerprint(self, info: EngineInfo, file_digest: bytes) -> EngineInfo:
-        """The description of the engine with the fingerprint of its answers."""
+        """The description of the engine with the fingerprint of its answers: with -batch at its end where they may
+        depend on other requests in the batch.
+        """
         arithmetic = f"{info.arithmetic} {self.config.add_special_tokens}".encode()
         digest = hashlib.sha256(file_digest + arithmetic).hexdigest()[:12]
-        return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{BATCH_DEPENDENT * (not info.invariant)}")
+        return msgspec.structs.replace(info, fingerprint=f"fp_{digest}{'' if info.invariant else '-batch'}")
 
     def limits_of(self, info: EngineInfo) -> RequestLimits:
         """The limits of requests once the engine has reported its own."""

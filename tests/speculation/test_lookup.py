@@ -111,6 +111,14 @@ def test_a_long_input_is_indexed_bit_by_bit() -> None:
     assert lookup.cumulative(shared, 1)
 
 
+@pytest.mark.parametrize(("row_seconds", "expected"), [(0.0, 15), (0.004, 3)])
+def test_a_prediction_may_be_longer_than_other_proposals_where_that_pays(row_seconds: float, expected: int) -> None:
+    speculator, lookup = Speculator(3, 16, 1000), Lookup([1], 0, range(50), 1)
+    for rows in [1, 4, 16] * 3:
+        speculator.policy.step_succeeded(rows, 0.01 + max(rows - 4, 0) * row_seconds)
+    assert speculator.propose(1, [(lookup, 100)]) == [[*range(expected)]]
+
+
 DRAFTED = 3
 
 

@@ -17,6 +17,8 @@ from tgis.utils.private_file import append_line
 
 log = logging.getLogger(__name__)
 
+# The API of calls whose answers are compared with a record; they are not recorded.
+REPLAYED = "replay"
 _REASONS = dict.fromkeys(("MAX_TOKENS", "TOKEN_LIMIT"), "LENGTH")  # others have the names of gRPC
 # Those that the ids of the prompt and the length of the output do not say already.
 _RECORDED = ("bad_words", "grammar", "include_stop_sequence", "skip_special_tokens", "stop_sequences")
@@ -57,7 +59,7 @@ class Recorder:
             time=round(time.time(), 3),
             api=call.api,
             model=self._model,
-            fingerprint=self._engine.fingerprint_with(adapter),
+            fingerprint=self._engine.fingerprint,
             adapter=adapter.id if adapter else None,
             adapter_digest=f"{adapter.version:016x}" if adapter else None,
             prompt_ids=request.tokens[request.soft_prompt_length :],
@@ -71,7 +73,7 @@ class Recorder:
 
     def write(self, call: GenerateCall, outputs: Sequence[Output]) -> None:
         """Append the records of the outputs of a call, except of those that have failed or have no token."""
-        if not self.file:
+        if not self.file or call.api == REPLAYED:
             return
         try:
             for output in outputs:

@@ -12,8 +12,6 @@ import msgspec
 from tgis.ipc.lookups import Acquire, Acquired, AdapterStoreOptions, Vocabulary
 from tgis.ipc.request import Request, StopReason, TokenLogprobs
 
-BATCH_DEPENDENT = "-batch"  # ends the fingerprint of answers that may depend on other requests in the batch
-
 _logprobs_encoder = msgspec.msgpack.Encoder()
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
@@ -104,11 +102,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     invariant: bool = True  # the bits of a sequence do not depend on the others in the batch
     fingerprint: str = ""  # a digest of the files and the arithmetic; set by the front end, which reads the files
     lora_targets: dict[str, tuple[int, int]] = {}  # layer -> its inputs and outputs; empty: the engine takes no LoRA
-
-    def fingerprint_with(self, adapter: object) -> str:
-        """The fingerprint of an answer, with an adapter if there is one: LoRA makes it depend on the batch."""
-        depends = bool(adapter and self.lora_targets and self.invariant)
-        return self.fingerprint + BATCH_DEPENDENT * depends
 
     @property
     def supports_adapters(self) -> bool:

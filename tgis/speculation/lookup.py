@@ -48,6 +48,11 @@ class Lookup:
             self.rates.add(kind_of_match(_PREDICTED_MATCH), hit=True)
         self.draft_rates = AcceptanceRates(per_sequence=True)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the token expected next is of the prediction."""
+        return _NONE < self._expected < self._predicted
+
     def advance(self, shared: AcceptanceRates) -> None:
         """Index the new tokens, and count how often they were expected."""
         self._tokens += self._source[len(self._tokens) - self._shift :]

@@ -13,10 +13,11 @@ class Speculator:
     def __init__(
         self, max_tokens: int, max_rows: int, vocab_size: int, max_drafted: int = 0, max_drafting: int = 0
     ) -> None:
-        """Propose at most `max_tokens` tokens a sequence, all below `vocab_size`, in steps of at most `max_rows` rows.
+        """Propose at most `max_tokens` tokens a sequence, of a prediction more where that pays, all below `vocab_size`,
+        in steps of at most `max_rows` rows.
         The draft model makes up to `max_drafted` of them in steps of up to `max_drafting` sequences.
         """
-        self._max_tokens = max_tokens
+        self._max_tokens, self._max_rows = max_tokens, max_rows
         self._vocab_size = vocab_size
         self._max_drafted, self._max_drafting = min(max_drafted, max_tokens), max_drafting
         self._rates, self._draft_rates = AcceptanceRates(), AcceptanceRates()
@@ -29,7 +30,8 @@ class Speculator:
         looked_up, drafted = [], []
         for lookup, limit in lookups:
             lookup.advance(self._rates)
-            looked_up.append(lookup.cumulative(self._rates, min(limit, self._max_tokens)))
+            most = self._max_rows if lookup.predicts else self._max_tokens
+            looked_up.append(lookup.cumulative(self._rates, min(limit, most)))
             count = min(limit, self._max_drafted if rows <= self._max_drafting else 0)
             drafted.append(lookup.draft_rates.cumulative_of_draft(self._draft_rates, count))
         pairs = enumerate(zip(looked_up, drafted, strict=True))

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu.embedding import PackedEmbedding, TokenEmbeddings
+from tgis.engines.kernels.cpu.gemm import TILE_N, CpuGemm
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.linear import GemmSelector, pack_linears
 
@@ -46,6 +47,12 @@ def test_a_packed_embedding_gives_the_rows_of_its_weight(
     assert isinstance(embedding, PackedEmbedding) == (tied or saved != dtype)
     assert torch.equal(embedding(IDS), plain.get_input_embeddings()(IDS))
     assert embedding(IDS).dtype == dtype
+
+
+def test_rows_of_an_odd_size(kernels: CpuKernels) -> None:
+    weight, embedding = torch.randn(70, 33).bfloat16(), PackedEmbedding(70, 33)
+    embedding.share(CpuGemm(weight, kernels, torch.bfloat16).packed, TILE_N, kernels, torch.bfloat16)
+    assert torch.equal(embedding(IDS), weight[IDS])
 
 
 def test_a_tied_weight_is_in_memory_once(kernels: CpuKernels) -> None:

@@ -234,11 +234,12 @@ def test_a_bank_keeps_adapters_apart_through_random_updates(monkeypatch: pytest.
             continue
         bank.update(come, go)
         assert set(bank.adapters) == (here | come) - go
-        width = sum(one.rank for one in bank.adapters)
+        width = sum(one.rank + one.rank % 2 for one in bank.adapters)
         order = sorted(bank.adapters, key=lambda one: one.version)
         first_columns = torch.tensor(bank.first_columns([*order, None]))
+        assert not (first_columns % 2).any()  # pairs of columns are added up in one order
         for one, masked in zip([*order, None], bank.masked_columns(first_columns), strict=True):
-            assert int((~masked).sum()) == (one.rank if one else 0)
+            assert int((~masked).sum()) == (one.rank + one.rank % 2 if one else 0)
             for name, (down, up) in bank.layers.items():
                 assert len(down) == len(up) < 2 * width
                 got = (down @ x).masked_fill(masked[0], 0.0) @ up

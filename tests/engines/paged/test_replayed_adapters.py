@@ -12,7 +12,16 @@ import torch
 from adapter_batches import AdapterRequest, EngineSetup, generate_all
 from cpu_kernels import CPU_ISA, kernels_of
 from fake_cuda_graphs import record
-from tiny_models import EOS, VOCAB_SIZE, limits_of, make_model_from_config, make_wide_config, paged_engine
+from tiny_models import (
+    EOS,
+    VOCAB_SIZE,
+    Outcome,
+    limits_of,
+    make_model_from_config,
+    make_wide_config,
+    outcomes,
+    paged_engine,
+)
 from torch import Tensor
 
 from tgis.batcher.sequence import StepPlan
@@ -25,6 +34,7 @@ from tgis.engines.paged.engine import PagedEngine
 from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence
 from tgis.ipc.lookups import AdapterStoreOptions
+from tgis.ipc.request import LogprobOptions
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 ROWS, NEW = 4, 9  # ROWS of `paged_engine`
@@ -74,6 +84,28 @@ def generated(engine: PagedEngine, ranks: list[int]) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_adapters_change_no_bit(model: Path, dtype: str) -> None:
+    """Ranks are odd and even, and adapters alone have other places than beside others."""
+    kernels_of(CPU_ISA)
+    engine = paged_engine(model, dtype=dtype, cpu_isa=CPU_ISA)
+    adapters: list[Any] = [*make_adapters(engine, [33, 40, 21, 7]), None]
+    setup, draw = EngineSetup(engine, limits_of(engine, 25, prefill_tokens=16)), random.Random(4)
+    details = LogprobOptions(generated_tokens=True, logprobs=True)
+
+    def answers(jobs: list[AdapterRequest]) -> list[Outcome]:
+        requests = {next(setup.ids): job for job in jobs}
+        loaded = {number: job.prompt for number, job in requests.items()}
+        rows = [job.request(number) for number, job in requests.items()]
+        return [*outcomes(engine, setup.bounds, rows, random.Random(3), loaded, eos=EOS)[0].values()]
+
+    prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 30))] for _ in range(10)]
+    jobs = [AdapterRequest(prompt, adapters[n % 5], NEW, details) for n, prompt in enumerate(prompts)]
+    for job, answer in zip(jobs, answers(jobs), strict=True):
+        engine.runner.lora.clear()
+        assert answers([job]) == [answer]
+
+
 def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels_of(CPU_ISA)
     replays: Counter[bool] = Counter()
@@ -121,7 +153,7 @@ def capture(engine: PagedEngine) -> tuple[PagedEngine, Counter[str]]:
     return engine, counts
 
 
-@pytest.mark.parametrize(("ranks", "grows"), [([2, 1, 1], False), ([2, 3, 5, 1], True)])
+@pytest.mark.parametrize(("ranks", "grows"), [([2, 1], False), ([2, 3, 5, 1], True)])
 def test_captured_steps_read_what_the_bank_holds(
     eager: Tokens, captured: tuple[PagedEngine, Counter[str]], ranks: list[int], grows: bool
 ) -> None:

@@ -52,7 +52,7 @@ class Answer:
             "id": prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": call.generator.server_info.engine.fingerprint_with(generate_call.adapter),
+            "system_fingerprint": call.generator.server_info.engine.fingerprint,
         }
         self._prompt_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}

@@ -12,6 +12,7 @@ from tgis.api.http.responses import json_response
 from tgis.api.openai.bodies import Count
 from tgis.api.openai.errors import ERRORS
 from tgis.frontend.params import OPENAI_CONSTRAINTS, Params
+from tgis.frontend.records import REPLAYED
 from tgis.ipc.lookups import GrammarKind
 
 
@@ -34,7 +35,7 @@ async def replay(call: HttpCall) -> web.StreamResponse:
     params.prediction = body.output_ids[: limits.max_new_tokens]
     ids = [body.prompt_ids]
     generate_call = call.generate_call(params, [""], ["prompt_ids"], body.adapter, n=1, stream=False, token_ids=ids)
-    (output,) = await call.generator.generate(generate_call)
+    (output,) = await call.generator.generate(replace(generate_call, api=REPLAYED))
     return json_response(output.record.encode())
 
 

@@ -13,7 +13,6 @@ from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
 from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.kernels.cpu.quantized import QuantizedGemm
 from tgis.engines.loading.loader import has_other_state
-from tgis.engines.sharding.collectives import reduces_in_kernels
 from tgis.ipc.messages import EngineInfo, EngineOptions
 
 # One more whenever a change of the code changes logits or draws: tests/engines/paged/test_fingerprint.py notices.
@@ -22,7 +21,7 @@ ARITHMETIC_VERSION = 1
 
 def is_invariant(model: PreTrainedModel, kernels: CpuKernels | None) -> bool:
     """Whether the bits of a row do not depend on the batch, as far as layers other than attention decide."""
-    if kernels is None or model.dtype not in DTYPES or not reduces_in_kernels(model):
+    if kernels is None or model.dtype not in DTYPES:
         return False
     return not any(map(_multiplies_in_torch, model.modules()))
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tgis.batcher.capacity import check_max_sequence_length
+from tgis.engines.kernels.cpu.attention import HEAD_MULTIPLE
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, kv_dtype_of
 from tgis.engines.loading.loader import DEFAULT_MAX_BATCH_SIZE, has_other_state, look_at_model, select_device
 from tgis.engines.memory.available import available_memory, total_memory
@@ -29,7 +30,8 @@ class UnloadedModel:
         _, self.config, _, _, (self.model, self.weights) = look_at_model(options, self.device)  # bytes on each device
         self.kv_shards = min(options.num_shards, num_kv_heads(self.config)) if options.num_shards > 1 else 1
         coded = kv_dtype_of(options.kv_cache_dtype, self.device) is not None
-        self.caches = _kv_bytes(self.model, coded=coded)
+        multiple = HEAD_MULTIPLE if self.device.type == "cpu" else 1
+        self.caches = _kv_bytes(self.model, multiple, coded=coded)
 
     def table(
         self, engine: str, room: int, kv_cache: tuple[int, float, int], step: int, others: Mapping[str, int] = {}
@@ -58,13 +60,14 @@ def unknown_memory(engine: str, options: EngineOptions, files: str = "*.safetens
     return [f"{engine} has {size} of weights in files; what its KV cache and steps need is known only at a start."]
 
 
-def _kv_bytes(model: PreTrainedModel, *, coded: bool) -> list[list[int]]:
+def _kv_bytes(model: PreTrainedModel, multiple: int, *, coded: bool) -> list[list[int]]:
     """Bytes of a token's keys and values by layer, for a decoder's cache and for that of cross-attention if there is
-    one; empty where a pass on the meta device does not show them. `coded`: in 8 bits, with their scales.
+    one; empty where a pass on the meta device does not show them. Sizes of heads are rounded up to a multiple; `coded`:
+    in 8 bits, with their scales.
     """
 
     def row(states: torch.Tensor) -> int:  # of a head
-        size = int(states.shape[3])
+        size = int(states.shape[3]) + -int(states.shape[3]) % multiple
         return size + SCALE_BYTES if coded else size * states.itemsize
 
     encodes = model.config.is_encoder_decoder

@@ -1,6 +1,7 @@
 """The matrices of several LoRA adapters side by side, layer by layer, so that one GEMM covers all of them.
 
-An adapter has the same columns in every layer, as many as its largest rank. They are written when it is added and
+An adapter has the same columns in every layer, as many as its largest rank, or one more: kernels for bfloat16 multiply
+pairs of columns, and the order of sums must not depend on an adapter's place. They are written when it is added and
 freed when it is removed; the other adapters move only to make room or to close large gaps. A bank with a minimum of
 columns always uses its full capacity, at the same addresses until it has to grow or another layer is adapted, so that
 captured steps read later adapters.
@@ -17,6 +18,10 @@ from tgis.prompts.lora import LoraAdapter
 
 ShardFactors = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 _FREE, _NO_ADAPTER = -1, -2
+
+
+def _num_columns(adapters: Iterable[LoraAdapter]) -> int:
+    return sum(adapter.rank + adapter.rank % 2 for adapter in adapters)
 
 
 class AdapterBank:
@@ -54,12 +59,12 @@ class AdapterBank:
             for adapter in removed:
                 del self._columns[adapter]
             for adapter in added:
-                start = self._find_gap(adapter.rank)
+                start = self._find_gap(_num_columns([adapter]))
                 if start is None:
                     self._rebuild([*self._columns, adapter])
                 else:
                     self._write(adapter, start)
-            is_wide = self._width >= 2 * sum(adapter.rank for adapter in self._columns)
+            is_wide = self._width >= 2 * _num_columns(self._columns)
             if is_wide and self._capacity > self._min_columns:
                 self._rebuild(list(self._columns))
         except BaseException:
@@ -85,17 +90,17 @@ class AdapterBank:
     def _width(self) -> int:
         return max((columns.stop for columns in self._columns.values()), default=0)
 
-    def _find_gap(self, rank: int) -> int | None:
-        """The first of `rank` adjacent free columns; None if there are none."""
+    def _find_gap(self, count: int) -> int | None:
+        """The first of `count` adjacent free columns; None if there are none."""
         start = 0
         for columns in sorted(self._columns.values(), key=lambda columns: columns.start):
-            if columns.start - start >= rank:
+            if columns.start - start >= count:
                 return start
             start = columns.stop
-        return start if self._capacity - start >= rank else None
+        return start if self._capacity - start >= count else None
 
     def _rebuild(self, adapters: list[LoraAdapter]) -> None:
-        needed = sum(adapter.rank for adapter in adapters)
+        needed = _num_columns(adapters)
         capacity = max(1 << (needed - 1).bit_length() if needed else 0, self._min_columns)
         if capacity != self._capacity or not adapters:
             self._buffers, self.layers = {}, {}  # their memory is free for the new buffers
@@ -105,7 +110,7 @@ class AdapterBank:
             self._write(adapter, self._width)
 
     def _write(self, adapter: LoraAdapter, start: int) -> None:
-        columns = self._columns[adapter] = slice(start, start + adapter.rank)
+        columns = self._columns[adapter] = slice(start, start + _num_columns([adapter]))
         parts = {name: self._shard(name, layer.lora_a, layer.lora_b) for name, layer in adapter.layers.items()}
         for name in parts.keys() - self._buffers.keys():
             self._addresses_changed = True

@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 
 from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.kernels.attention_inputs import AttentionParams, PrefillChunk
-from tgis.engines.kernels.cpu.attention import CpuAttention
-from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.attention import HEAD_MULTIPLE, CpuAttention
+from tgis.engines.kernels.cpu.library import DTYPES, CpuKernels
+from tgis.engines.kernels.cpu.padding import zero_padded
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.kernels.cuda.varlen_prefill import is_supported, make_varlen_batches, varlen_prefill
 from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales, dequantize, is_coded, quantize
@@ -133,14 +134,16 @@ class PagedAttention:
         return self.operator(module, query, key, value, *params), None
 
     def _attend_in_layer(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
-        batch = self.batch
+        batch, size = self.batch, value.shape[3]
         assert batch is not None
+        if self._cpu_attention and value.dtype in DTYPES:  # zeros add nothing to products
+            query, key, value = (zero_padded(states, HEAD_MULTIPLE) for states in (query, key, value))
         if module in self.encoder_modules:
             scale, window, *rest = params
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
-            return self.attend(batch.attention, query, key, value, kv_cache, whole)
+            return self.attend(batch.attention, query, key, value, kv_cache, whole)[..., :size]
         index = self.states.attention_layer_of(module) if self.states else module.layer_idx
         self.shares_modules |= index != module.layer_idx
         kv_cache = self.cache.layer(index, key, value)
@@ -149,8 +152,8 @@ class PagedAttention:
         self.modules[index] = module
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
-        scales = self._key_scales.get(module)
-        return self.attend(metadata, query, key, value, kv_cache, AttentionParams(*params, key_scales=scales))
+        scaled = AttentionParams(*params, key_scales=self._key_scales.get(module))
+        return self.attend(metadata, query, key, value, kv_cache, scaled)[..., :size]
 
     def attend(
         self,

@@ -63,13 +63,24 @@ class TorchCollectives:
     """Collectives of layers over NCCL or gloo."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Overwrite `x`, which must be contiguous, with the sum of all ranks."""
-        dist.all_reduce(x)
+        """Overwrite `x`, which must be contiguous, with the sum of all ranks; on CPUs in their order, while gloo adds
+        parts of a tensor in an order that depends on its size.
+        """
+        if x.device.type == "cpu":
+            first, *others = self._parts(x)
+            x.copy_(first)
+            for part in others:
+                x += part
+        else:
+            dist.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., size] of each rank -> [..., ranks * size]."""
-        x = x.contiguous()
+        return torch.cat(self._parts(x.contiguous()), -1)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The `x` of each rank, in order."""
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x)
-        return torch.cat(parts, -1)
+        return parts

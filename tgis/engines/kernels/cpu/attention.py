@@ -9,7 +9,7 @@ from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.kv_codes import head_size, is_coded
 
-_SIZE_MULTIPLE = 16  # of head sizes: the lanes of the widest vectors
+HEAD_MULTIPLE = 16  # of sizes: the lanes of the widest vectors
 _MAX_SIZE, _MAX_CODED_SIZE = 512, 256  # of heads, and
 _MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
 _PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
@@ -45,7 +45,7 @@ class CpuAttention:
     def supports(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         sizes, group = map(head_size, (k_cache, v_cache)), q.shape[1] // k_cache.shape[2]
         largest = _MAX_CODED_SIZE if is_coded(k_cache) else _MAX_SIZE
-        fits = group <= _MAX_GROUP and all(size <= largest and size % _SIZE_MULTIPLE == 0 for size in sizes)
+        fits = group <= _MAX_GROUP and all(size <= largest and size % HEAD_MULTIPLE == 0 for size in sizes)
         same_dtype = k_cache.dtype == v_cache.dtype and (is_coded(k_cache) or q.dtype == k_cache.dtype)
         return fits and same_dtype and q.dtype in DTYPES and k_cache.shape[1] % _PANEL == 0
 

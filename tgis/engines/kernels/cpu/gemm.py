@@ -11,6 +11,7 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
+from tgis.engines.kernels.cpu.padding import zero_padded
 
 TILE_N = 32  # as in gemm.h
 _PAIR = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # inputs side by side in the packed weight, as there
@@ -61,6 +62,7 @@ class CpuGemm:
         name, self.dtype = function_by(function, weight.dtype, dtype), dtype
         self._function = kernels.function(name, dtype, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4)
         self._out_features, self._in_features = weight.shape
+        weight = zero_padded(weight, _PAIR[weight.dtype])
         missing = -self._out_features % TILE_N
         tiles = (pad(weight, (0, 0, 0, missing)) if missing else weight).unflatten(0, (-1, TILE_N))
         pairs = tiles.unflatten(-1, (-1, _PAIR[weight.dtype]))
@@ -73,13 +75,13 @@ class CpuGemm:
         return function_by("multiply_expert", self.packed.dtype, self.dtype), self.packed.data_ptr()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = x.contiguous()
         assert x.dtype == self.dtype, x.dtype
         assert x.shape[-1] == self._in_features, x.shape
+        x = zero_padded(x, _PAIR[self.packed.dtype]).contiguous()
         y = x.new_empty(*x.shape[:-1], self._out_features)
         pointers = x.data_ptr(), self.packed.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-        rows = x.numel() // self._in_features
-        self._function(*pointers, rows, self._in_features, self._out_features, torch.get_num_threads())
+        rows = x.numel() // x.shape[-1]
+        self._function(*pointers, rows, x.shape[-1], self._out_features, torch.get_num_threads())
         return y
 
 
@@ -87,7 +89,7 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None, dtype: torch.dtype) ->
     """Our GEMMs that can multiply x of this dtype by this weight, by the instruction set that they use; that of gemm.c
     comes first.
     """
-    if kernels is None or (dtype, weight.dtype) not in _BY or weight.shape[1] % _PAIR[weight.dtype]:
+    if kernels is None or (dtype, weight.dtype) not in _BY:
         return {}
     made = {kernels.library_isa: partial(CpuGemm, kernels=kernels, dtype=dtype)}
     if kernels.isa == "amx" and weight.dtype == dtype == torch.bfloat16 and weight.shape[1] % _AMX_TILE_K == 0:
@@ -98,7 +100,6 @@ def our_gemms(weight: Tensor, kernels: CpuKernels | None, dtype: torch.dtype) ->
 def smallest(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight as `dtype`, or in 16 bits that hold the same values: most models are saved in bfloat16."""
     halves = [half for x, half in _BY if x == dtype and half.itemsize < dtype.itemsize]
-    halves = [half for half in halves if weight.shape[-1] % _PAIR[half] == 0]
     if weight.dtype in halves:
         return weight
     weight = weight.to(dtype)

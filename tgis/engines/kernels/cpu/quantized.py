@@ -10,6 +10,7 @@ from torch.nn.functional import linear, pad
 from tgis.engines.host_memory import HugePages
 from tgis.engines.kernels.cpu.gemm import is_right
 from tgis.engines.kernels.cpu.library import FLOAT, INTEGER, POINTER, CpuKernels, structure
+from tgis.engines.kernels.cpu.padding import zero_padded
 from tgis.engines.quantization.weight import E2M1, E4M3, GROUP, INT4, INT8, ActivationCodes, QuantizedWeight
 
 _TILE_N, _ORDER = 32, [0, 2, 1, 3]  # how codes are packed, as in codes.h
@@ -76,9 +77,7 @@ class QuantizedGemm:
         return f"multiply_{'quantized' if self.rounds_inputs else 'dequantized'}_expert", self._address
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = self._columns(x)
-        if self._in_features % 2 and not self.rounds_inputs:  # gemm.c multiplies pairs of inputs
-            x = pad(x, (0, 1))
+        x = zero_padded(self._columns(x), 1 if self.rounds_inputs else 2)  # gemm.c multiplies pairs of inputs
         y = x.new_empty(*x.shape[:-1], self._out_features)
         pointers = x.data_ptr(), self._address, None if bias is None else bias.data_ptr(), y.data_ptr()
         rows = x.numel() // x.shape[-1]

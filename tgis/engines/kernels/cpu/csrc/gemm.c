@@ -52,14 +52,15 @@ void EXPORT_BY(multiply_expert)(const expert_layer *layer, const expert_block *r
         multiply_chunk(&args, first, min_i64(first + CHUNK_M, rows->last), tile);
 }
 
-/* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs: 1 in a plain table, whose k may
-   be odd. Returns 0, or 1 if there is no such row. */
+/* Rows of a weight as an embedding reads them: y [count, k]; tiles have `tile_n` outputs, and pairs of inputs: 1 in a plain
+   table. Returns 0, or 1 if there is no such row. */
 int EXPORT_BY(packed_rows)(
     const packed_t *weight, const int64_t *ids, scalar_t *y, int64_t count, int64_t k, int64_t n, int64_t tile_n
 ) {
+    const int64_t inputs = tile_n > 1 ? (k + PAIR - 1) / PAIR * PAIR : k;
     for (int64_t i = 0; i < count; i++, y += k) {
         if (ids[i] < 0 || ids[i] >= n) return 1;
-        const packed_t *row = weight + (ids[i] / tile_n * k * tile_n + ids[i] % tile_n * PAIR);
+        const packed_t *row = weight + (ids[i] / tile_n * inputs * tile_n + ids[i] % tile_n * PAIR);
         for (int64_t at = 0; at < k; at += PAIR, row += tile_n * PAIR)
             for (int j = 0; j < PAIR && at + j < k; j++) y[at + j] = unpack(row[j]);
     }
