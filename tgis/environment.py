@@ -1,6 +1,7 @@
 """Sets the environment of a process and of its children before libraries read it."""
 
 import os
+import sys
 import tempfile
 
 from tgis.config import Config
@@ -24,6 +25,8 @@ def prepare_command() -> None:
     """Set environment variables that every command needs, before it imports a library or starts a child."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs what our errors and log lines say already
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # with it, gRPC's threads start anew whenever we start a process
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     os.environ["PYTHONSAFEPATH"] = "1"  # no modules of the working directory: it may be that of a model
 
 

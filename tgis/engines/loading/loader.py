@@ -41,7 +41,7 @@ from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.utils.logs import format_bytes, log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +177,10 @@ def look_at_model(
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
-    auto_class, config, dtype, quantization, (sized, _) = look_at_model(options, device)
+    auto_class, config, dtype, quantization, (sized, needed) = look_at_model(options, device)
     select_kernels(options, device)  # may compile them first, which says so
-    progress = log_progress(
-        lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
-    )
+    before = used_memory(device)
+    progress = watched("loading weights", lambda: max(used_memory(device) - before, 0), needed, "B")
     checkpoint = quantization.checkpoint if quantization else None
     sharding = None
     if options.num_shards > 1:

@@ -21,7 +21,7 @@ from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_s
 from tgis.engines.paged.self_check import on_all_ranks, verify_steps
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
-from tgis.utils.logs import log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class DecodeGraphs:
         self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         started = time.monotonic()
         log.info("capturing decode steps of 1 to %d sequences", inputs.max_rows)
-        with log_progress(lambda: f"{len(self._captured)} of {len(self._sizes)} captured"):
+        with watched("capturing", lambda: len(self._captured), len(self._sizes)):
             for size in reversed(self._sizes):
                 inputs.pad(0, size, scratch_slot)
                 run = partial(self._logits, size, None)

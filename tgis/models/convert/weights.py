@@ -4,14 +4,13 @@ import logging
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from tgis.errors import StartError, file_errors
 from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, shard_files
 from tgis.utils.file_lock import locked
-from tgis.utils.logs import log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
         find_weights(path)
         return path
     target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
-    started = time.monotonic()
     with file_errors(f"cannot keep converted weights for {path}"), locked(target.with_suffix(".lock")):
         target.mkdir(parents=True, exist_ok=True)
         for file in path.iterdir():
@@ -37,8 +35,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
                 (target / file.name).unlink(missing_ok=True)
                 (target / file.name).symlink_to(file.resolve())
         log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
-        with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
-            log.info("%s", convert_weights(path, target))
+        log.info("%s", convert_weights(path, target))
     find_weights(target)
     return target
 
@@ -90,7 +87,10 @@ def _convert(path: Path, sources: list[Path], out: Path) -> str:
     names = [file.name for file in sources]
     with staging.staging_directory(out, STAGING_PREFIX) as made_in:
         command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(made_in), *names]
-        if reason := staging.run_child(command, None):
+        total = sum(file.stat().st_size for file in sources)
+        with watched("converting", lambda: staging.num_bytes(made_in), total, "B"):
+            reason = staging.run_child(command, None)
+        if reason:
             raise StartError(f"cannot convert the weights in {path}: {reason}")
         made = sorted(made_in.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:
