@@ -63,7 +63,7 @@ def _kv_bytes(model: PreTrainedModel, *, coded: bool) -> list[list[int]]:
     one; empty where a pass on the meta device does not show them. `coded`: in 8 bits, with their scales.
     """
 
-    def row(states: torch.Tensor) -> int:  # of a head
+    def row(states: torch.Tensor) -> int:  # bytes of one head
         size = int(states.shape[3])
         return size + SCALE_BYTES if coded else size * states.itemsize
 

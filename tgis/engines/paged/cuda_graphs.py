@@ -25,7 +25,8 @@ from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
-_MAX_ATTENDED_TOKENS = 1 << 16  # by all prompt tokens of a step: each reads its whole context again
+# Most tokens that all prompt tokens of a step attend to: each reads its complete context again.
+_MAX_ATTENDED_TOKENS = 1 << 16
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -114,7 +115,7 @@ class DecodeGraphs:
         """Compute logits in the output of the first graph, the largest: one output for each size would take much
         memory.
         """
-        logits = self._forward(self._inputs.batch(size, adapters))  # which keeps nothing of an earlier pass
+        logits = self._forward(self._inputs.batch(size, adapters))  # the captured pass keeps nothing of an earlier one
         largest = self._captured.get((self._sizes[-1], None))
         return largest[1][: len(logits)].copy_(logits) if largest else logits
 

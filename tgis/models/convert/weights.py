@@ -15,8 +15,8 @@ from tgis.utils.progress import watched
 log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".index.json"
-STAGING_PREFIX = ".safetensors-"  # of the directory where they are written
-NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # in names of other .bin files
+STAGING_PREFIX = ".safetensors-"  # prefix of temporary directories
+NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # names of other .bin files
 
 
 def ensure_weights(path: Path, cache_dir: Path) -> Path:
@@ -82,7 +82,7 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
 
 
 def _convert(path: Path, sources: list[Path], out: Path) -> str:
-    for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
+    for left in out.glob(f"{STAGING_PREFIX}*"):  # a killed process leaves its directory
         shutil.rmtree(left, ignore_errors=True)
     names = [file.name for file in sources]
     with staging.staging_directory(out, STAGING_PREFIX) as made_in:
