@@ -103,7 +103,7 @@ wheel: venv ## build the source distribution and the wheel in dist/
 	$(BIN)/python -m build
 
 test-wheel: wheel ## install the wheel into an empty environment without a compiler, and serve a model with it
-	INSTALL_TESTS=wheel $(BIN)/python -m pytest tests/test_installed.py $(ARGS)
+	INSTALL_TESTS=wheel $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/test_installed.py $(ARGS)
 
 # BUILDER may also be docker, or podman with options; ARGS goes to its build.
 BUILDER ?= podman
@@ -116,7 +116,7 @@ image: ## build the image; BASE, VARIANT, IMAGE (its name), BUILDER
 	--build-arg VARIANT=$(VARIANT) --build-arg GIT_COMMIT_HASH="$$(git rev-parse HEAD)" $(ARGS) .
 
 test-image: venv ## build the image for CPUs on a Debian made by debootstrap, and serve a model with it, as root
-	INSTALL_TESTS=image BUILDER="$(BUILDER)" $(BIN)/python -m pytest tests/test_installed.py $(ARGS)
+	INSTALL_TESTS=image BUILDER="$(BUILDER)" $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/test_installed.py $(ARGS)
 
 # With WHEELS=directory a machine without a network uses its own Python: its torch, and what `make wheels` fetched.
 WHEELS ?=

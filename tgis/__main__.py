@@ -42,7 +42,7 @@ GROUPS = {
     "Serve": ("download-weights", "serve", "prompts"),
     "Try": ("chat", "generate", "tokenize", "model-info"),
     "Measure and check": ("bench", "verify", "health"),
-    "Convert": ("quantize", "convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx"),
+    "Convert": ("convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx", "quantize"),
 }
 # The modules that need no more than the package tgis-client installs.
 CLIENT_MODULES = ("bench", "calls", "chat", "generate", "verify")

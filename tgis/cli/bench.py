@@ -62,10 +62,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("Load", "several levels, separated by commas, run one after the other")
     kind = load.add_mutually_exclusive_group()
     kind.add_argument(
-        "--concurrency",
-        type=_comma_separated(COUNT),
-        metavar="N,...",
-        help="requests in flight at once (default 1)",
+        "--concurrency", type=_comma_separated(COUNT), metavar="N,...", help="requests in flight at once (default 1)"
     )
     kind.add_argument(
         "--rate",
@@ -82,11 +79,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help=f"seconds for which each level sends requests (default {DEFAULT_DURATION:g})",
     )
     load.add_argument(
-        "--warmup",
-        type=integer(0),
-        default=1,
-        metavar="N",
-        help="uncounted requests before each level (default 1)",
+        "--warmup", type=integer(0), default=1, metavar="N", help="uncounted requests before each level (default 1)"
     )
     load.add_argument(
         "--server-pid",

@@ -40,13 +40,7 @@ def _parser(prog: str) -> Parser:
     add = parser.add_argument
     add("file", type=PATH, help="records of tgis generate --record, or of a server with RECORD_PATH")
     add("--any", action="store_true", help="also compare if the fingerprint of the server differs")
-    add(
-        "--streams",
-        type=integer(1, 1024),
-        default=8,
-        metavar="N",
-        help="requests in flight at once (default: 8)",
-    )
+    add("--streams", type=integer(1, 1024), default=8, metavar="N", help="requests in flight at once (default: 8)")
     client.add_arguments(parser, timeout=None, target=client.HTTP_TARGET)
     return parser
 
