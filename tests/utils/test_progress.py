@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import sys
+import termios
 import threading
 
 import pytest
@@ -32,6 +33,7 @@ def test_it_is_logged_until_the_block_ends(
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, stderr = os.openpty()
+    termios.tcsetwinsize(stderr, (24, 80))
     monkeypatch.setattr(sys, "stderr", QueuedStream(stderr))
     monkeypatch.setitem(progress._BAR, "delay", 1e-9)
     written = ""
