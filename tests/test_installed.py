@@ -61,7 +61,9 @@ def base(tmp_path: Path) -> str:
 def image(base: str) -> Iterator[str]:
     """The image for CPUs; `chroot` builds it where a container may not be nested."""
     wheels = os.environ.get("PIP_FIND_LINKS", "")
-    options = f"--isolation chroot --volume {wheels}:{wheels}:ro --build-arg PIP_FIND_LINKS={wheels}" if wheels else ""
+    options = "--isolation chroot"
+    if wheels:
+        options += f" --volume {wheels}:{wheels}:ro --build-arg PIP_FIND_LINKS={wheels}"
     make = ["make", "image", f"BASE={base}", "VARIANT=cpu", f"IMAGE={IMAGE}", f"BUILDER={' '.join(BUILDER)}"]
     subprocess.run([*make, f"ARGS={options}"], cwd=REPOSITORY, check=True)
     subprocess.run([*BUILDER, "images", IMAGE], check=True)
